@@ -28,7 +28,7 @@ COMMANDS = {
     "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.surgery.commands:importance",
     "prune": "lmeval_prune.surgery.commands:prune",
-    "cut": "lmeval_prune.surgery.commands:cut",
+    "cut": "lmeval_prune.surgery.commands:cut_model",
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.profiling.commands:profile",

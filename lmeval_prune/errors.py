@@ -34,9 +34,8 @@ _DISK_REMEDIES = {
 def disk_error(error: BaseException, path: object) -> DiskError | None:
     """Convert the error of a full or read-only disk to a `DiskError`; return None for any other error.
 
-    Args:
-        error: of any library; libraries in Rust (safetensors, tokenizers) have the error number in their message.
-        path: the file that was being written, for errors that do not name a file.
+    `path` is the written file, for errors that name none. Libraries in Rust (safetensors, tokenizers) have the error
+    number in their message.
     """
     if isinstance(error, DiskError):
         return error
@@ -51,12 +50,7 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
 
 @contextmanager
 def report_write_errors(path: object) -> Iterator[None]:
-    """Convert errors of a block that writes `path` to an error of one line.
-
-    Raises:
-        DiskError: the disk or the folder accepts no files.
-        InputError: this file cannot be written.
-    """
+    """Convert errors of a block that writes `path` to an `InputError`, of a full or protected disk to a `DiskError`."""
     try:
         yield
     except InputError:
@@ -112,8 +106,7 @@ def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError
 def print_input_errors(function: F) -> F:
     """Decorate a function that lm-eval calls: an uncaught `InputError` is printed as one line.
 
-    Programs can catch the error as usual (it is a `ValueError`). `sys.excepthook` is changed only after the error has
-    left `function`, and only for this type of error.
+    Programs can catch the error as usual (it is a `ValueError`): `sys.excepthook` changes when it has left `function`.
     """
 
     @functools.wraps(function)

@@ -47,17 +47,10 @@ def first_argument(name: str) -> Callable[[Any], Any]:
 def read_options(
     command: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Read the options of a command; `--help` prints them and ends the program.
+    """Read the options of a command as arguments of its function; `--help` prints them and ends the program.
 
-    Args:
-        command: the command; its first word is its section in a recipe.
-        function: declares the options.
-        words: the command line after the command. A first word that is not an option is the value of the option that
-            `first_argument` declares, else of `name`; several first words are the values of the option `names`.
-        commands: all commands; a recipe may have their sections, too.
-
-    Returns:
-        Arguments of the function.
+    A first word that is not an option is the value of the option that `first_argument` declares, else of `name`;
+    several first words are the values of the option `names`. A recipe may have sections of all `commands`.
 
     Raises:
         InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
@@ -85,12 +78,7 @@ def summary(function: Callable[..., Any]) -> str:
 
 
 def as_typed(message: str, options: Mapping[str, Any]) -> str:
-    """Write the options in a message as on the command line: `--ratio=3` for `ratio=3`.
-
-    Args:
-        message: the message of an `InputError`.
-        options: values of all options of the command by name.
-    """
+    """Write the options in a message as on the command line: `--ratio=3` for `ratio=3`."""
     for name, value in options.items():
         option = name.rstrip("_")
         if message.startswith((f"{option}={value}", f"{option}={value!r}")):
@@ -101,12 +89,7 @@ def as_typed(message: str, options: Mapping[str, Any]) -> str:
 
 
 class Parser(ArgumentParser):
-    """Parses the notation of this module.
-
-    Attributes:
-        known: names of the options.
-        repeatable: options that can be repeated.
-    """
+    """Parses the notation of this module; `known` are its options, `repeatable` those that can be repeated."""
 
     def __init__(self, **settings: Any) -> None:
         self.known: set[str] = set()

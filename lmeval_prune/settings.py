@@ -41,11 +41,7 @@ class FrozenMapping(dict[str, Any]):
 
 
 def freeze(name: str, value: Any) -> Any:
-    """Convert the lists of a JSON value to tuples and its dictionaries to `FrozenMapping`.
-
-    Raises:
-        InputError: the value is not JSON, so it has no identity; the message begins with `name`.
-    """
+    """Convert a JSON value to tuples and `FrozenMapping`; `InputError` if it is not JSON, and so has no identity."""
     if isinstance(value, list | tuple):
         return tuple(freeze(name, item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -59,11 +55,7 @@ def freeze(name: str, value: Any) -> Any:
 
 
 def to_plain_json(name: str, value: Any) -> Any:
-    """Convert a frozen value to plain JSON: lists and dictionaries.
-
-    Raises:
-        InputError: the value is not JSON.
-    """
+    """Convert a frozen value to lists and dictionaries; `InputError` if it is not JSON."""
     value = freeze(name, value)
     if isinstance(value, tuple):
         return [to_plain_json(name, item) for item in value]
@@ -71,17 +63,11 @@ def to_plain_json(name: str, value: Any) -> Any:
 
 
 def parse_value(name: str, value: Any, annotation: Any) -> Any:
-    """Parse a user's value by the annotation of its field.
+    """Parse a user's value by the annotation of its field; `InputError` if it has another type or is out of bounds.
 
-    Args:
-        name: the field, for the message.
-        value: from JSON, YAML or a command line: `"3"` is accepted as a whole number, and a number as a string.
-        annotation: `bool`, `int`, `float`, `str`, `Literal`, `tuple` or `dict` of these, any of them `| None`, with
-            bounds (`Annotated[float, Interval(ge=0, le=1)]`). With any other annotation the value is returned
-            unchanged.
-
-    Raises:
-        InputError: the value has another type or is out of bounds.
+    `"3"` is accepted as a whole number, and a number as a string. Annotations are `bool`, `int`, `float`, `str`,
+    `Literal`, `tuple` or `dict` of these, any of them `| None`, with bounds (`Annotated[float, Interval(ge=0, le=1)]`);
+    with any other annotation the value is returned unchanged.
     """
     if not is_supported_type(annotation):
         return value
@@ -238,15 +224,9 @@ class Settings:
     def from_dict(
         cls, values: Mapping[str, Any], subject: str, example: Callable[[list[str]], str] | None = None
     ) -> Self:
-        """Create settings from a dictionary.
+        """Create settings from a dictionary; `InputError` if a field is unknown, missing or not of its type.
 
-        Args:
-            values: fields by name.
-            subject: the beginning of the message, e.g. `method flap`.
-            example: returns the end of the message for missing fields.
-
-        Raises:
-            InputError: a field is unknown, missing or not of its type.
+        The message begins with `subject`, e.g. `method flap`; for missing fields it ends with `example(missing)`.
         """
         names = cls.setting_names()
         for name in values:
@@ -259,15 +239,9 @@ class Settings:
 
 
 def resolve_device(name: str | None, strictly: bool = True) -> Any:
-    """Return a torch device that exists; without a name: a GPU if there is one.
+    """Return a torch device, without a name a GPU if there is one; `InputError` if the device does not exist.
 
-    Args:
-        name: as in torch, or None.
-        strictly: accept only `cpu` and `cuda`. Otherwise accept any device of this machine, and treat `cuda:0`,
-            lm-eval's default, like None.
-
-    Raises:
-        InputError: torch has no such device.
+    `strictly` accepts only `cpu` and `cuda`. Otherwise `cuda:0`, lm-eval's default, is treated like None.
     """
     if strictly and name is not None and not re.fullmatch(r"cpu(:0)?|cuda(:\d{1,3})?", str(name)):
         raise InputError(f"device={name} cannot be used here; use cpu or cuda")

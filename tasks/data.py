@@ -61,11 +61,8 @@ class DataSet:
         return [*self.files, *self.parts]
 
 
-def _hub(path: str, name: str | None = None, **splits: str) -> Callable[[str], Iterator[Row]]:
-    def rows(split: str) -> Iterator[Row]:
-        yield from datasets.load_dataset(path, name, split=splits.get(split, split))
-
-    return rows
+def _hub(path: str, name: str | None = None) -> Callable[[str], Iterator[Row]]:
+    return lambda split: iter(datasets.load_dataset(path, name, split=split))
 
 
 def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:

@@ -20,14 +20,7 @@ def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
-    """Load tasks, and the tasks of groups.
-
-    Args:
-        manager: a task manager.
-        names: names of tasks, groups or tags, or paths of YAML files.
-
-    Returns:
-        Tasks by name.
+    """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file.
 
     Raises:
         InputError: a task does not exist, or its data cannot be loaded.
@@ -47,11 +40,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
 
 
 def load_task(manager: TaskManager, name: str) -> Any:
-    """Load one task by its name or the path of its file.
-
-    Raises:
-        InputError: the task does not exist, its data cannot be loaded, or it is a group.
-    """
+    """Load one task by its name or the path of its file; `InputError` if it is a group."""
     tasks = load_tasks(manager, [name])
     if name in tasks:
         return tasks[name]

@@ -27,13 +27,7 @@ def with_our_folder(include_path: Any) -> list[str | Path]:
 
 
 class LazyTaskManager(TaskManager):
-    """A task manager with the package's tasks, the user's tasks and lm-eval's tasks.
-
-    Args:
-        verbosity: as for `TaskManager`.
-        include_path: the user's folders; their tasks replace the package's tasks of the same name.
-        metadata: passed to the tasks.
-    """
+    """A task manager with the package's tasks, the user's tasks (which replace them) and lm-eval's tasks."""
 
     def __init__(self, verbosity: str | None = None, include_path: Any = None, metadata: Any = None) -> None:
         super().__init__(verbosity, with_our_folder(include_path), include_defaults=False, metadata=metadata)
@@ -41,11 +35,7 @@ class LazyTaskManager(TaskManager):
 
     @print_input_errors
     def match_tasks(self, task_list: list[str]) -> list[str]:
-        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks.
-
-        Raises:
-            InputError: a task whose name begins with `prune_` does not exist.
-        """
+        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks."""
         known = self._index.maps[0]
         if all(name in known for name in task_list):
             return sorted(set(task_list))

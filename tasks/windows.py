@@ -10,13 +10,10 @@ from lmeval_prune.errors import InputError, print_input_errors
 
 
 class WindowedTask(ConfigurableTask):
-    """A rolling log-likelihood task with windows of `window` tokens.
+    """A rolling log-likelihood task with windows of `window` tokens; `InputError` if `max_length` is another number.
 
     The model cuts the windows at its `max_length`. The task reads it from the run's metadata, to which lm-eval adds the
     model_args.
-
-    Raises:
-        InputError: `max_length` is missing or is not `window`.
     """
 
     @print_input_errors

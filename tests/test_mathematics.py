@@ -161,9 +161,9 @@ def test_what_is_not_the_number_alone(response: str) -> None:
     "response",
     [
         "The answer is 18!", "The answer is 18 and we are done.", "The answer is 18 times as many.", "#### 18!", "The answer is $18 or so.",
-        "The answer is that he needs at least 18 eggs.", "The answer is 18 more than before.", r"\boxed{18\text{ cm²}}", r"\boxed{18!}",
+        "The answer is that he needs at least 18 eggs.", "The answer is 18 more than before.", r"\boxed{18\text{ cm²}}",
         "The answer is 18 and the change is 7.", "Answer: <answer>18</answer>", "The final answer is: <b>18</b>", "Answer:\n> **18**",
-        "The answer is => 18", "Answer: -> 18", "The answer is 18 12-ounce cans.", r"\boxed{18 \text{ 2-liter bottles}}", "Answer: $18!$",
+        "The answer is => 18", "Answer: -> 18", "The answer is 18 12-ounce cans.", r"\boxed{18 \text{ 2-liter bottles}}",
         "The answer is 18! She makes $18 a day.", "The answer is 18 to 2 significant figures.", "The answer is 18 divided among 3 people.",
         "The answer is no more than 18.", "The answer is not less than 18.", r"\boxed{A = 18, B = 18}", r"\boxed{\text{for } n = 3, f = 18}",
         "The answer is 18 times.", "#### 18 times", r"\boxed{18 \text{ times}}", "The answer is 18 times a week.", "The answer is 18 $5 bills.",

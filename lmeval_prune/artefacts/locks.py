@@ -88,15 +88,10 @@ def lock_path(path: Path) -> Path:
 
 @contextmanager
 def file_lock(path: Path, timeout: float = _LOCK_TIMEOUT, reentrant: bool = False) -> Iterator[None]:
-    """Hold a lock file, and remove it at the end. If the file system has no locks, warn once and continue.
+    """Hold a lock file and remove it at the end; `Timeout` if another process or thread holds it for `timeout` seconds.
 
-    Args:
-        path: the lock file.
-        timeout: seconds to wait for another holder; -1 waits without limit.
-        reentrant: let a thread take the lock again while it holds it. A reentrant lock must be released by its thread.
-
-    Raises:
-        Timeout: another process or thread holds the lock.
+    If the file system has no locks, warn once and continue. `reentrant`: the same thread can take the lock again, and
+    no other thread can release it.
     """
     lock = FileLock(path, is_singleton=reentrant, thread_local=reentrant)
     try:
@@ -123,7 +118,7 @@ def _warn_no_locks(reason: str) -> None:
 
 @contextmanager
 def in_folder(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
-    """Enter a block that needs a folder. The folder is created, and removed at the end if it was new and is empty."""
+    """Enter a block that needs a folder: create it before, and remove it afterwards if it was new and is empty."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with ExitStack() as stack:
         for parent in reversed(missing):

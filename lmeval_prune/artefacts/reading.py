@@ -74,10 +74,9 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
 
 
 def parse_json(data: bytes | str, path: object) -> Any:
-    """Parse a JSON text; numbers with thousands of digits and very deep nesting are refused.
+    """Parse a JSON text; the `InputError` for invalid JSON names `path`.
 
-    Raises:
-        InputError: the text is not JSON; the message names `path`.
+    Numbers with thousands of digits and very deep nesting are refused.
     """
     import pydantic_core
 
@@ -88,10 +87,9 @@ def parse_json(data: bytes | str, path: object) -> Any:
 
 
 def validate_json(value: Any, kind: Any, path: object) -> Any:
-    """Check the type of a JSON value by pydantic, e.g. `list[str]` or a `TypedDict`, and return the value.
+    """Check a JSON value against a type, e.g. `list[str]` or a `TypedDict`, and return the value.
 
-    Raises:
-        InputError: the value has another type; the message names `path` and the field.
+    The `InputError` for another type names `path` and the field.
     """
     from pydantic import ValidationError
 
@@ -157,18 +155,9 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
 def read_table(
     path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
 ) -> Any:
-    """Read and validate a parquet file as an Arrow table.
+    """Read and validate a parquet file as an Arrow table; `InputError` with `remedy` if it is damaged.
 
-    Args:
-        path: the file.
-        remedy: advice of the message for a damaged file.
-        columns: columns to read; default: all, or those of the schema.
-        schema: types to which the columns are cast.
-        optional: columns of the schema that are null if the file lacks them.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        InputError: the file is damaged.
+    With a `schema`, columns are cast to its types, and `optional` columns that the file lacks are null.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -189,16 +178,7 @@ def read_table(
 
 
 def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
-    """Refuse tensors with NaN or infinite values.
-
-    Args:
-        tensors: tensors by name.
-        name: their file or model, for the message.
-        remedy: advice of the message.
-
-    Raises:
-        InputError: a tensor has such values; the message names the first one.
-    """
+    """Raise an `InputError` that names `name` and `remedy` if a tensor has NaN or infinite values."""
     for key, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} has NaN or infinite values in {key}; {remedy}")

@@ -43,15 +43,7 @@ def write_bytes(path: PathLike, content: bytes) -> None:
 
 
 def check_writable(path: PathLike, folder: bool = False) -> None:
-    """Refuse an output path that cannot be written, before the work begins.
-
-    Args:
-        path: the file or folder.
-        folder: whether the path is for a folder (`new_folder`) instead of a file (`write_bytes`).
-
-    Raises:
-        InputError: the path cannot be written.
-    """
+    """Raise an `InputError` for an output file (or `folder`) that cannot be written, before the work begins."""
     with _temporary_path(Path(path).resolve() if folder else Path(path), folder):
         pass
 
@@ -61,8 +53,7 @@ def new_file(path: PathLike) -> Iterator[Path]:
     """Write a large file atomically: the file appears when the block ends.
 
     Yields:
-        A temporary path to write to. If the block raises, the old file stays and the exception is passed on; a full
-        disk becomes a `DiskError`.
+        A temporary path to write to. If the block raises, the old file stays.
 
     Raises:
         InputError: the path cannot be written.
@@ -122,11 +113,7 @@ def final_path(temporary: Path) -> Path:
 
 
 def open_append(path: Path) -> IO[str]:
-    """Open a text file for appending.
-
-    Raises:
-        InputError: the path is a symbolic link.
-    """
+    """Open a text file for appending; `InputError` if the path is a symbolic link."""
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")

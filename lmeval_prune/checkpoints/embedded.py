@@ -93,7 +93,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     if name in MODELS or Path(name).expanduser().exists():
         return
     if suggestion := closest_match(name, MODELS):
-        raise InputError(f"pretrained={name} is unknown; did you mean {suggestion}?")
+        raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
     from huggingface_hub import HfApi

@@ -156,12 +156,7 @@ class AnswerStore:
         raise AssertionError
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        """Write one answer and flush it to the operating system.
-
-        Args:
-            key: the key.
-            response: the response.
-            about: other fields of the `Record`.
+        """Write one answer and flush it to the operating system; `about` are other fields of the `Record`.
 
         Raises:
             InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
@@ -169,7 +164,7 @@ class AnswerStore:
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(parse_json(line, self.path), self.path)
+            _record(json.loads(line), self.path)
         except InputError:
             raise InputError(
                 f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
@@ -268,10 +263,9 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 class PendingRequests:
-    """Requests whose answers are not stored yet.
+    """Requests of one kind whose answers are not stored yet.
 
     Attributes:
-        kind: of the requests.
         requests, keys: the requests and their keys in the store (without a store: their indices).
         repeats: for each request, the number of earlier requests for the same document.
         add: stores a response; called with a key, the response and further columns.
@@ -328,16 +322,15 @@ def answer_requests(
     Args:
         store: the store.
         requests: lm-eval instances; the same instance occurs N times for N repeats.
-        kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        key_parts: called with a request and its repeat; returns everything that determines its answer as JSON,
-            including `versions` of the code, and the `head` that is stored beside the answer.
-        run: answers pending requests, all with different keys; may report each answer earlier by `add` or `answered`.
-        any_rank: whether a flag is true on some rank. lm-eval's models synchronise the ranks in each call, so while
-            one rank has pending requests, each rank calls `run`, if necessary with a request that is answered.
-        is_grouped: whether a request is sampled together with others from one stream of random numbers. These requests
-            form groups in their order. A group that lacks an answer is run completely, so that a resumed run gives the
-            same answers as an uninterrupted one.
-        group_size: requests per group.
+        kind: kind of the requests.
+        key_parts: returns for a request and its repeat everything that determines the answer as JSON, including
+            `versions` of the code, and the `head` that is stored beside the answer.
+        run: answers pending requests; may report answers earlier by `add` or `answered`.
+        any_rank: whether a flag is true on some rank. lm-eval's models synchronise the ranks, so while one rank has
+            pending requests, each rank calls `run`, if necessary with a stored request.
+        is_grouped: whether a request is sampled together with others from one stream of random numbers. A group that
+            lacks an answer is run completely, so that resuming does not change answers.
+        group_size: requests per group, in their order.
 
     Returns:
         Responses in the order of `requests`, and their keys.

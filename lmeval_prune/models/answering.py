@@ -30,11 +30,7 @@ Answers = tuple[list[Any], list[str], list[Ending | None]]  # responses, keys in
 
 
 class Answering:
-    """Answers the requests of one model.
-
-    Args:
-        lm: the `PrunedHFLM` or `PrunedServerLM`.
-        store: an open store; default: the store of the model's arguments is opened.
+    """Answers the requests of one model from its store and, if it has a router, with the router's heads pruned.
 
     Attributes:
         store: the answer store, or None.

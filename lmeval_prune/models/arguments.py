@@ -124,10 +124,7 @@ class Arguments(Settings):
     def refuse_misspelt(self, hf_arguments: set[str], config: Any) -> None:
         """Refuse an unknown argument that resembles a known one, because `from_pretrained` would ignore it.
 
-        Args:
-            hf_arguments: names of `hf`'s arguments.
-            config: the model's configuration, whose attributes are valid arguments, too; None for a loaded model,
-                which accepts only `hf`'s arguments.
+        Attributes of the model's `config` are valid arguments; a loaded model (None) accepts only those of `hf`.
         """
         for name in self.others:
             is_known = name in hf_arguments or hasattr(config, name)

@@ -19,7 +19,7 @@ from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 
 
 class Checkpoint:
-    """A language model without weights.
+    """A language model without weights; `InputError` if it does not exist or is not a language model.
 
     Args:
         loading: model_args that load the model, including `pretrained`; see `Arguments.loading`.
@@ -28,9 +28,6 @@ class Checkpoint:
         path: folder, or name on the hub.
         config: transformers' configuration.
         map: the model's layers and heads.
-
-    Raises:
-        InputError: the model does not exist, cannot be built, or is not a language model.
     """
 
     def __init__(self, loading: Mapping[str, Any]) -> None:
@@ -101,11 +98,7 @@ class Checkpoint:
         return digest(settings) if settings else ""
 
     def chat_template(self, name: bool | str) -> str:
-        """Return a digest of the chat template of this name (True: the default); an empty string for False.
-
-        Raises:
-            InputError: the tokenizer has no such template.
-        """
+        """Return a digest of the chat template of this name (True: the default); an empty string for False."""
         if not name:
             return ""
         try:

@@ -46,17 +46,10 @@ def generate_until(
     masks: Sequence[HeadMask | None] | None = None,
     greedy: bool = False,
 ) -> list[str]:
-    """Generate the texts that `hf` would generate for each request alone.
+    """Generate the texts that `hf` would generate for each request alone; call `done` for each finished request.
 
-    Args:
-        lm: the lm-eval model with the tokenizer and the limits.
-        engine: decodes on `lm.model`.
-        requests: lm-eval instances with arguments (context, generation settings).
-        repeats: for each request, the number of earlier requests for the same document.
-        done: called for each finished request.
-        seed: of sampling; the random numbers of a request depend on it and on its task, document and repeat.
-        masks: heads to prune for each request; default: none.
-        greedy: decode greedily, whatever the requests' settings.
+    The random numbers of a request depend on `seed`, its task, document and repeat. `masks` are heads to prune for each
+    request; `greedy` ignores the requests' sampling settings.
 
     Raises:
         InputError: the engine does not support a generation setting, or a prompt is empty or has no room.

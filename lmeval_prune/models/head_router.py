@@ -27,15 +27,9 @@ class HeadRouter(ABC):
         self.masks: dict[str, HeadMask | None] = {DENSE: None}
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that the pool fits the model, and create its masks.
+        """Check that the pool fits the model, and create its masks; `InputError` if it does not fit.
 
-        Args:
-            model_map: the model.
-            weights: fingerprint of its weights.
-            interventions: identities of the interventions on the model besides the router's.
-
-        Raises:
-            InputError: the router does not fit the model.
+        `weights` is the fingerprint of the model's weights, `interventions` are the identities of its interventions.
         """
         for name in self.pool:
             if name != DENSE:

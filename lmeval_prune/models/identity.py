@@ -50,11 +50,7 @@ class ModelIdentity:
 
     @classmethod
     def of_model(cls, lm: Any) -> Self:
-        """Identify a loaded `PrunedHFLM`.
-
-        Raises:
-            InputError: weights are offloaded and have no fingerprint.
-        """
+        """Identify a loaded `PrunedHFLM`; `InputError` if its weights are offloaded and have no fingerprint."""
         if lm.weights is None:
             raise InputError(
                 "the weights are offloaded and cannot be identified, as stored answers require; leave out the cache"

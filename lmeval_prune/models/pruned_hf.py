@@ -281,11 +281,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Separate the tables of `--use_cache` by model and interventions; see `separate_tables`.
-
-        Raises:
-            InputError: there is an answer store, too, or answers depend on their order or have no identity.
-        """
+        """Separate the tables of `--use_cache` by model and interventions; `InputError` where that is impossible."""
         database = getattr(cache_hook, "dbdict", None)
         if database is not None:
             if self.answering.store:

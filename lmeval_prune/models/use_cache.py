@@ -13,13 +13,10 @@ from lmeval_prune.models.identity import code_versions
 
 
 def separate_tables(database: Any, lm: Any) -> None:
-    """Use a separate table of the cache for each model, its settings and its interventions.
+    """Use a separate table of the cache for each model, its settings and its current interventions.
 
-    lm-eval keys its cache by prompt and generation settings only.
-
-    Args:
-        database: the cache, sqlitedict's `SqliteDict`; its class is replaced.
-        lm: the `PrunedHFLM`; its interventions are read at each access.
+    lm-eval keys its cache by prompt and generation settings only. `database` is sqlitedict's `SqliteDict`; its class is
+    replaced by a subclass.
     """
     if not hasattr(database, "tablename") or not hasattr(database, "conn"):
         raise InputError(

@@ -31,7 +31,7 @@ class PruneOptions(Settings):
             released code) and log (later layers lose more); default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
-        steps: stages; each stage computes new scores with the units of earlier stages masked
+        steps: number of stages; each stage computes new scores with the units of earlier stages masked
         growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
         budget: what ratio counts: parameters (of heads and channels that can be removed) or heads (ratio is a share of
@@ -113,9 +113,9 @@ class TextOptions(Settings):
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
-        windows: number of windows
-        tokens: tokens per window, special tokens included
-        batch: windows per forward pass
+        windows: number of windows of calibration text
+        tokens: tokens per calibration window, special tokens included
+        batch: calibration windows per forward pass
         seed: seed of the order in which the text is read
         apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
             lm_eval's option of this name

@@ -18,4 +18,4 @@ PRUNERS = {
 def check_pruner(name: str) -> None:
     """Raise `InputError` for an unknown method name."""
     if name not in PRUNERS:
-        raise InputError(f"method={name!r} is unknown; use {', '.join(PRUNERS)}{did_you_mean(name, PRUNERS)}")
+        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{did_you_mean(name, PRUNERS)}")

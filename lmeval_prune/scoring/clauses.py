@@ -1,8 +1,9 @@
-r"""Prose cut into clauses, and whether a number in them is the number of something else.
+r"""Prose cut into clauses, and whether a number in them is part of something larger.
 
-A clause ends at stops, at remarks in brackets, at dashes, and at words that explain. One with `=`, or with a verb between two
-numbers (`3 shirts cost 12`), has *sides*. A number is none of its own if it is part of something else: of an expression, a
-comparison, a list, a time, or of words such as `half of 18` and `18 more than`.
+A text is read as its outline, in which each number is a `#`, each minus between operands a `−`, and each arrow a `→`. A clause of it
+ends at stops, at remarks in brackets, at dashes, and at words that explain or begin another statement. One with `=`, or with a verb
+between two numbers (`3 shirts cost 12`), has *sides*. A number is none of its own if it is part of something larger: of an
+expression, a comparison, a list, a time, or of words such as `half of 18` and `18 more than`.
 """
 
 from __future__ import annotations
@@ -10,33 +11,73 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lmeval_prune.scoring.numbers import Number, is_pair, number_at, same_number
-from lmeval_prune.scoring.tokens import Tokens
+from lmeval_prune.scoring.numbers import VULGAR, Number, find_numbers, same_number
 from lmeval_prune.scoring.vocabulary import phrases, words
 
-# In these patterns a clause is lower-case words with single spaces, its numbers written #.
-_CHANGED_BEFORE = re.compile(rf"(?:^|\W){phrases('changed_before')}$|{phrases('changed_before', 'zh')}$")
-_CHANGED_AFTER = re.compile(f"{phrases('changed_after')}|{phrases('changed_after', 'zh')}")
-_GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}$|{phrases('governing_clauses')}")
-_TO_THE_NUMBER = re.compile(rf"(?:{phrases('before_the_number')} ?)*#")
-_VERBS, _CONDITIONS, _EXPLANATIONS = words("verbs"), words("conditions"), words("explanations")
-_CHINESE_EXPLANATIONS = tuple(_EXPLANATIONS)
-_CURRENCIES, UNIT_LETTERS = words("currencies"), words("unit_letters")
-_SAID = words("said_with_a_number")
-_CHINESE_SAID = re.compile(f"{phrases('said_with_a_number', 'zh')}$")
-_NO_NAMES = UNIT_LETTERS | {"a", "A", "I"}  # letters that are no variables
-_JOINED = frozenset(["pi", "sqrt", *"π∞'′″"])  # right after a number
-_SUBTRACTABLE = frozenset(["digits", "open", "command"])
-_SIGN_AFTER = frozenset(["equals", "open", "operator", "relation", "stop", "chinese", "money", "arrow", ""])
+UNIT_LETTERS = "".join(words("unit_letters"))
+_NAME = rf"(?<![A-Za-z\\])(?![aAI{UNIT_LETTERS}])[A-Za-z](?![A-Za-z_])"  # a letter that is a variable
+_CHINESE = "[\u4e00-\u9fff]"
 
-Side = tuple[int, int]  # a range of tokens
+# --------------------------------------------------------------------------- the outline
+
+_ARROW = re.compile(r"[-=]{1,3}>")
+_SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
+_MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
+    r"(?:(?<=[#∞πθ])|(?<![A-Za-z][A-Za-z])(?<=[A-Za-z]))\s*[-–]+\s*(?=#|\(|\\|[b-zB-HJ-Z](?![A-Za-z]))"
+    r"|(?<=[\w°)])\s*[-–]\s+(?=\\)|(?<=\s)[-–](?=\s#[^.,;:=\n]{0,80}=)|(?P<left>#\s?(?P<unit>[A-Za-z°]+)|\\[a-z]+)\s*[-–]\s*(?=#\s?(?(unit)(?P=unit)(?![A-Za-z])))"
+)
+
+# --------------------------------------------------------------------------- parts of something larger
+
+_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−]"
+_OTHER = rf"[+*^×·⋅÷−]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
+_PART = re.compile(  # the number is an @, others are #
+    rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+|\#)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
+    | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
+    | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
+    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
+    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ :\ \# | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
+    | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
+    re.VERBOSE,
+)
+_NEXT = re.compile(r"\s?#(?!-\w)")  # but 18 12-ounce cans
+# In these patterns a clause is lower-case words.
+_CHANGED_BEFORE = re.compile(rf"(?:^|\W){phrases('changed_before')}\s*$|{phrases('changed_before', 'zh')}\s*$")
+_CHANGED_AFTER = re.compile(rf"\s*(?:{phrases('changed_after')}|{phrases('changed_after', 'zh')})")
+_GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing_clauses')}")
+
+# --------------------------------------------------------------------------- clauses
+
+_EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
+_BOUNDARY = re.compile(
+    r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
+    r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
+    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}|\bi(?=\.)"
+    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
+    re.IGNORECASE,
+)
+_REMARK = re.compile(
+    rf"(?:(?<=\s)\\?[(\[{{]|\\?[(\[{{](?=[^()\[\]{{}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}})))(?!\s?[\w#]+\s?\\?[)\]}}])",
+    re.ASCII,
+)
+_FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")
+VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
+_TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
+_CONDITIONS = words("conditions")
+_WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")
+_SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
+_COMPUTES = re.compile(
+    rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"
+)
+
+Side = tuple[int, int]  # a range of the outline
 
 
 class Clause(NamedTuple):
     """A part of a sentence.
 
     Attributes:
-        sides: ranges of tokens.
+        sides: ranges of the outline.
         opener: the stop or word before it.
         equates: its sides are equated by a sign, not by a verb.
     """
@@ -47,291 +88,148 @@ class Clause(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Return its first token."""
+        """Return where it begins."""
         return self.sides[0][0]
 
     @property
     def stop(self) -> int:
-        """Return the end of its last side."""
+        """Return where its last side ends."""
         return self.sides[-1][1]
 
 
 class Prose:
-    """A text's tokens, numbers and clauses."""
+    """A text's outline, numbers and clauses.
+
+    Attributes:
+        outline: the text with signs for its numbers.
+        numbers: by their place in the outline.
+        written: the numbers as they are written.
+    """
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens = Tokens(text)
-        self.numbers = _numbers(self.tokens)
-        self.last_tokens = {number.first: number.last for number in self.numbers}
-        self.in_numbers = {i for number in self.numbers for i in range(number.first, number.last + 1)}
+        text = re.sub(r"[ \t]{2,}", " ", text.replace("#", " ").replace("@", " "))
+        found = find_numbers(text)
+        ends = [0, *(end for _, end, _ in found)]
+        starts = [*(start for start, _, _ in found), len(text)]
+        outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+        outline = outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=")
+        if "-" in outline or "–" in outline or "=>" in outline:
+            outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
+        self.outline = outline
+        places = [match.start() for match in re.finditer("#", outline)]
+        self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, found, strict=True)}
+        self.written = {at: text[start:end] for at, (start, end, _) in zip(places, found, strict=True)}
 
-    def within(self, start: int, stop: int) -> list[Number]:
-        """Return the numbers in a range of tokens."""
-        return [number for number in self.numbers if start <= number.first and number.last < stop]
+    def within(self, start: int, stop: int) -> list[int]:
+        """Return where numbers are in a range."""
+        return [at for at in self.numbers if start <= at < stop]
 
-    def written(self, start: int, stop: int) -> str:
-        """Return tokens in lower case with single spaces, numbers as #."""
-        parts, at = [], start
-        while at < stop:
-            parts.append("#" if at in self.last_tokens else self.tokens[at].text.lower())
-            at = self.last_tokens.get(at, at) + 1
-        return " ".join(parts)
+    def same(self, at: int, other: int) -> bool:
+        """Return whether two numbers are the same."""
+        return same_number(self.numbers[at], self.numbers[other])
 
-    # ------------------------------------------------------------------ clauses
+    def words(self, start: int, stop: int) -> str:
+        """Return a range in lower case."""
+        return self.outline[start:stop].strip().lower()
+
+    def first_word(self, start: int) -> str:
+        """Return the word, in lower case, with which a range begins; nothing if a sign or number does."""
+        word = _WORD.match(self.outline, re.compile(r"\s*").match(self.outline, start).end())  # type: ignore[union-attr]
+        return word.group().lower() if word else ""
 
     def clauses(self) -> list[Clause]:
         """Return the clauses that hold a number."""
-        cuts: list[tuple[int, int, str]] = []  # first token, end, stop before
-        start, opener, depth, seen = 0, "", 0, False  # seen: a number
-        for i, token in enumerate(self.tokens):
-            if i in self.in_numbers:
-                seen = True
-                continue
-            ends = self._ends_a_clause(i, opener, depth, seen)
-            depth = max(0, depth + (token.kind == "open") - (token.kind == "close"))
+        cuts: list[tuple[int, int, str]] = []  # start, end, stop before
+        start, opener, depth = 0, "", 0
+        for boundary in _BOUNDARY.finditer(self.outline):
+            at, sign = boundary.start(), boundary.group()
+            seen = "#" in self.outline[start:at]
+            if boundary["open"]:
+                ends = (
+                    depth == 0
+                    and seen
+                    and bool(_REMARK.match(self.outline, at))
+                    and not _FACTOR.search(self.outline[:at])
+                )
+            elif boundary["close"]:
+                ends = depth <= 1 and opener == "("
+            else:
+                ends = (depth == 0 or opener == "(") and (seen or bool(boundary["stop"]))
+            depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
-                cuts.append((start, i, opener))
-                in_remark = depth > 0 and opener == "(" and token.kind != "open"
-                opener = token.text.lower() if (i > start or opener == "") and not in_remark else opener
-                start, seen = i + 1, False
-        cuts.append((start, len(self.tokens), opener))
-        return [self._clause(first, end, before) for first, end, before in cuts if self.within(first, end)]
-
-    def _ends_a_clause(self, i: int, opener: str, depth: int, seen: bool) -> bool:
-        tokens, token = self.tokens, self.tokens[i]
-        if token.kind == "open":  # a remark
-            return depth == 0 and seen and (token.spaced or self._says(i)) and tokens.kind(i + 2) != "close"
-        if token.kind == "close":
-            return depth <= 1 and opener == "("
-        if depth > 0 and opener != "(":
-            return False
-        return self._stops(i) if token.kind == "stop" else seen and self._explains(i)
-
-    def _explains(self, i: int) -> bool:
-        """Return whether a dash or word begins an explanation, or a case: `91 for n = 4`."""
-        tokens, word = self.tokens, self.tokens.word(i)
-        if tokens.kind(i) == "minus":
-            return tokens[i].spaced and tokens.spaced(i + 1) and not self._subtracts(i)
-        if not word:
-            return tokens.kind(i) == "chinese" and tokens[i].text.startswith(_CHINESE_EXPLANATIONS)
-        if word in ("for", "at", "with") and tokens.name(i + 1) and tokens.kind(i + 2) == "equals":
-            return True
-        return word in _EXPLANATIONS or (word == "i" and tokens.kind(i + 1) == "stop")
-
-    def _subtracts(self, i: int) -> bool:
-        """Return whether a dash with space at both sides is a minus: between numbers, or after a letter."""
-        if self.tokens.name(i - 1):
-            return True
-        if i + 1 not in self.in_numbers:
-            return False
-        after = [token.kind for token in self.tokens[i + 1 : i + 30] if token.kind in ("equals", "stop")]
-        return i - 1 in self.in_numbers or after[:1] == ["equals"]  # 60 miles - 35 miles = 25
-
-    def _says(self, opened: int) -> bool:
-        """Return whether a bracket holds words or an equation, and is no factor."""
-        for token in self.tokens[opened + 1 : opened + 40]:
-            if token.kind == "close":
-                return False
-            if token.kind in ("equals", "chinese") or (token.kind == "word" and len(token.text) > 1):
-                return True
-        return False
-
-    def _stops(self, i: int) -> bool:
-        """Return whether a stop ends a clause: not a point or colon between digits."""
-        token, tokens = self.tokens[i], self.tokens
-        tight = not tokens.spaced(i + 1) and not token.spaced
-        between = tokens.kind(i + 1) == "digits" and tokens.kind(i - 1) == "digits"
-        return not (tight and token.text in ".,:" and between)
+                cuts.append((start, at, opener))
+                in_remark = depth > 0 and opener == "(" and not boundary["open"]
+                named = self.outline[start:at].strip() or not opener
+                opener = sign.lower() if named and not in_remark else opener
+                start = boundary.end()
+        cuts.append((start, len(self.outline), opener))
+        return [self._clause(*cut) for cut in cuts if "#" in self.outline[cut[0] : cut[1]]]
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
-        tokens = self.tokens
-        signs = [i for i in range(start, stop) if tokens[i].kind in ("equals", "arrow")]
-        equates = any(tokens[i].kind == "equals" for i in signs)
+        signs = [i for i in range(start, stop) if self.outline[i] in "=→"]
+        equates = any(self.outline[i] == "=" for i in signs)
         verb = self._verb(start, signs[-1] + 1 if signs else start, stop)
-        if verb is not None:
-            signs, equates = [*signs, verb], False
-        sides = zip([start, *(i + 1 for i in signs)], [*signs, stop], strict=True)
-        return Clause(tuple((first, end) for first, end in sides if first < end), opener, equates)
+        ends = [(i, i + 1) for i in signs] + ([verb] if verb else [])
+        sides = zip([start, *(end for _, end in ends)], [*(begin for begin, _ in ends), stop], strict=True)
+        return Clause(tuple(s for s in sides if self.outline[s[0] : s[1]].strip()), opener, equates and not verb)
 
-    def _verb(self, start: int, last_side: int, stop: int) -> int | None:
+    def _verb(self, start: int, last_side: int, stop: int) -> tuple[int, int] | None:
         """Return the verb between two numbers of a clause's last side."""
-        tokens = self.tokens
-        verbs = (
-            i
-            for i in range(last_side, stop)
-            if tokens.word(i) in _VERBS and (tokens.word(i - 1) != "to" or tokens.word(i) == "get")
-        )
-        verb = next(verbs, None)
-        if verb is None or not self.within(last_side, verb) or not _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
+        verb = VERBS.search(self.outline, last_side, stop)
+        if (
+            not verb
+            or not self.within(last_side, verb.start())
+            or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
+        ):
             return None
-        if last_side in self.last_tokens:
-            after = self.last_tokens[last_side] + 1
-            if last_side > start and tokens.word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
+        side = self.words(last_side, verb.start())
+        if side.startswith("#"):
+            if last_side > start and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
                 return None
-            if tokens.word(after) == "and" and after + 1 not in self.last_tokens:  # 18 and the change is 7
+            if re.match(r"# and (?!#)", side):  # 18 and the change is 7
                 return None
-        return verb
+        return verb.span()
 
-    # ------------------------------------------------------------------ numbers
-
-    def governed(self, number: Number, start: int) -> bool:
+    def governed(self, at: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""
-        return _GOVERNED.search(self.written(start, number.first)) is not None
+        return _GOVERNED.search(self.words(start, at)) is not None
 
-    def has_free(self, clause: Clause) -> bool:
-        """Return whether a number of the clause's last side is governed by nothing."""
-        start, stop = clause.sides[-1]
-        return any(not self.governed(number, start) for number in self.within(start, stop))
+    def free(self, start: int, stop: int) -> list[int]:
+        """Return the numbers of a range that nothing governs."""
+        return [at for at in self.within(start, stop) if not self.governed(at, start)]
 
-    def lone(self, side: Side, final: bool = False) -> Number | None:
+    def lone(self, side: Side, final: bool = False) -> int | None:
         """Return the number of a side that has just one which nothing governs; of a final side its first."""
-        numbers = self.within(*side)
-        free = [number for number in numbers if not self.governed(number, side[0])] or numbers
-        if free and (len(free) == 1 or (final and free[0].first == side[0])) and not self.is_part(free[0], *side):
-            return free[0]
-        return None
+        free = self.free(*side) or self.within(*side)
+        begins = final and self.words(*side).startswith("#")
+        return free[0] if free and (len(free) == 1 or begins) and not self.is_part(free[0], *side) else None
 
-    def is_bare(self, side: Side) -> bool:
-        """Return whether no words but those that may stand before a number do."""
-        first = self.within(*side)[0].first
-        return all(self.may_stand_before(i) for i in range(side[0], first) if self.is_word(i))
-
-    def is_word(self, i: int) -> bool:
-        """Return whether a token is an English word or Chinese ones."""
-        return self.tokens.kind(i) in ("word", "chinese")
-
-    def may_stand_before(self, i: int) -> bool:
-        """Return whether words may stand before a number that is said alone: 'about', 答案是."""
-        return self.tokens[i].text.lower() in _SAID or bool(_CHINESE_SAID.search(self.tokens[i].text))
-
-    def is_number_alone(self, clause: Clause) -> bool:
-        """Return whether a clause is nothing but a number."""
-        return self.written(clause.start, clause.stop) == "#"
-
-    def has_verb(self, clause: Clause) -> bool:
-        """Return whether a verb stands before its number."""
-        first = self.within(*clause.sides[0])[0].first
-        return any(self.tokens.word(i) in _VERBS for i in range(clause.start, first))
+    def is_introduced(self, start: int, at: int) -> bool:
+        """Return whether a number has only words before it that may stand there: 'about', 答案是."""
+        return all(
+            word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:at])
+        )
 
     def is_unsolved(self, side: Side) -> bool:
         """Return whether a side computes with a name: 2x, x^2, |x|, x + 15."""
-        for i in range(*side):
-            name = self.tokens.name(i)
-            if name and name not in _NO_NAMES and self._computes_with(i, side):
-                return self.tokens.text(i + 1) != "_"
-        return False
+        return bool(_COMPUTES.search(self.outline[side[0] : side[1]].strip()))
 
-    def _computes_with(self, i: int, side: Side) -> bool:
-        signs = ("operator", "raised", "minus")
-        two_before, before, after, two_after = (
-            self.tokens.kind(k) if side[0] <= k < side[1] else "" for k in (i - 2, i - 1, i + 1, i + 2)
-        )
-        if before == "digits" and after in ("digits", "minus", "money") and self.tokens.word(i) == "x":  # 3 x 4
-            return False
-        tight = before == "digits" and not self.tokens[i].spaced
-        return (
-            tight
-            or after == "raised"
-            or (before in signs and two_before == "digits")
-            or (after in signs and two_after in ("digits", ""))
-        )
+    def is_part(self, at: int, start: int, stop: int) -> bool:
+        """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""
+        before, after = self.outline[max(0, at - 80) : at], self.outline[at + 1 : at + 80]
+        if _PART.search(f"{before}@{after}"):
+            return True
+        following = _NEXT.match(after)
+        if following and not self._is_restated(at, at + following.end()):
+            return True
+        if _CHANGED_BEFORE.search(self.words(start, at)):
+            return True
+        changed = _CHANGED_AFTER.match(self.words(at + 1, stop))
+        alternative = changed and re.match(r"\s*or #", changed.group())
+        return bool(changed) and not (alternative and self.same(at, at + 1 + self.outline[at + 1 :].index("#")))
 
-    # ------------------------------------------------------------------ parts of something else
-
-    def is_part(self, number: Number, start: int, stop: int) -> bool:
-        """Return whether a number is part of something else: by the tokens at its sides, or by the words around it."""
-        tokens, before, after = self.tokens, number.first - 1, number.last + 1
-        while tokens.kind(before) == "open" and tokens.kind(after) == "close":  # (12), {12}, but (1,100) is a pair
-            if is_pair(tokens[number.last].text, tokens[before].text):
-                return True
-            before, after = before - 1, after + 1
-        return (
-            self._joined_before(before, number)
-            or self._joined_after(after)
-            or _CHANGED_BEFORE.search(self.written(start, number.first)) is not None
-            or self._changed_after(number, after, stop)
-        )
-
-    def _joined_before(self, before: int, number: Number) -> bool:
-        tokens = self.tokens
-        text, tight = tokens.text(before), not tokens.spaced(number.first)
-        match tokens.kind(before):
-            case "operator" | "relation" | "command" | "digits":
-                return True
-            case "minus":
-                tight = not tokens.spaced(before + 1)
-                return tight or tokens.kind(before - 1) == "digits" or bool(tokens.name(before - 1))
-            case "word":
-                return tight and text.lower() not in _CURRENCIES
-            case "stop":
-                return tight and text in ".:" and tokens.kind(before - 1) == "digits"
-            case "open":
-                return tokens.kind(number.last + 1) == "stop" and tokens.kind(number.last + 2) != "word"
-        return False
-
-    def _joined_after(self, after: int) -> bool:
-        tokens = self.tokens
-        text, tight, following = tokens.text(after), not tokens.spaced(after), tokens.kind(after + 1)
-        match tokens.kind(after):
-            case "operator" | "relation" | "command":
-                return not (text == "/" and following == "word")  # a rate
-            case "minus":
-                return self._is_subtracted_from(after)
-            case "raised" | "vulgar":
-                return True
-            case "digits":  # 18 12-ounce cans
-                return following != "minus" or tokens.spaced(after + 1)
-            case "stop":
-                return self._stop_joins(after)
-            case "open":
-                return following == "digits" and tokens.kind(after + 2) == "close"
-            case "close":
-                return tokens.kind(after - 2) == "stop" and tokens[after - 2].text in ",;"
-            case "word" if len(text) == 1:
-                return tight and text not in UNIT_LETTERS
-        return tight and text.lower() in _JOINED
-
-    def _stop_joins(self, stop: int) -> bool:
-        """Return whether a stop joins digits: 5:45, 3,4; 1 … 9."""
-        tokens, following = self.tokens, self.tokens.kind(stop + 1)
-        if tokens[stop].text == "…":
-            return "digits" in (following, tokens.kind(stop + 2))
-        return following == "digits" and not tokens.spaced(stop) and not tokens.spaced(stop + 1)
-
-    def _is_subtracted_from(self, minus: int) -> bool:
-        while self.tokens.kind(minus) == "minus":
-            minus += 1
-        name = self.tokens.name(minus)
-        return (name not in "aAI") if name else self.tokens.kind(minus) in _SUBTRACTABLE
-
-    def _changed_after(self, number: Number, after: int, stop: int) -> bool:
-        changed = _CHANGED_AFTER.match(self.written(after, min(stop, after + 7)))
-        if not changed or changed.group() != "or #":
-            return changed is not None
-        following = next((other for other in self.numbers if other.first > number.last), None)  # 0.5 or 1/2
-        return not (following and same_number(following, number))
-
-
-def _numbers(tokens: Tokens) -> list[Number]:
-    """Return the numbers of a text, from left to right."""
-    numbers: list[Number] = []
-    at = 0
-    while at < len(tokens):
-        minus = tokens.kind(at) == "minus"
-        number = number_at(tokens, at) if not minus or _is_sign(tokens, at) else None
-        negative = tokens.kind(at - 1) == "chinese" and tokens[at - 1].text.endswith("负")
-        if number is None and minus and tokens.kind(at - 1) in ("", "equals"):  # = - 12
-            number, negative = number_at(tokens, at + 1), True
-        if number is not None:
-            values = tuple(-value for value in number.values) if negative else number.values
-            numbers.append(Number(values, number.decimals, at, number.last))
-            at = number.last
-        at += 1
-    return numbers
-
-
-def _is_sign(tokens: Tokens, at: int) -> bool:
-    """Return whether a minus can be a sign: nothing that could be subtracted from stands before it."""
-    before = tokens.kind(at - 1)
-    return before in _SIGN_AFTER or (tokens[at].spaced and before in ("word", "other", "close"))
+    def _is_restated(self, at: int, other: int) -> bool:
+        """Return whether a number in brackets says the same as the one before it, 2/5 (0.4), or is a price: 18 $5 bills."""
+        written = self.written[other]
+        same = self.same(at, other) or self.same(other, at)
+        return written.startswith("$") or (written[0] in "([" and other > at + 1 and same)

@@ -1,4 +1,4 @@
-r"""Reading one number as people and models write it, and comparing two.
+r"""One number as people and models write it, and when two are the same.
 
 Two numbers are the same if their values are, up to the noise of a float. Only a gold number without end (1/3, 66.666666) is also
 equalled by its rounding to three significant digits or more. A percentage is read both ways, `80%` as 80 and as 0.8, since gold
@@ -9,23 +9,52 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from lmeval_prune.scoring.latex import SUPERSCRIPTS
-from lmeval_prune.scoring.tokens import SPACES, Tokens
-from lmeval_prune.scoring.vocabulary import values, words
+from lmeval_prune.scoring.vocabulary import phrases, values
 
 MAX_DIGITS = 400
 NOISE = Fraction(1, 10**6)  # of a float, absolute and relative
+VULGAR = "".join(map(chr, (*range(0xBC, 0xBF), *range(0x2150, 0x215F))))  # ¼ ½ ¾ ⅐ …
+MONEY = r"(?:(?:(?<![A-Za-z])(?:US|AU|CA|NZ|HK|NT|[ACRS]))?\$|[€£¥₹₩₽]|(?<![A-Za-z])Rs\.?(?=\s?\d))"
+_MONEY = re.compile(MONEY)
+_SPACES = "\u00a0\u2007\u2009\u202f"  # between groups of digits
 _SCALES = values("scales")
-_PARTS = values("parts")  # half: 2
 _SHORT_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}  # of money: $45k
-_SIGNS_BEFORE = frozenset(["equals", "stop", "open", "arrow", "money", ""])  # kinds after which + or minus is a sign
-_EQUAL_WORDS = words("equal_words")
-_PERCENT_WORDS = words("percent")
-_MIXED_SIGNS = frozenset(["又", "+", "and", "&"])
-_SEPARATORS = re.compile(rf"[,'’ _{SPACES}]")
+_PARTS = values("parts")  # half: 2
+_DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6) is 0.1666…
+      (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
+    )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
+_LEAD = re.compile(
+    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
+    re.I,
+)
+_MAGNITUDE = re.compile(
+    rf"""(?P<top>{_DIGITS})\s?[/⁄]\s?(?P<bottom>{_DIGITS})(?!\s?/|\d)
+    | (?P<digits>{_DIGITS})?\s?(?P<vulgar>[{VULGAR}])
+    | (?P<whole>{_DIGITS})
+      (?: (?:\s+|\s?(?:又|\+|and|&)\s?|\s?(?P<bracket>\())(?P<over>\d{{1,9}})\s?/\s?(?P<under>\d{{1,9}})(?!\d|\s?/)(?(bracket)\))
+        | \sand\sa\s(?P<part>{"|".join(_PARTS)})\b | (?P<more>…) )?""",
+    re.VERBOSE,
+)
+_CLOSING = re.compile(r"\s?\\?[)\]}]")
+_POWER = re.compile(
+    r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\(\s?-?\d{1,3}\s?\)|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
+)
+_PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)
+_SCALE = re.compile(
+    rf"\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
+    r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
+    re.I,
+)
+_CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
+_EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")
+_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|[-=]>|{MONEY}|\b{phrases('equal_words')})\s*$", re.I)
+_SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
+_SIGNS = frozenset(["-", "–", "—", "+", "minus"])
+_SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")
 
 
 @dataclass(frozen=True)
@@ -35,40 +64,84 @@ class Number:
     Attributes:
         values: what it can mean.
         decimals: after the point; None for a fraction.
-        first, last: its tokens, the last one included.
+        is_quotient: it is written as a division.
     """
 
     values: tuple[Fraction, ...]
     decimals: int | None
-    first: int
-    last: int
+    is_quotient: bool = False
+
+    def negated(self) -> Number:
+        """Return its negative."""
+        return replace(self, values=tuple(-value for value in self.values))
 
 
-_Magnitude = tuple[Fraction, "int | None", int]  # value, decimals, last token
-
-
-def number_at(tokens: Tokens, first: int) -> Number | None:
-    """Read the number that begins with a token: sign, currency, digits, fraction, power of ten, percentage and scale."""
-    sign, at = _sign(tokens, first)
-    opened = 0
-    while tokens.kind(at + opened) == "open":
-        opened += 1
-    at += opened
-    magnitude = _magnitude(tokens, at)
-    if magnitude is None or (opened and is_pair(tokens[at].text, tokens[at - 1].text)):
+def number_at(text: str, start: int) -> tuple[Number, int] | None:
+    """Return the number that begins there, with its sign, currency, brackets, power of ten, percentage and scale, and its end."""
+    lead = _LEAD.match(text, start)
+    match = _MAGNITUDE.match(text, lead.end()) if lead else None
+    if not lead or not match or match.end() - match.start() > MAX_DIGITS:
         return None
-    value, decimals, last = magnitude
-    if any(tokens.kind(last + 1 + i) != "close" for i in range(opened)):
+    brackets = re.findall(r"[(\[{]", lead["brackets"])
+    if brackets and is_pair(match.group(), brackets[-1]):
         return None
-    value, decimals, last = _power(tokens, value, decimals, last + opened)
-    value, word = sign * value, tokens.word(last + 1)
-    if tokens.kind(last + 1) == "percent" or word in _PERCENT_WORDS:
-        return Number((value, value / 100), decimals, first, last + 1)
-    if word == "per" and tokens.word(last + 2) == "cent":
-        return Number((value, value / 100), decimals, first, last + 2)
-    if scale := _scale(tokens, first, last + 1):
-        return Number((value * scale,), None, first, last + 1)
-    return Number((value,), decimals, first, last)
+    value, decimals, end = _magnitude(match)
+    percent = _PERCENT.match(text, end)
+    end = percent.end() if percent else end
+    for _ in brackets:
+        closing = _CLOSING.match(text, end)
+        if not closing:
+            return None
+        end = closing.end()
+    if power := _POWER.match(text, end):
+        exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("({ )}")
+        value, decimals, end = value * Fraction(10) ** int(exponent), None, power.end()
+    value *= (-1) ** (lead.group().count("-") + bool(lead["word"]))
+    if percent := percent or _PERCENT.match(text, end):
+        return Number((value, value / 100), decimals), max(end, percent.end())
+    if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
+        return Number((value * scale[0],), None), scale[1]
+    return Number((value,), decimals, match["top"] is not None), end
+
+
+def find_numbers(text: str) -> list[tuple[int, int, Number]]:
+    """Return the numbers of a text, with their starts and ends."""
+    found: list[tuple[int, int, Number]] = []
+    at = end = 0
+    while candidate := _CANDIDATE.search(text, at):
+        start, sign = candidate.start(), candidate.group().lower()
+        reading = _signed(text, end, start, sign) if sign in _SIGNS else number_at(text, start)
+        at = candidate.end()
+        if reading:
+            number, at = reading
+            number = number.negated() if text[start - 1 : start] == "负" else number
+            found.append((start, at, number))
+            end = at
+    return found
+
+
+def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | None:
+    """Return the number with a sign at a place, if it is one: nothing that could be subtracted from stands before it.
+
+    Args:
+        text: that is read.
+        end: of the number before it.
+        start: of the sign.
+        sign: a dash, plus, or 'minus'.
+    """
+    before = text[max(end, start - 20) : start]
+    before = f"#{before}" if end and end >= start - 20 else before
+    after = text[start + 1 : start + 2]
+    begun = bool(_BEGUN.search(before))
+    if sign in ("+", "minus"):
+        return number_at(text, start) if begun else None
+    equated = sign != "—" and _EQUATED.search(before)
+    if after in ("-", "+", "–") or not (
+        equated or (not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before))))
+    ):
+        return None
+    reading = number_at(text, start + 1 + after.isspace())
+    return reading and (reading[0].negated(), reading[1])
 
 
 def is_pair(digits: str, bracket: str) -> bool:
@@ -76,106 +149,32 @@ def is_pair(digits: str, bracket: str) -> bool:
     return digits.count(",") == 1 and bracket in "(["
 
 
-def _sign(tokens: Tokens, at: int) -> tuple[int, int]:
-    """Read signs, words for them, and currencies."""
-    sign = 1
-    if tokens.word(at) == "negative" or (tokens.word(at) == "minus" and _may_begin(tokens, at)):
-        at, sign = at + 1, -1
-    for _ in range(3):
-        kind, text = tokens.kind(at), tokens.text(at)
-        if kind == "minus" and sign > 0 and not tokens.spaced(at + 1) and text not in "–—":
-            sign = -1
-        elif kind != "money" and not (text == "+" and _may_begin(tokens, at)):
-            break
-        at += 1
-    return sign, at
+def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:
+    """Return the value of digits, of a fraction or of a mixed number, its decimals, and its end."""
+    if match["vulgar"]:
+        part = Fraction(unicodedata.numeric(match["vulgar"])).limit_denominator(100)
+        return part + (_digits(match["digits"])[0] if match["digits"] else 0), None, match.end()
+    if match["top"]:
+        value, divisor = _digits(match["top"])[0], _digits(match["bottom"])[0]
+        return (value / divisor, None, match.end()) if divisor else (value, 0, match.end("top"))
+    value, decimals = _digits(match["whole"])
+    cycle = match["more"] and re.search(r"\.\d*?(\d{1,6}?)\1+$", match["whole"])  # 0.333…
+    if cycle:
+        return value + _repeated(cycle[1], decimals), None, match.end()
+    part = Fraction(1, _PARTS[match["part"]]) if match["part"] else Fraction(0)
+    if match["under"] and int(match["over"]) < int(match["under"]):
+        part = Fraction(int(match["over"]), int(match["under"]))
+    if part and not decimals:
+        return value + part, None, match.end()
+    return value, None if "(" in match["whole"] else decimals, match.end("whole")
 
 
-def _may_begin(tokens: Tokens, at: int) -> bool:
-    """Return whether nothing that could be subtracted from stands before."""
-    return tokens.kind(at - 1) in _SIGNS_BEFORE or tokens.word(at - 1) in _EQUAL_WORDS
-
-
-def _scale(tokens: Tokens, first: int, at: int) -> int | None:
-    """Return the factor of a scale: million, 万, and k in $45k."""
-    if tokens.kind(at) == "scale":
-        return _SCALES[tokens[at].text]
-    if scale := _SCALES.get(tokens.word(at).removesuffix("s")):
-        return scale
-    paid = not tokens.spaced(at) and any(tokens.kind(i) == "money" for i in range(first, at))
-    return _SHORT_SCALES.get(tokens.text(at)) if paid else None
-
-
-def _magnitude(tokens: Tokens, at: int) -> _Magnitude | None:
-    """Read digits, a fraction or a mixed number."""
-    kind, text = tokens.kind(at), tokens.text(at)
-    if kind == "vulgar":
-        return _vulgar(text), None, at
-    if kind == "minus" and not tokens.spaced(at + 1) and tokens.kind(at + 1) != "minus":  # (-3)
-        inner = _magnitude(tokens, at + 1)
-        return inner and (-inner[0], inner[1], inner[2])
-    return _from_digits(tokens, at) if kind == "digits" and len(text) <= MAX_DIGITS else None
-
-
-def _from_digits(tokens: Tokens, at: int) -> _Magnitude:
-    text, following = tokens[at].text, tokens.text(at + 1)
-    value, decimals = _digits(text)
-    if "(" in text:
-        return value, None, at
-    if following == "…" and decimals > 1 and not tokens.spaced(at + 1):
-        cycle = re.search(r"(\d{1,6}?)\1+$", text.partition(".")[2])  # 0.333…
-        if cycle:
-            return value + _repeated(cycle[1], decimals), None, at + 1
-    fraction = _fraction(tokens, at)
-    if fraction is not None:
-        return fraction, None, at + 2
-    if tokens.kind(at + 1) == "vulgar":
-        return value + _vulgar(following), None, at + 1
-    return (_mixed(tokens, at, value) if decimals == 0 else None) or (value, decimals, at)
-
-
-def _mixed(tokens: Tokens, at: int, whole: Fraction) -> _Magnitude | None:
-    """Read `2 1/2`, `2又1/2`, `2 (1/2)` and `2 and a half`."""
-    separator = tokens.text(at + 1)
-    separated, opened = separator in _MIXED_SIGNS, separator == "("
-    top = at + 1 + (separated or opened)
-    part = _fraction(tokens, top) if separated or opened or tokens.spaced(top) else None
-    if part is not None and part < 1 and (not opened or tokens.kind(top + 3) == "close"):
-        return whole + part, None, top + 2 + opened
-    if tokens.word(at + 1) == "and" and tokens.word(at + 2) == "a" and (parts := _PARTS.get(tokens.word(at + 3))):
-        return whole + Fraction(1, parts), None, at + 3
-    return None
-
-
-def _fraction(tokens: Tokens, at: int) -> Fraction | None:
-    """Read `3/4`, but not a part of a date."""
-    if (tokens.kind(at), tokens.kind(at + 1), tokens.kind(at + 2)) != ("digits", "operator", "digits"):
-        return None
-    top, bottom = tokens[at].text, tokens[at + 2].text
-    if tokens[at + 1].text not in "/⁄" or tokens.text(at + 3) == "/" or max(len(top), len(bottom)) > MAX_DIGITS:
-        return None
-    divisor = _digits(bottom)[0]
-    return _digits(top)[0] / divisor if divisor else None
-
-
-def _power(tokens: Tokens, value: Fraction, decimals: int | None, at: int) -> _Magnitude:
-    """Multiply by a power of ten that follows: `5 × 10^3`, `5 x 10³`."""
-    times = (tokens.kind(at + 1) == "operator" and tokens[at + 1].text in "×*·⋅") or tokens.word(at + 1) == "x"
-    if not times or tokens.text(at + 2) != "10":
-        return value, decimals, at
-    if tokens.kind(at + 3) == "raised":
-        return value * _ten(tokens[at + 3].text.translate(SUPERSCRIPTS)), None, at + 3
-    if tokens.text(at + 3) in ("^", "**"):
-        written = ""
-        for i in range(at + 4, at + 8):
-            written += tokens.text(i).replace("\u2212", "-")
-            if power := re.fullmatch(r"-?(\d{1,3})|\((-?\d{1,3})\)|\{(-?\d{1,3})\}", written):
-                return value * _ten(power.group().strip("(){}")), None, i
-    return value, decimals, at
-
-
-def _ten(exponent: str) -> Fraction:
-    return Fraction(10) ** int(exponent or 0) if re.fullmatch(r"-?\d{1,3}", exponent) else Fraction(1)
+def _scale(text: str, at: int, is_money: bool) -> tuple[int, int] | None:
+    """Return the factor of a scale, and its end: million, 万, and k in $45k."""
+    if scale := _SCALE.match(text, at):
+        return _SCALES[(scale[1] or scale[2]).lower()], scale.end()
+    factor = _SHORT_SCALES.get(text[at : at + 1]) if is_money and not text[at + 1 : at + 2].isalnum() else None
+    return (factor, at + 1) if factor else None
 
 
 def _digits(text: str) -> tuple[Fraction, int]:
@@ -193,10 +192,6 @@ def _digits(text: str) -> tuple[Fraction, int]:
 def _repeated(cycle: str, decimals: int) -> Fraction:
     """Return what a cycle of digits adds after so many decimals."""
     return Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**decimals)
-
-
-def _vulgar(character: str) -> Fraction:
-    return Fraction(unicodedata.numeric(character)).limit_denominator(100)
 
 
 # --------------------------------------------------------------------------- comparing
@@ -218,6 +213,9 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
+        return True
+    more_exact = gold_digits and gold_digits > 3 and (not digits or digits > gold_digits)
+    if more_exact and abs(answer - gold) <= Fraction(1, 2 * 10 ** (gold_digits or 0)):
         return True
     if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
         return False

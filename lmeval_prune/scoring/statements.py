@@ -80,6 +80,7 @@ _MARK = re.compile("|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 _WORD = re.compile(r"\$?-?[\w.,/]+")
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
+_MINUS = re.compile(r"[#:=] *- +$")
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 
 
@@ -132,6 +133,8 @@ def _following(text: str, start: int) -> tuple[int, str]:
     window = text[start : start + MAX_PHRASE]
     around = _AROUND.match(window)
     opened = around.end() if around else 0
+    if _MINUS.search(text[start - 1 : start] + window[:opened]):  # #### - 12
+        opened = window.rindex("-", 0, opened)
     body, before = window[opened:], window[:opened].rstrip()
     display = _DISPLAY.match(body)
     content = body[: display.end()] if display else body.partition("\n")[0].rstrip(" |\t")
@@ -147,7 +150,7 @@ def _following(text: str, start: int) -> tuple[int, str]:
 # --------------------------------------------------------------------------- which counts
 
 _SENTENCE = re.compile(
-    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)"
+    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s+/×÷^=]|[\s*_\"')]*$)"
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
 _PLACEHOLDER = re.compile(

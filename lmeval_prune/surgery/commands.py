@@ -137,7 +137,7 @@ def prune(
     return 0
 
 
-def cut(
+def cut_model(
     pretrained: str,
     plan: str,
     output: str,

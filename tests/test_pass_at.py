@@ -29,13 +29,13 @@ class Scripted(LM):
     def __init__(self, script) -> None:
         super().__init__()
         self.script = script
-        self.asked: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         answers = []
         for request in requests:
             prompt = request.args[0]
-            tries = self.asked[prompt] = self.asked.get(prompt, -1) + 1
+            tries = self.calls[prompt] = self.calls.get(prompt, -1) + 1
             answers.append(self.script(request, tries))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
@@ -170,7 +170,7 @@ def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
         model = Scripted(third_try_is_right)
         out = run(model, "prune_tiny_words_pass4", cache=str(tmp_path / "cache"))
         outs.append(out["results"]["prune_tiny_words_pass4"])
-        assert set(model.asked.values()) == {3}
+        assert set(model.calls.values()) == {3}
     assert list(tmp_path.glob("cache*.db"))
     assert outs[0] == outs[1] and outs[0]["distinct,none"] == 3
 
@@ -217,10 +217,10 @@ def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    ours = {
+    settings = {
         k: v for k, v in task.config.generation_kwargs.items() if k in ("do_sample", "temperature", "top_k", "top_p")
     }
-    config, _ = model._prepare_generation_config(GenerationConfig(**ours))
+    config, _ = model._prepare_generation_config(GenerationConfig(**settings))
     warpers = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
     assert [type(warper).__name__ for warper in warpers] == ["TemperatureLogitsWarper"]
 

@@ -67,7 +67,7 @@ from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import Parser
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
-from lmeval_prune.sprint.curves import from_samples
+from lmeval_prune.sprint.curves import samples_curve
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.surgery.cut import cut_to
@@ -734,7 +734,7 @@ def _samples(folder: Path) -> Kind:
     outcomes.tasks["t"]["generation"] = {}
     return Kind(
         [folder / "samples.jsonl"],
-        lambda: from_samples("T", str(folder / "samples.jsonl"), outcomes, 2).values.tolist(),
+        lambda: samples_curve("T", str(folder / "samples.jsonl"), outcomes, 2).values.tolist(),
     )
 
 

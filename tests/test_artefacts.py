@@ -74,7 +74,7 @@ from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
-from tests.test_grid_comparison import made as grid_by_hand
+from tests.test_grid_comparison import write_grid as grid_by_hand
 from tests.test_sprint import CELLS, filled
 from tests.tiny_models import output, tiny, tokens
 

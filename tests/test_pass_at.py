@@ -17,6 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
+from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, loading, results, windows
 from tests.conftest import ROOT, task_manager
@@ -76,6 +77,15 @@ def test_metrics_of_a_script() -> None:
     sample = out["samples"]["prune_tiny_words_pass4"][0]
     assert len(sample["extracted"]) == 4 and sample["extracted"][0] == "90000"
     assert sample["how"] == ["end", "end", "boxed", "boxed"]
+
+
+def test_fewer_responses_than_n_are_refused() -> None:
+    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    doc = next(iter(task.test_docs()))
+    with pytest.raises(InputError, match="pass@4 needs 4 responses to a question, got 3"):
+        task.scores(doc, ["1", "2", "3"])
+    with pytest.raises(ValueError, match="4 of 3 attempts"):
+        pass_unbiased(3, 1, 4)
 
 
 def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

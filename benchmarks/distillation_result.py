@@ -234,12 +234,12 @@ def tested_language(folder: Path, fold: int, kept: Path) -> None:
 
 def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
     """Test problems with their gold graphs: what a model judges, whatever it would have searched through."""
-    from lmeval_prune.athena.batches import Collator, examples_of
+    from lmeval_prune.athena.batches import Collator, make_examples
     from lmeval_prune.athena.data import GroundedProblem
     from lmeval_prune.tasks import data
 
     problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := GroundedProblem.of(row))][:most]
-    examples = examples_of(problems, model.tokenizer, model.settings)
+    examples = make_examples(problems, model.tokenizer, model.settings)
     batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(examples)
     return {name: value for name, value in batch.items() if name != "labels"}
 

@@ -31,10 +31,10 @@ def question(number: int, value: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = environment()
+    machine = environment()
     draws = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as place:
-        folder, cells = GridFolder(place), []
+    with tempfile.TemporaryDirectory() as path:
+        folder, cells = GridFolder(path), []
         folder.create("Large", None, [])
         for number in range(CELLS):
             with folder.new_cell(f"c{number}") as cell:
@@ -45,7 +45,7 @@ def main() -> None:
             cells.append({**entry, "model_args": {}, "prepare": {}, "costs": "", "command": "lm_eval"})
         folder.create("Large", None, cells)
         before = time.process_time()
-        (*_, paths), seconds = timed(lambda: write_report(place))
+        (*_, paths), seconds = timed(lambda: write_report(path))
         busy = time.process_time() - before
         size = paths[-1].stat().st_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -55,7 +55,7 @@ def main() -> None:
         "seconds": round(seconds, 1),
         "processor_seconds": round(busy, 1),
     }
-    write("grid_compare", {"environment": found, **results, "peak_gib": round(peak / 2**30, 2), "page_bytes": size})
+    write("grid_compare", {"environment": machine, **results, "peak_gib": round(peak / 2**30, 2), "page_bytes": size})
 
 
 if __name__ == "__main__":

@@ -130,12 +130,12 @@ def power_of_figures(rng: np.random.Generator, n: int, draw: Draw, moved: bool =
 def of_the_grid() -> dict[str, Any]:
     """Return what the committed grid's tests could have shown, in points, from the numbers of questions that differ."""
     rows = pd.read_csv(TABLE).dropna(subset="p")
-    found: dict[str, list[float]] = {}
+    points_by_task: dict[str, list[float]] = {}
     for row in rows.itertuples():
         differences = np.zeros((row.questions, 1))
         differences[: int(row.better)], differences[row.questions - int(row.worse) :] = 1, -1
-        found.setdefault(row.task, []).append(100 * float(detectable(differences, 1.0, 0.05 / len(rows))[0]))
-    ranges = {task: [round(min(points), 1), round(max(points), 1)] for task, points in found.items()}
+        points_by_task.setdefault(row.task, []).append(100 * float(detectable(differences, 1.0, 0.05 / len(rows))[0]))
+    ranges = {task: [round(min(points), 1), round(max(points), 1)] for task, points in points_by_task.items()}
     return {"tests": len(rows), "points": ranges}
 
 
@@ -161,9 +161,9 @@ def measured() -> dict[str, Any]:
 
 
 def main() -> None:
-    found = environment()
+    machine = environment()
     results, seconds = timed(measured)
-    write("interval_coverage", {"environment": found, "seconds": round(seconds, 1), **results})
+    write("interval_coverage", {"environment": machine, "seconds": round(seconds, 1), **results})
 
 
 if __name__ == "__main__":

@@ -59,9 +59,18 @@ class PassAtTask(ScoredTask):
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
 
+    @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Return the metrics of N responses."""
-        scored = [self.score(doc, [text]) for text in list(response)[: self.attempts]]
+        """Return the metrics of N responses, which are scored one by one and then together.
+
+        Raises:
+            InputError: there are fewer than N.
+        """
+        responses = list(response)[: self.attempts]
+        if len(responses) < self.attempts:
+            needed = f"task {self.config.task}: {self.main} needs {self.attempts} responses to a question"
+            raise InputError(f"{needed}, got {len(responses)}")
+        scored = [self.score(doc, [text]) for text in responses]
         correct = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
         vote, distinct = majority(answers, EQUALITIES.get(self.score, same_text))

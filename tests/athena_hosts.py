@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.athena.batches import Example, examples_of
+from lmeval_prune.athena.batches import Example, make_examples
 from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import Athena
@@ -83,7 +83,7 @@ def host(encoder: Path, **settings: Any) -> Athena:
 
 def examples(model: Athena) -> list[Example]:
     """Our problems as examples of a host."""
-    created = examples_of(grounded(), model.tokenizer, model.settings)
+    created = make_examples(grounded(), model.tokenizer, model.settings)
     assert len(created) == len(PROBLEMS)
     return created
 

@@ -85,7 +85,7 @@ ROWS = [
         others=({"ratio": 0.6, "skip_first": 0}, {"ratio": 0.3, "skip_first": 0, "positions": 0.2}),
         same=({"ratio": "0.3", "skip_first": 0, "positions": 0.5, "state": "request"},),
         wrong=(
-            (0.3, "skip_first=2 skips all 2 layers"),
+            (0.3, "skips all 2 layers"),
             (1.5, "at least 0 and below 1"),
             ({"ratio": 0.1, "skip_first": 0}, "of the 8 heads of 2 layers leaves out none; give 0.125 or more"),
             ({"ratio": 0.9, "skip_first": 0}, "would empty a layer; give at most 0.75"),

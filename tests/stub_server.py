@@ -1,4 +1,4 @@
-"""A server in this process that answers as vLLM, SGLang or llama.cpp do, by a tiny model, and can be told to misbehave."""
+"""A stub of vLLM, SGLang and llama.cpp in this process, with a tiny model and injected faults."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Stub:
 
     Args:
         folder: of the model.
-        adapters: sets of heads that it has, `L0H1` or `L0H1+L1H2`.
-        kind: whose behaviour it has.
-        fault: of the number of a completion (from 0) and its payload, how it goes wrong, if it does.
-        name: by which it calls the model.
+        adapters: names of its adapters, e.g. `L0H1` or `L0H1+L1H2`.
+        kind: `vllm`, `sglang` or `llamacpp`.
+        fault: called with the number of a completion (from 0) and its payload; returns a fault to inject, or None.
+        name: of the model.
         silent: adapters that change nothing.
-        leaks: requests without an adapter are answered under the last one while others wait, as vLLM's CPU bug has it.
-        port: that it listens at; default a free one.
-        delay: seconds an answer takes.
+        leaks: compute requests without an adapter with the last adapter if others wait, as vLLM does on a CPU.
+        port: default: a free port.
+        delay: seconds before each answer.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Stub:
     ) -> None:
         self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
         self.silent, self.leaks, self.delay = silent, leaks, delay
-        self.wait, self.length = "0.05", 512  # what it says of waiting, and how long a request may be
-        self.asked: list[dict[str, Any]] = []  # payloads of completions
+        self.wait, self.length = "0.05", 512  # its `Retry-After` header and `max_model_len`
+        self.payloads: list[dict[str, Any]] = []  # payloads of completions
         self.answered = 0
         self.waiting = 0
         if self.folder not in _MODELS:
@@ -69,15 +69,15 @@ class Stub:
         self.model, own = _MODELS[self.folder]
         self.tokenizer = tokenizer or own
         self.connections: set[socket.socket] = set()
-        self.misbehaving: dict[str, str] = {}  # paths, and how what is not a completion goes wrong there
-        self.sent = 0  # bytes of the last answer that is larger than it should be
-        self.spoil: Callable[[dict[str, Any]], None] = lambda body: None  # changes a completion's answer
+        self.misbehaving: dict[str, str] = {}  # faults by path, except of completions
+        self.sent = 0  # bytes sent of the last faulty response
+        self.spoil: Callable[[dict[str, Any]], None] = lambda body: None  # changes a completion
         stub = self
 
         class Handler(_Handler):
             of = stub
 
-        for _ in range(100):  # a port is free again when nobody polls it any more
+        for _ in range(100):  # the port of a stub that died may not be free yet
             with suppress(OSError):
                 self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
                 break
@@ -101,7 +101,7 @@ class Stub:
                 connection.shutdown(socket.SHUT_RDWR)
         threading.Thread(target=self.server.shutdown, daemon=True).start()
 
-    # ------------------------------------------------------------------ what it serves
+    # ------------------------------------------------------------------ model and adapters
 
     def models(self) -> dict[str, Any]:
         cards: list[dict[str, Any]] = [
@@ -118,11 +118,11 @@ class Stub:
         ]
 
     def heads(self, payload: dict[str, Any]) -> str | None:
-        """The heads that a request is answered without; None for a request that names what is not there."""
+        """Return the pruned heads of a request; None if it names an unknown adapter."""
         model = payload.get("model")
         if self.kind == "llamacpp":
-            scales = {one["id"]: one["scale"] for one in payload.get("lora", [])}
-            on = [one["path"].split("/")[-2] for one in self.lora_adapters() if scales.get(one["id"], 1)]
+            scales = {each["id"]: each["scale"] for each in payload.get("lora", [])}
+            on = [each["path"].split("/")[-2] for each in self.lora_adapters() if scales.get(each["id"], 1)]
             return "+".join(on)
         if model == self.name:
             return self.adapters[-1] if self.leaks and self.waiting > 1 and self.adapters else ""
@@ -165,22 +165,22 @@ class Stub:
         for stop in payload.get("stop") or []:
             if stop in text:
                 text, reason = text.split(stop)[0], "stop"
-        found: dict[str, Any] = {"index": 0, "finish_reason": reason}
-        found |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         if payload.get("echo"):
             every = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             own = [None, *(float(every[i, t]) for i, t in enumerate(tokens[1:]))]
             best = [None, *(self._best(every[i], t) for i, t in enumerate(tokens[1:]))]
             names = [f"token_id:{token}" for token in tokens]
-            found["logprobs"] = {"tokens": names, "token_logprobs": own, "top_logprobs": best}
+            choice["logprobs"] = {"tokens": names, "token_logprobs": own, "top_logprobs": best}
         elif payload.get("n_probs" if self.kind == "llamacpp" else "logprobs"):
             names = [f"token_id:{token}" for token in tokens[len(prompt) :]]
             if self.kind == "llamacpp":
                 pairs = zip(names, values, strict=False)
-                found["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
+                choice["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
             else:
-                found["logprobs"] = {"tokens": names, "token_logprobs": values[: len(names)]}
-        return {"object": "text_completion", "choices": [found], "usage": {"completion_tokens": count}}
+                choice["logprobs"] = {"tokens": names, "token_logprobs": values[: len(names)]}
+        return {"object": "text_completion", "choices": [choice], "usage": {"completion_tokens": count}}
 
     @staticmethod
     def _best(row: torch.Tensor, token: int) -> dict[str, float]:
@@ -221,14 +221,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def misbehave(self, how: str, body: Any) -> None:
-        """Answer as no server should: all of them but `type` are to be refused."""
+        """Send a faulty response; clients must accept only the fault `type`."""
         content = json.dumps(body).encode()
         if how == "type":
             self.send(200, body, {"Content-Type": "text/html; charset=klingon"})
         elif how == "cut":
             self.send(200, body, cut=True)
         elif how in ("huge", "endless", "drip"):
-            parts = [content, *[b" " * 2**16] * 2**10] if how != "drip" else [bytes([one]) for one in content]
+            parts = [content, *[b" " * 2**16] * 2**10] if how != "drip" else [bytes([byte]) for byte in content]
             self.send_response(200)
             chunked = {"Transfer-Encoding": "chunked"}
             length = {"Content-Length": str(sum(map(len, parts)))}
@@ -245,13 +245,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(200, NO_JSON[how])
 
     def do_GET(self) -> None:
-        found = {"/v1/models": self.of.models}
+        routes = {"/v1/models": self.of.models}
         if self.of.kind == "llamacpp":
-            found["/lora-adapters"] = self.of.lora_adapters
+            routes["/lora-adapters"] = self.of.lora_adapters
         if self.path in self.of.misbehaving:
-            self.misbehave(self.of.misbehaving[self.path], found[self.path]())
+            self.misbehave(self.of.misbehaving[self.path], routes[self.path]())
             return
-        self.send(200, found[self.path]()) if self.path in found else self.send(404, {"error": "not found"})
+        self.send(200, routes[self.path]()) if self.path in routes else self.send(404, {"error": "not found"})
 
     def do_POST(self) -> None:
         payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -262,8 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.misbehave(how, body) if how else self.send(200, body)
             return
         with _LOCK:
-            number = len(self.of.asked)
-            self.of.asked.append(payload)
+            number = len(self.of.payloads)
+            self.of.payloads.append(payload)
             self.of.waiting += 1
         try:
             self.completion(number, payload)

@@ -67,14 +67,14 @@ from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import Parser
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
-from lmeval_prune.sprint.curves import from_samples
+from lmeval_prune.sprint.curves import samples_curve
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
-from tests.test_grid_comparison import made as grid_by_hand
+from tests.test_grid_comparison import write_grid
 from tests.test_sprint import CELLS, filled
 from tests.tiny_models import output, tiny, tokens
 
@@ -145,8 +145,8 @@ def test_two_cuts_of_one_output(
     """The second one ends in a line; the checkpoint of the first is whole."""
     begun, ended, write = Event(), Event(), pruned._write_model
 
-    def slow(*given: Any) -> None:
-        write(*given)
+    def slow(*arguments: Any) -> None:
+        write(*arguments)
         begun.set()
         assert ended.wait(60)
 
@@ -425,7 +425,7 @@ def test_what_is_kept_beside_a_growing_folder_outlives_a_kill(tmp_path: Path) ->
 
 
 def test_the_comparison_of_a_grid_is_written_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid, begun, ended = grid_by_hand(tmp_path / "grid", {"a": {"t": [1, 0]}}), Event(), Event()
+    grid, begun, ended = write_grid(tmp_path / "grid", {"a": {"t": [1, 0]}}), Event(), Event()
 
     def busy() -> None:
         with output_lock(grid / "compare"):
@@ -474,7 +474,7 @@ def test_an_ordinary_name_is_kept(name: str) -> None:
 @pytest.mark.parametrize("name", ["..", ".", "../../../x", "/etc/x", "a/b", "", "x" * 300])
 def test_variants_and_tasks_stay_in_their_folders(name: str, tmp_path: Path) -> None:
     """In a grid's folder and in lm-eval's layout of results, which is made from it."""
-    folder = grid_by_hand(tmp_path / "in" / "grid", {name: {name: [1, 0]}, "b": {name: [0, 1]}})
+    folder = write_grid(tmp_path / "in" / "grid", {name: {name: [1, 0]}, "b": {name: [0, 1]}})
     outside = {path for path in tmp_path.rglob("*") if folder not in path.parents}
     write_lm_eval(str(folder), str(tmp_path / "lm" / "eval" / "out"))
     new = {path for path in tmp_path.rglob("*") if folder not in path.parents} - outside
@@ -537,8 +537,8 @@ def of_intervention(path: Path) -> Any:
 
 def _intervention(value: dict[str, Any]) -> Callable[[Path], Kind]:
     def make(folder: Path) -> Kind:
-        (one,) = Arguments.of(value).interventions
-        one.save(folder / "one.json", map_model(tiny("llama")))
+        (intervention,) = Arguments.of(value).interventions
+        intervention.save(folder / "one.json", map_model(tiny("llama")))
         return Kind([folder / "one.json"], lambda: of_intervention(folder / "one.json"))
 
     return make
@@ -567,9 +567,14 @@ def _router(folder: Path) -> Kind:
     a_router().save(folder)
 
     def read() -> Any:
-        found = Router.load(folder)
-        found.ranking(torch.rand(2, found.theta.shape[1]))
-        return tensors_of({"theta": found.theta, "heads": found.heads}), found.pool, found.encoder, str(found.about)
+        result = Router.load(folder)
+        result.ranking(torch.rand(2, result.theta.shape[1]))
+        return (
+            tensors_of({"theta": result.theta, "heads": result.heads}),
+            result.pool,
+            result.encoder,
+            str(result.about),
+        )
 
     return Kind(sorted(folder.glob("router.*")), read)
 
@@ -578,10 +583,10 @@ def _outcomes(folder: Path) -> Kind:
     filled(folder, CELLS)
 
     def read() -> Any:
-        found = OutcomeStore(folder).read()
-        assert all(isinstance(text, str) for text in found.texts)
+        result = OutcomeStore(folder).read()
+        assert all(isinstance(text, str) for text in result.texts)
         cells = OutcomeStore(folder).cells()
-        return found.z.tolist(), found.pool, found.questions, found.tasks, found.model, str(cells)
+        return result.z.tolist(), result.pool, result.questions, result.tasks, result.model, str(cells)
 
     return Kind([folder / name for name in ("store.json", "questions.parquet", "cells.parquet")], read)
 
@@ -599,15 +604,15 @@ def _answers(compacted: bool) -> Callable[[Path], Kind]:
         kinds = {"g": str, "l": list, "r": float}
 
         def read() -> Any:
-            found = sorted(read_answers(folder), key=lambda record: record["key"])
-            with_kind = [record for record in found if record.get("kind") and record["key"][:1] in kinds]
+            result = sorted(read_answers(folder), key=lambda record: record["key"])
+            with_kind = [record for record in result if record.get("kind") and record["key"][:1] in kinds]
             assert all(
                 isinstance(record["response"], kinds[record["key"][0]] | int)  # type: ignore[operator]
                 for record in with_kind
                 if record["kind"][:1] == {"g": "g", "l": "l", "r": "l"}[record["key"][0]]
             )
             AnswerStore(folder).close()
-            return str(found)
+            return str(result)
 
         return Kind([folder / ("answers.parquet" if compacted else "rank-0.jsonl"), folder / "answers.json"], read)
 
@@ -619,8 +624,8 @@ def _adapters(folder: Path) -> Kind:
     list(AdapterExport(str(folder / "model"), [HeadMask("L0H1")], str(folder / "out"), "float32").run())
 
     def read() -> Any:
-        found = read_adapters(folder / "out")
-        return str(found)
+        result = read_adapters(folder / "out")
+        return str(result)
 
     return Kind([folder / "out" / "L0H1" / "lmeval_prune.json"], read)
 
@@ -630,8 +635,8 @@ def _checkpoint(folder: Path) -> Kind:
     cut_to(folder / "cut", load_pretrained(folder / "model"), Plan("L*H0-1"))
 
     def read() -> Any:
-        found = valid_manifest(folder / "cut")
-        return str(found), found and removal_summary(found), found and str(checkpoint_columns(found))
+        result = valid_manifest(folder / "cut")
+        return str(result), result and removal_summary(result), result and str(checkpoint_columns(result))
 
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 
@@ -640,7 +645,7 @@ RANGES = {"decode_tokens_per_second": [4.0, 5.0]}
 
 
 def _grid(folder: Path) -> Kind:
-    grid = grid_by_hand(folder / "grid", {"a": {"t": [1, 0, 1]}, "b": {"t": [0, 0, 1]}})
+    grid = write_grid(folder / "grid", {"a": {"t": [1, 0, 1]}, "b": {"t": [0, 0, 1]}})
     GridFolder(grid).record_failure("a-t", "reason", "")
     (speed,) = RANGES
     for name in "ab":
@@ -651,9 +656,9 @@ def _grid(folder: Path) -> Kind:
 
     def read() -> Any:
         GridFolder(grid).failure("a-t")
-        found = compare(grid)
+        result = compare(grid)
         write_lm_eval(str(grid), str(folder / "lm_eval"))
-        return str(found)
+        return str(result)
 
     files = [grid / "grid.json", grid / "measures" / "a.json", grid / "failed" / "a-t.json"]
     return Kind([*files, *sorted((grid / "cells" / "a-t").glob("[!.]*"))], read)
@@ -669,8 +674,8 @@ def _athena(folder: Path) -> Kind:
     athena.write(model, folder / "host")
 
     def read() -> Any:
-        found = athena.read(folder / "host")
-        return str(found.settings), tensors_of(athena.head_state(found)), str(found.about)
+        result = athena.read(folder / "host")
+        return str(result.settings), tensors_of(athena.head_state(result)), str(result.about)
 
     return Kind([folder / "host" / name for name in (athena.SETTINGS, athena.HEAD)], read)
 
@@ -709,10 +714,10 @@ def _layers(folder: Path) -> Kind:
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
-        found = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
-        if found is None:  # it is made again
+        result = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
+        if result is None:  # it is made again
             raise InputError("not known")
-        return found.removed, tensors_of(found.compensation), found.damping
+        return result.removed, tensors_of(result.compensation), result.damping
 
     return Kind([folder / "layers" / name for name in ("about.json", "L0.safetensors")], read)
 
@@ -729,7 +734,7 @@ def _samples(folder: Path) -> Kind:
     outcomes.tasks["t"]["generation"] = {}
     return Kind(
         [folder / "samples.jsonl"],
-        lambda: from_samples("T", str(folder / "samples.jsonl"), outcomes, 2).values.tolist(),
+        lambda: samples_curve("T", str(folder / "samples.jsonl"), outcomes, 2).values.tolist(),
     )
 
 
@@ -757,8 +762,8 @@ MADE: dict[str, tuple[Kind, Any]] = {}
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Any]:
     name = request.param
     if name not in MADE:
-        found = KINDS[name](tmp_path_factory.mktemp("kind"))
-        MADE[name] = found, found.read()
+        result = KINDS[name](tmp_path_factory.mktemp("kind"))
+        MADE[name] = result, result.read()
     return MADE[name]
 
 
@@ -811,15 +816,15 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(item, (*above, key))
 
 
-def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+def changed(value: Any, location: tuple[Any, ...], new: Any) -> Any:
     """With something else in a place; without what is there, if that is `...`."""
-    if not place:
+    if not location:
         return {} if new is ... else new
     value = value.copy()
-    if len(place) == 1 and new is ...:
-        del value[place[0]]
+    if len(location) == 1 and new is ...:
+        del value[location[0]]
     else:
-        value[place[0]] = changed(value[place[0]], place[1:], new)
+        value[location[0]] = changed(value[location[0]], location[1:], new)
     return value
 
 
@@ -836,9 +841,9 @@ def test_fields_of_other_types_are_refused_in_one_line(kind: tuple[Kind, Any], d
     lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     number = data.draw(st.integers(0, len(lines) - 1))
     content = json.loads(lines[number])
-    place = data.draw(st.sampled_from(list(places(content))))
+    location = data.draw(st.sampled_from(list(places(content))))
     new = data.draw(st.sampled_from([..., MARK, *OTHER]))
-    lines[number] = json.dumps(changed(content, place, new))
+    lines[number] = json.dumps(changed(content, location, new))
     absurd = data.draw(st.sampled_from(list(ABSURD.values()))) if new == MARK else b""
     damaged = "\n".join(lines).encode() + b"\n"
     refused_or(whole, path, damaged.replace(json.dumps(MARK).encode(), absurd))
@@ -849,8 +854,8 @@ def test_fields_of_other_types_are_refused_in_one_line(kind: tuple[Kind, Any], d
 @given(data=st.data())
 def test_damaged_bytes_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.DataObject) -> None:
     """Bytes that are gone, new or changed; of files whose hash is known, another content is never read."""
-    found, expected = kind
-    path = data.draw(st.sampled_from(found.files))
+    result, expected = kind
+    path = data.draw(st.sampled_from(result.files))
     whole, how = path.read_bytes(), data.draw(st.sampled_from(["cut", "more", "flip", "empty", "pickle"]))
     at = data.draw(st.integers(0, len(whole) - 1))
     damaged = {
@@ -860,9 +865,9 @@ def test_damaged_bytes_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.
         "empty": b"",
         "pickle": b"\x80\x04}.",
     }[how]
-    got = refused_or(found, path, damaged)
+    got = refused_or(result, path, damaged)
     assert (
-        got is None or path.suffix in (".jsonl", ".json", ".parquet") or found is MADE["layers"][0] or got == expected
+        got is None or path.suffix in (".jsonl", ".json", ".parquet") or result is MADE["layers"][0] or got == expected
     )
 
 
@@ -870,12 +875,12 @@ def test_damaged_bytes_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.
 @pytest.mark.parametrize("kind", [name for name in KINDS if "compacted" not in name], indirect=True)
 def test_absurd_values_are_refused_in_one_line(kind: tuple[Kind, Any], absurd: str) -> None:
     """As the whole file, and as a field of it."""
-    found, expected = kind
-    for path in (path for path in found.files if path.suffix in TEXT):
+    result, expected = kind
+    for path in (path for path in result.files if path.suffix in TEXT):
         first = next(i for i, byte in enumerate(path.read_bytes()) if byte == ord("{"))
         field = path.read_bytes()[: first + 1] + b'"absurd": ' + ABSURD[absurd] + b", " + path.read_bytes()[first + 1 :]
         for damaged in (ABSURD[absurd], field):
-            got = refused_or(found, path, damaged)
+            got = refused_or(result, path, damaged)
             skipped = path.suffix == ".jsonl" or path.name in ("cell.json", "about.json")  # asked again, or not needed
             assert got is None or skipped or got == expected
 
@@ -899,9 +904,9 @@ def test_figures_that_were_not_measured_may_be_null(tmp_path: Path) -> None:
 def test_lengths_of_a_cell_are_whole_or_absent(field: str, damaged: Any, tmp_path: Path) -> None:
     kind, path = _grid(tmp_path), tmp_path / "grid" / "cells" / "a-t" / "results.json"
     content = json.loads(path.read_text())
-    place = ("config", "pruning", "answers", "t", field)
-    assert refused_or(kind, path, json.dumps(changed(content, place, damaged)).encode()) is None
-    assert refused_or(kind, path, json.dumps(changed(content, place[:3], ...)).encode()) is not None
+    location = ("config", "pruning", "answers", "t", field)
+    assert refused_or(kind, path, json.dumps(changed(content, location, damaged)).encode()) is None
+    assert refused_or(kind, path, json.dumps(changed(content, location[:3], ...)).encode()) is not None
 
 
 @pytest.mark.parametrize("response", [5, None, ["a"], {"a": 1}, True])
@@ -941,9 +946,9 @@ def test_numbers_that_are_not_finite_are_refused_where_they_enter(
     number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of(shape: tuple[int, ...]) -> torch.Tensor:
-        found = torch.ones(shape)
-        found.view(-1)[-1] = number
-        return found
+        result = torch.ones(shape)
+        result.view(-1)[-1] = number
+        return result
 
     for index, field in enumerate(
         ({"compensation": {"L0.o_proj.bias": of((32,))}}, {"scores": {"heads.L0": of((4,))}})

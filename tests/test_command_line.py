@@ -106,9 +106,9 @@ def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_pat
 
 
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
+    (tmp_path / "single").mkdir()
     (tmp_path / "two").mkdir()
-    one = evaluate(tiny_folder, tmp_path / "one", arguments=",heads=L0H1+L1H2,responses=store")
+    single = evaluate(tiny_folder, tmp_path / "single", arguments=",heads=L0H1+L1H2,responses=store")
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lm_eval")
     two = evaluate(
         tiny_folder,
@@ -117,7 +117,7 @@ def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: 
         launcher=launcher,
         ACCELERATE_USE_CPU="true",
     )
-    assert one == two
+    assert single == two
     counts = {p.name: len(p.read_text().splitlines()) for p in (tmp_path / "two" / "store").glob("rank-*.jsonl")}
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
 
@@ -136,7 +136,7 @@ def test_processes_that_accelerate_does_not_know_of_are_refused(
 @pytest.mark.long
 def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) -> None:
     """Seven documents, so that one rank is padded: each has its four tries, sampled or greedy, and the same ones."""
-    found = {}
+    results = {}
     for kind, settings in (("sampled", "max_gen_toks=8"), ("greedy", "max_gen_toks=8,do_sample=false,temperature=0")):
         for ranks in (1, 2):
             output = tmp_path / f"{kind}-{ranks}"
@@ -149,10 +149,10 @@ def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) 
             (path,) = output.rglob("samples_*.jsonl")
             rows = {row["doc_id"]: row["filtered_resps"][0] for row in map(json.loads, path.read_text().splitlines())}
             assert sorted(rows) == list(range(7)) and all(len(tries) == 4 for tries in rows.values())
-            found[kind, ranks] = rows
+            results[kind, ranks] = rows
     for kind, distinct in (("sampled", True), ("greedy", False)):
-        assert found[kind, 1] == found[kind, 2]
-        assert any(len(set(tries)) > 1 for tries in found[kind, 1].values()) == distinct
+        assert results[kind, 1] == results[kind, 2]
+        assert any(len(set(tries)) > 1 for tries in results[kind, 1].values()) == distinct
 
 
 def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path, dense) -> None:

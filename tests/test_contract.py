@@ -44,9 +44,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "scale", f"{__name__}:Scale")
 
 
-def made(value: Any) -> Intervention:
-    (one,) = Arguments.of({"scale": value}).interventions
-    return one
+def intervention_of(value: Any) -> Intervention:
+    (intervention,) = Arguments.of({"scale": value}).interventions
+    return intervention
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def made(value: Any) -> Intervention:
 )
 def test_fields_are_read_by_their_types(registered: None, value: Any, expected: Scale) -> None:
     model_map = map_model(tiny("llama"))
-    assert made(value) == expected and hash(made(value)) == hash(expected)
-    assert json.dumps(made(value).identity(model_map)) == json.dumps(expected.identity(model_map))
+    assert intervention_of(value) == expected and hash(intervention_of(value)) == hash(expected)
+    assert json.dumps(intervention_of(value).identity(model_map)) == json.dumps(expected.identity(model_map))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
 )
 def test_other_types_are_refused_in_one_line(registered: None, value: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
-        made(value)
+        intervention_of(value)
     assert "\n" not in str(error.value)
 
 
@@ -102,10 +102,10 @@ def test_a_text_is_what_was_typed_whatever_lm_eval_reads(registered: None, words
     """And it is the same text after its file, and in every store of answers."""
     model_map, text = map_model(tiny("llama")), words.strip("'\"")
     typed_in = simple_parse_args_string(f"rule={words}")
-    one = made(typed_in)
-    assert one == Scale(rule=text) and one.identity(model_map) == Scale(rule=text).identity(model_map)
-    one.save(tmp_path / "scale.json", model_map)
-    assert Scale.load(tmp_path / "scale.json") == one
+    intervention = intervention_of(typed_in)
+    assert intervention == Scale(rule=text) and intervention.identity(model_map) == Scale(rule=text).identity(model_map)
+    intervention.save(tmp_path / "scale.json", model_map)
+    assert Scale.load(tmp_path / "scale.json") == intervention
 
 
 @pytest.mark.parametrize("value", [[], (), {}, {"heads": []}, {"allow_empty_layer": True}])

@@ -27,9 +27,9 @@ from lmeval_prune.distillation import language_host, recursion, stages
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.recursion import distill, host_of
-from lmeval_prune.distillation.stages import pruning_of_stage
-from lmeval_prune.distillation.trainer import DistillTrainer, PaddedOrder, collate_padded, padded
+from lmeval_prune.distillation.recursion import distill, make_host
+from lmeval_prune.distillation.stages import stage_pruning
+from lmeval_prune.distillation.trainer import DistillTrainer, PaddedOrder, collate_with_padding, padded
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -208,7 +208,7 @@ def test_a_language_model(language: DistillOptions) -> None:
 
 
 def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
-    host = host_of(language)
+    host = make_host(language)
     material = host.examples()
     assert (len(material.train), len(material.validation)) == (6, 2)
     text = material.train[0]
@@ -220,7 +220,7 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     inputs = host.collate(material.train[:3])
     counted = sum(len(item.ids) - item.start for item in material.train[:3])
     assert host.items(inputs) == counted
-    in_chat = host_of(replace(language, chat=True))
+    in_chat = make_host(replace(language, chat=True))
     selected = in_chat.examples().train[0]
     prompt = in_chat.tokenizer.decode(selected.ids[: selected.start])  # type: ignore[attr-defined]
     assert prompt.startswith("u: ")
@@ -229,7 +229,7 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
 
 def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | None = None, **changes: Any) -> Any:
     """A trainer whose student is the teacher itself, in float64."""
-    host = host_of(options)
+    host = make_host(options)
     student, teacher = (host.read(options.pretrained).double() for _ in range(2))
     layers = map_model(host.backbone(student)).attention
     kept = kept or [list(range(layer.heads)) for layer in layers]
@@ -378,7 +378,7 @@ def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
     target = PruneOptions(0.5, steps=3)
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
-        assert pruning_of_stage(
+        assert stage_pruning(
             target, 1 if left == 24 else 2, base, _left(base, left), allocation
         ).ratio * left == pytest.approx(expected)
 
@@ -625,7 +625,9 @@ def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_pa
     ]
     assert sorted(index for shard in shards for item in shard for index in item if index < 20) == list(range(20))
     alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
-    created = [[collate_padded(host, examples[0], [dataset[x] for x in item]) for item in shard] for shard in shards]
+    created = [
+        [collate_with_padding(host, examples[0], [dataset[x] for x in item]) for item in shard] for shard in shards
+    ]
     for update, pair in enumerate(zip(*created, strict=True)):
         expected = [host.collate([examples[x] for x in item]) for item in alone[2 * update : 2 * update + 2]]
         assert trainer.counts(pair).tolist() == trainer.counts(expected).tolist()
@@ -821,10 +823,10 @@ def test_an_older_host_draws_its_validation_split_again(
     model = checkpoint.read(dense.output)
     expected = model.about.pop("validated_on")
     checkpoint.write(model, tmp_path / "older")
-    collected = host_of(athena).questions_of(str(tmp_path / "older"))
+    collected = make_host(athena).questions_of(str(tmp_path / "older"))
     assert collected.to_artefact()["validated_on"] == expected
     assert len(expected) == 4
-    assert collected == host_of(athena).questions_of(dense.output)
+    assert collected == make_host(athena).questions_of(dense.output)
 
 
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
@@ -870,7 +872,7 @@ def test_question_in_both_splits_is_a_training_question(
     questions = TrainingQuestions(frozenset("ab"), frozenset("bc"))
     model.about |= questions.to_artefact()
     checkpoint.write(model, tmp_path / "host")
-    host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
+    host = make_host(replace(athena, pretrained=str(tmp_path / "host")))
     assert host.all_questions(questions, [], "fold0").to_artefact() == {
         "trained_on": ["a", "b", "c"],
         "validated_on": ["c"],
@@ -890,7 +892,7 @@ def test_training_questions_are_refused_as_validation(
     for changes in ({"seed": 1}, {"validation": 0.5}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):
             distill(replace(tuned, pretrained=tuned.output, output=str(tmp_path / "other"), **changes))
-    material = host_of(replace(tuned, pretrained=tuned.output)).examples()
+    material = make_host(replace(tuned, pretrained=tuned.output)).examples()
     assert material.note["validated_on"] == read_note(tuned.output)["material"]["validated_on"]
     assert len(material.note["validated_on"]) == len(material.validation) == 6
 

@@ -1,4 +1,4 @@
-"""An adapter through PEFT is the head mask; what is refused; what a kill leaves."""
+"""Exported adapters: equal to the head mask in PEFT; resumable; refused models and folders."""
 
 from __future__ import annotations
 
@@ -80,16 +80,18 @@ def test_merged_in_the_type_of_the_server_the_columns_are_exactly_zero(family: s
         merged = map_model(wrapped.merge_and_unload())
         plain = map_model(tiny(family, dtype=torch.float32).to(kind))
         for layer, own in zip(plain.attention, merged.attention, strict=True):
-            weight, found = (one.o_proj.weight.T if family == "gpt2" else one.o_proj.weight for one in (layer, own))
+            weight, merged_weight = (
+                each.o_proj.weight.T if family == "gpt2" else each.o_proj.weight for each in (layer, own)
+            )
             lost = {0: [1, 2], 1: [0]}[layer.index]
             columns = [c for head in lost for c in range(layer.columns(head).start, layer.columns(head).stop)]
             others = [c for c in range(weight.shape[1]) if c not in columns]
-            assert torch.equal(found[:, others], weight[:, others])
-            assert (found[:, columns] == 0).all() == exact
+            assert torch.equal(merged_weight[:, others], weight[:, others])
+            assert (merged_weight[:, columns] == 0).all() == exact
 
 
 def test_the_files_are_as_servers_read_them(tiny_folder: Path, tmp_path: Path) -> None:
-    """One rank, rows of the identity, whole names in a list, no pickles; the manifest names what it was made from."""
+    """One rank, rows of the identity, full module names, no pickles; the manifest names the base model."""
     masks = [HeadMask("L1H2"), HeadMask("L0H0+L0H3+L1H1")]
     export = AdapterExport(str(tiny_folder), masks, str(tmp_path), "bfloat16", served="org/NAME")
     list(export.run())
@@ -104,17 +106,17 @@ def test_the_files_are_as_servers_read_them(tiny_folder: Path, tmp_path: Path) -
     a, b = (tensors[f"base_model.model.{modules[1]}.lora_{part}.weight"].float() for part in "AB")
     assert torch.equal(a[:8], torch.eye(32)[8:16]) and not a[8:].any() and not b[:, 8:].any()
     assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".safetensors"}
-    found = read_adapters(tmp_path)
-    assert list(found) == ["L1H2", "L0H0+L0H3+L1H1"]
-    assert found["L1H2"]["dtype"] == "bfloat16" and found["L1H2"]["base"]["pretrained"] == "org/NAME"
-    assert found["L0H0+L0H3+L1H1"]["modules"] == {modules[0]: [0, 3], modules[1]: [1]}
+    manifests = read_adapters(tmp_path)
+    assert list(manifests) == ["L1H2", "L0H0+L0H3+L1H1"]
+    assert manifests["L1H2"]["dtype"] == "bfloat16" and manifests["L1H2"]["base"]["pretrained"] == "org/NAME"
+    assert manifests["L0H0+L0H3+L1H1"]["modules"] == {modules[0]: [0, 3], modules[1]: [1]}
 
 
 def test_the_hash_is_that_of_the_update_whatever_its_file(tiny_folder: Path, tmp_path: Path) -> None:
     """Padding and format do not count; heads, weights and type do."""
 
     def hashed(name: str, *masks: str, **settings: Any) -> str:
-        export = AdapterExport(str(tiny_folder), [HeadMask(one) for one in masks], str(tmp_path / name), **settings)
+        export = AdapterExport(str(tiny_folder), [HeadMask(mask) for mask in masks], str(tmp_path / name), **settings)
         list(export.run())
         return str(read_adapter(tmp_path / name / masks[0])["hash"])
 
@@ -138,7 +140,7 @@ def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -
         settings = {name: field.contents() for name, field in read.fields.items() if "." in name}
         assert settings["general.type"] == "adapter" and settings["adapter.type"] == "lora"
         assert settings["adapter.lora.alpha"] == 16 and settings["general.architecture"] == "llama"
-        arrays = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in read.tensors}
+        arrays = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in read.tensors}
         assert len(arrays) == 4
         for update in export.updates(export.masks["L0H1+L1H2+L1H3"]):
             for part in ("a", "b"):
@@ -183,22 +185,22 @@ def test_weights_in_several_files_or_none_that_is_known_are_the_same(tmp_path: P
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     hashes = set()
-    for place in ("read", "loaded"):
-        export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H1+L1H2")], str(tmp_path / place))
-        if place == "loaded":
+    for source in ("read", "loaded"):
+        export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H1+L1H2")], str(tmp_path / source))
+        if source == "loaded":
             export.projections.__dict__["_files"] = {}
         list(export.run())
-        assert ("model" in export.projections.__dict__) == (place == "loaded")
-        hashes.add(read_adapter(tmp_path / place / "L0H1+L1H2")["hash"])
+        assert ("model" in export.projections.__dict__) == (source == "loaded")
+        hashes.add(read_adapter(tmp_path / source / "L0H1+L1H2")["hash"])
     assert len(hashes) == 1
 
 
 def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp_path: Path) -> None:
     HeadMask("L1H0+L0H1").save(tmp_path / "mask.json", map_model(load_pretrained(tiny_folder)))
     Plan("L1H3").save(tmp_path / "plan.json", map_model(load_pretrained(tiny_folder)))
-    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "out")]
+    arguments = ["export", "adapter", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "out")]
     both = ["--mask", str(tmp_path / "mask.json"), "--mask", str(tmp_path / "plan.json"), "--dtype", "float32"]
-    assert main([*given, *both]) == 0
+    assert main([*arguments, *both]) == 0
     assert list(read_adapters(tmp_path / "out")) == ["L1H3", "L0H1+L1H0"]
 
 
@@ -212,7 +214,7 @@ def _export(folder: str, output: str, kill: int | None = None) -> None:
 
 
 def test_a_killed_export_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
-    """What was whole is kept as it is; what was half written is made anew."""
+    """Complete adapters are kept; incomplete ones are written again."""
     context = multiprocessing.get_context("fork")
     written: dict[str, int] = {}
     for kill in (5, 3, None):
@@ -258,7 +260,7 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
         run()
 
 
-# --------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------- refused models and folders
 
 
 def test_weights_are_those_that_transformers_reads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -282,15 +284,15 @@ def test_weights_are_those_that_transformers_reads(tiny_folder: Path, tmp_path: 
 def test_a_folder_has_adapters_of_one_type_for_a_server(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The resolver serves whatever has the name; the type of the weights counts as one that is given."""
+    """vLLM loads any adapter by its name; without --dtype, the type of the weights counts."""
     saved("llama", tmp_path / "model", dtype=torch.float32)
-    given = ["--pretrained", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--heads"]
-    assert main(["export", "adapter", *given, "L0H0", "--dtype", "bfloat16"]) == 0
+    arguments = ["--pretrained", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--heads"]
+    assert main(["export", "adapter", *arguments, "L0H0", "--dtype", "bfloat16"]) == 0
     for words in (["L0H1", "--dtype", "float32"], ["L0H0"], ["L1H1"]):
-        assert "L0H0 is an adapter of another dtype (bfloat16, not float32)" in refused(capsys, *given, *words)
+        assert "L0H0 is an adapter of another dtype (bfloat16, not float32)" in refused(capsys, *arguments, *words)
     saved("llama", tmp_path / "other", dtype=torch.float32, seed=1)
     other = ["--pretrained", str(tmp_path / "other"), "--served", str(tmp_path / "model"), "--dtype", "bfloat16"]
-    assert "another base model" in refused(capsys, *other, *given[2:], "L1H1")
+    assert "another base model" in refused(capsys, *other, *arguments[2:], "L1H1")
     assert list(read_adapters(tmp_path / "out")) == ["L0H0"]
 
 
@@ -340,25 +342,35 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kinds = gguf.GGMLQuantizationType
-    given = ("--pretrained", str(tiny_folder), "--format", "gguf", "--heads", "L0H0", "--dtype", "float16", "--output")
+    arguments = (
+        "--pretrained",
+        str(tiny_folder),
+        "--format",
+        "gguf",
+        "--heads",
+        "L0H0",
+        "--dtype",
+        "float16",
+        "--output",
+    )
 
-    def said(file: Path) -> str:
-        return refused(capsys, *given, str(tmp_path / "out"), "--served", str(file))
+    def error_for(file: Path) -> str:
+        return refused(capsys, *arguments, str(tmp_path / "out"), "--served", str(file))
 
-    assert "attn_output.weight in Q4_0, not F16: an adapter cannot cancel" in said(
+    assert "attn_output.weight in Q4_0, not F16: an adapter cannot cancel" in error_for(
         gguf_base(tmp_path / "base-q4_0.gguf", kinds.Q4_0)
     )
-    assert "in F32, not F16: give --dtype float32" in said(gguf_base(tmp_path / "f32.gguf", kinds.F32))
-    assert "is a qwen2 model, and the adapter is for llama" in said(
+    assert "in F32, not F16: give --dtype float32" in error_for(gguf_base(tmp_path / "f32.gguf", kinds.F32))
+    assert "is a qwen2 model, and the adapter is for llama" in error_for(
         gguf_base(tmp_path / "qwen2.gguf", kinds.F16, "qwen2")
     )
-    assert "of shape [32, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
-    assert "there is no file" in said(tmp_path / "none.gguf")
+    assert "of shape [32, 32]: it is another model" in error_for(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
+    assert "there is no file" in error_for(tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    assert "not a complete GGUF file" in said(tmp_path / "broken.gguf")
+    assert "not a complete GGUF file" in error_for(tmp_path / "broken.gguf")
     assert not (tmp_path / "out").exists()
     base = str(gguf_base(tmp_path / "f16.gguf", kinds.F16))
-    (line,) = lines_of(capsys, *given, str(tmp_path / "out"), "--served", base)
+    (line,) = lines_of(capsys, *arguments, str(tmp_path / "out"), "--served", base)
     assert line == (
         f"llama-server -m {base} --lora-init-without-apply --lora {tmp_path / 'out' / 'L0H0' / 'adapter.gguf'}"
     )
@@ -374,23 +386,23 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_what_no_adapter_can_do_is_one_line(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("--pretrained", str(tiny_folder), "--output", str(tmp_path / "out"))
+    arguments = ("--pretrained", str(tiny_folder), "--output", str(tmp_path / "out"))
     model_map = map_model(tiny("llama"))
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "plan.json", model_map)
-    assert "channels or updated weights" in refused(capsys, *given, "--mask", str(tmp_path / "plan.json"))
+    assert "channels or updated weights" in refused(capsys, *arguments, "--mask", str(tmp_path / "plan.json"))
     HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
-    error = refused(capsys, *given, "--mask", str(tmp_path / "mask.json"))
+    error = refused(capsys, *arguments, "--mask", str(tmp_path / "mask.json"))
     assert "other weights" in error and "--allow_other_model" in error and "=true" not in error
-    assert "name heads to prune" in refused(capsys, *given)
-    assert "no attention in layer 7" in refused(capsys, *given, "--heads", "L7H0")
-    error = refused(capsys, *given, "--heads", "L0H*")
+    assert "name heads to prune" in refused(capsys, *arguments)
+    assert "no attention in layer 7" in refused(capsys, *arguments, "--heads", "L7H0")
+    error = refused(capsys, *arguments, "--heads", "L0H*")
     assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error
     (tmp_path / "file").touch()
     assert "is a file; name a folder" in refused(
         capsys, "--pretrained", str(tiny_folder), "--output", str(tmp_path / "file"), "--heads", "L0H0"
     )
-    assert "--dtype must be" in refused(capsys, *given, "--heads", "L0H0", "--dtype", "int8")
-    assert "--format must be" in refused(capsys, *given, "--heads", "L0H0", "--format", "onnx")
+    assert "--dtype must be" in refused(capsys, *arguments, "--heads", "L0H0", "--dtype", "int8")
+    assert "--format must be" in refused(capsys, *arguments, "--heads", "L0H0", "--format", "onnx")
     saved("gpt2", tmp_path / "gpt2")
     to = ("--output", str(tmp_path / "out"), "--heads", "L0H0")
     assert "gpt2 models are not written as GGUF" in refused(
@@ -453,8 +465,8 @@ def test_ranks_are_those_of_vllm() -> None:
 
 
 def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32"]
-    assert main([*given, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
+    arguments = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32"]
+    assert main([*arguments, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
     pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
     (pool / "notes").mkdir()
     assert (
@@ -474,7 +486,7 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
         ]
     )
     pool = tmp_path / "a pool"
-    assert main([*given, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
+    assert main([*arguments, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
     files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
     assert capsys.readouterr().out.splitlines()[-4:] == [
         f"{pool}: 4 adapters written, 0 kept; rank 8, float32; merged, all are exact",
@@ -492,22 +504,22 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other families, types, classes and revisions: what an engine would refuse is not printed."""
+    """Commands that a server would refuse are not printed: other families, types, classes, revisions."""
     for family in ("gpt2", "t5", "bert"):
         saved(family, tmp_path / family, dtype=torch.float32)
         head = "decoder.L0H0" if family == "t5" else "L0H0"
-        given = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
-        (line,) = lines_of(capsys, *given, "--heads", head)
+        arguments = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
+        (line,) = lines_of(capsys, *arguments, "--heads", head)
         assert line.startswith("for PEFT") and f"no server supports adapters of {family} models" in line
     saved("llama", tmp_path / "wide")
-    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
-    (line,) = lines_of(capsys, *given)
+    arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
+    (line,) = lines_of(capsys, *arguments)
     assert "servers do not compute in float64" in line
-    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
-    vllm, _ = lines_of(capsys, *given, "--output", str(tmp_path / "own"), "--revision", "main")
+    arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
+    vllm, _ = lines_of(capsys, *arguments, "--output", str(tmp_path / "own"), "--revision", "main")
     assert f"vllm serve {tmp_path / 'wide'} --revision main --dtype bfloat16" in vllm
     own = ("--output", str(tmp_path / "served"), "--revision", "main", "--served", "org/NAME")
-    vllm, sglang = lines_of(capsys, *given, *own)
+    vllm, sglang = lines_of(capsys, *arguments, *own)
     assert "vllm serve org/NAME --dtype" in vllm and "--model-path org/NAME --dtype" in sglang
     for family, heads, options in (
         ("llama", "L0H0-1", "--trust-remote-code"),
@@ -517,16 +529,16 @@ def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.Cap
         model = ("export", "model", "--pretrained", str(tmp_path / f"{family}-whole"), "--heads", heads)
         assert main([*model, "--output", str(tmp_path / f"{family}-cut")]) == 0
         capsys.readouterr()
-        given = ("--pretrained", str(tmp_path / f"{family}-cut"), "--heads", "L0H0")
-        *remark, line = lines_of(capsys, *given, "--output", str(tmp_path / f"{family}-pool"))
+        arguments = ("--pretrained", str(tmp_path / f"{family}-cut"), "--heads", "L0H0")
+        *remark, line = lines_of(capsys, *arguments, "--output", str(tmp_path / f"{family}-pool"))
         assert f"vllm serve {tmp_path / f'{family}-cut'} {options} --dtype float32 --enable-lora" in line
         assert line.endswith("--lora-target-modules o_proj")
-        said = ["# without --trust-remote-code where lmeval-prune is installed"]
-        assert remark == (said if family == "llama" else [])
+        comment = ["# without --trust-remote-code where lmeval-prune is installed"]
+        assert remark == (comment if family == "llama" else [])
 
 
 def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
-    """Of the rank rounded up, in the type of the server."""
+    """Slots have the rounded rank and the server's type."""
     saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
     export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
     width = in_features(export.model_map.attention[0].o_proj)
@@ -536,10 +548,10 @@ def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
 def test_lines_are_of_adapters_that_belong_together(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One folder may hold those of other forms; a revision is the server's, too."""
-    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32", "--output", str(tmp_path)]
-    assert main([*given, "--heads", "L0H0", "--format", "gguf"]) == 0
-    assert main([*given, "--heads", "L0H1", "--revision", "main"]) == 0
+    """A folder may have adapters of other formats; the server gets the same revision."""
+    arguments = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32", "--output", str(tmp_path)]
+    assert main([*arguments, "--heads", "L0H0", "--format", "gguf"]) == 0
+    assert main([*arguments, "--heads", "L0H1", "--revision", "main"]) == 0
     shown = capsys.readouterr().out
     assert "--max-loras 2" in shown and f"vllm serve {tiny_folder} --revision main" in shown
 

@@ -133,8 +133,8 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         saved(family, tmp_path / family, dtype=torch.float32)
         assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
         printed = capsys.readouterr().out.splitlines()
-        said = "# without --trust-remote-code where lmeval-prune is installed"
-        assert (said in printed) == ((family, options) == ("llama", code))
+        comment = "# without --trust-remote-code where lmeval-prune is installed"
+        assert (comment in printed) == ((family, options) == ("llama", code))
         lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
         plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
         assert lines == (plain if options is None else [plain[0] + options])
@@ -146,9 +146,9 @@ def test_a_layer_may_lose_all_its_heads_where_that_is_said(tmp_path: Path) -> No
     empty = HeadMask("L0H*", allow_empty_layer=True)
     empty.save(tmp_path / "mask.json", map_model(model))
     for to, words in (("out", []), ("out.gguf", ["--format", "gguf"])):
-        given = ["--plan", str(tmp_path / "mask.json"), *words]
-        assert export(tmp_path / "model", tmp_path / to, *given) == 2
-        assert export(tmp_path / "model", tmp_path / to, *given, "--allow_empty_layer") == 0
+        arguments = ["--plan", str(tmp_path / "mask.json"), *words]
+        assert export(tmp_path / "model", tmp_path / to, *arguments) == 2
+        assert export(tmp_path / "model", tmp_path / to, *arguments, "--allow_empty_layer") == 0
     loaded = load_pretrained(tmp_path / "out")
     with empty.applied_to(model):
         torch.testing.assert_close(output(loaded, tokens()), output(model, tokens()), rtol=0, atol=1e-5)
@@ -194,7 +194,7 @@ assert type(stock) is transformers.LlamaModel
 def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Settings, without the architecture's name before them, and arrays."""
     file = gguf.GGUFReader(path)
-    arrays = {one.name: torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)) for one in file.tensors}
+    arrays = {each.name: torch.tensor(gguf.quants.dequantize(each.data, each.tensor_type)) for each in file.tensors}
     settings = {name: field.contents() for name, field in file.fields.items()}
     own = f"{settings['general.architecture']}."
     return {name.removeprefix(own): value for name, value in settings.items()}, arrays
@@ -221,14 +221,14 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
-        for place in range(x.shape[0]):
+        for position in range(x.shape[0]):
             for i in range(width // 2):
                 factor = arrays.get("rope_freqs.weight", torch.ones(width // 2).double())[i]
                 factor = factor * settings.get("rope.scaling.factor", 1)
-                angle = place * settings["rope.freq_base"] ** (-2 * i / width) / factor
-                one, other = (2 * i, 2 * i + 1) if neighbours else (i, i + width // 2)
-                a, b = x[place, :, one].clone(), x[place, :, other].clone()
-                x[place, :, one], x[place, :, other] = (
+                angle = position * settings["rope.freq_base"] ** (-2 * i / width) / factor
+                first, second = (2 * i, 2 * i + 1) if neighbours else (i, i + width // 2)
+                a, b = x[position, :, first].clone(), x[position, :, second].clone()
+                x[position, :, first], x[position, :, second] = (
                     a * angle.cos() - b * angle.sin(),
                     a * angle.sin() + b * angle.cos(),
                 )
@@ -246,9 +246,9 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
         v = times(inner, f"{block}.attn_v").reshape(len(ids), kv_heads, width)
         if f"{block}.attn_q_norm.weight" in arrays:
             q, k = normed(q, f"{block}.attn_q_norm"), normed(k, f"{block}.attn_k_norm")
-        q, k, v = (one.transpose(0, 1) for one in (turned(q), turned(k), v))
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + times(found.transpose(0, 1).flatten(1), f"{block}.attn_output")
+        q, k, v = (each.transpose(0, 1) for each in (turned(q), turned(k), v))
+        attention = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + times(attention.transpose(0, 1).flatten(1), f"{block}.attn_output")
         inner = normed(x, f"{block}.ffn_norm")
         hidden = silu(times(inner, f"{block}.ffn_gate")) * times(inner, f"{block}.ffn_up")
         x = x + times(hidden, f"{block}.ffn_down")
@@ -295,13 +295,13 @@ def test_a_gguf_file_computes_the_plan(
 ) -> None:
     """As llama.cpp would: its settings, its rotary embedding, its order of rows."""
     model = saved(family, tmp_path / "model", dtype=torch.float32, **changes)
-    wanted = Plan(*plan) if plan else None
-    written = cut(model, wanted).model if wanted else model
-    found = write_gguf_model(tmp_path / "model.gguf", written, {"notes": []})
-    assert found == architecture
+    pruning = Plan(*plan) if plan else None
+    written = cut(model, pruning).model if pruning else model
+    written_architecture = write_gguf_model(tmp_path / "model.gguf", written, {"notes": []})
+    assert written_architecture == architecture
     exact = model.double()
     ids = tokens(1, 9)
-    with wanted.applied_to(exact) if wanted else torch.no_grad():
+    with pruning.applied_to(exact) if pruning else torch.no_grad():
         expected = output(exact, ids)[0]
     torch.testing.assert_close(by_llama_cpp(tmp_path / "model.gguf", ids[0]), expected, rtol=1e-5, atol=1e-5)
     settings, _ = read(tmp_path / "model.gguf")
@@ -328,12 +328,12 @@ def test_a_gguf_file_says_what_stays_and_nothing_of_classes(tmp_path: Path, caps
 
 def rows_one_by_one(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows of queries or keys put back, row by row."""
-    found, width = torch.empty_like(rows), len(rows) // heads
+    result, width = torch.empty_like(rows), len(rows) // heads
     for head in range(heads):
         for i in range(width // 2):
-            found[head * width + i] = rows[head * width + 2 * i]
-            found[head * width + width // 2 + i] = rows[head * width + 2 * i + 1]
-    return found
+            result[head * width + i] = rows[head * width + 2 * i]
+            result[head * width + width // 2 + i] = rows[head * width + 2 * i + 1]
+    return result
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -455,8 +455,10 @@ def settings_of(folder: Path, tokenizer: Any, ends: Any = None) -> dict[str, Any
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     assert export(folder, folder / "out.gguf", "--format", "gguf") == 0
-    found = {name: value for name, value in read(folder / "out.gguf")[0].items() if name.startswith("tokenizer.")}
-    return {name.rpartition(".ggml.")[2]: value for name, value in found.items()}
+    tokenizer_settings = {
+        name: value for name, value in read(folder / "out.gguf")[0].items() if name.startswith("tokenizer.")
+    }
+    return {name.rpartition(".ggml.")[2]: value for name, value in tokenizer_settings.items()}
 
 
 def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,7 +486,7 @@ def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path, capsy
 
 
 def test_a_tokenizer_is_the_folder_s_or_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Transformers makes one up for a Qwen2 without files; a broken one is not taken for none."""
+    """Transformers invents a tokenizer for a Qwen2 without files; a broken tokenizer is an error."""
     saved("qwen2", tmp_path / "bare", dtype=torch.float32)
     assert export(tmp_path / "bare", tmp_path / "bare.gguf", "--format", "gguf") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -562,7 +564,7 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
     assert {name for name in known.keys() - settings.keys() if not name.startswith("general.")} == set()
 
 
-# --------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------- refused models
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,10 +154,10 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
     """The run ends in one line; the same command evaluates them when there is room."""
     import json
 
-    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
+    config = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
     path = tmp_path / "grid.yaml"
-    path.write_text(json.dumps(given))
-    whole = run(Grid.of(given), str(tmp_path / "whole"))
+    path.write_text(json.dumps(config))
+    whole = run(Grid.of(config), str(tmp_path / "whole"))
     command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
     for after in (1, 3, 8):
         with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def test_a_library_that_finds_the_disk_full_fails_no_cell(
 
     from lmeval_prune.grid.worker import VariantLM
 
-    given = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
+    config = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
     for error in (OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error (os error 28)")):
 
         def full(*_: Any, error: Exception = error, **__: Any) -> None:
@@ -186,5 +186,5 @@ def test_a_library_that_finds_the_disk_full_fails_no_cell(
 
         monkeypatch.setattr(VariantLM, "loglikelihood", full)
         with pytest.raises(DiskError, match=NO_SPACE):
-            run(Grid.of(given), str(tmp_path / "g"))
+            run(Grid.of(config), str(tmp_path / "g"))
     assert not list((tmp_path / "g").glob("failed/*"))

@@ -68,14 +68,14 @@ def described(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def outcomes(folder: Path) -> dict[str, Any]:
     """Everything of a grid's cells that must not depend on how it was run."""
-    found = {}
+    cells = {}
     for path in sorted((folder / "cells").iterdir()):
         if not path.name.startswith("."):
             files = {one.name: one.read_bytes() for one in path.glob("samples_*.jsonl")}
             tables = {one.name: one.read_bytes() for one in path.glob("*.parquet")}
             results = json.loads((path / "results.json").read_text())["results"]
-            found[path.name] = {**files, **tables, "results": results}
-    return found
+            cells[path.name] = {**files, **tables, "results": results}
+    return cells
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,8 @@ def test_a_cell_is_lm_eval_alone(tiny_folder: Path, whole: Path, tmp_path: Path)
         (path,) = (whole / "cells" / entry["key"]).glob("samples_*.jsonl")
         stored = [json.loads(line) for line in path.read_text().splitlines()]
         assert [row["resps"] for row in stored] == json.loads(json.dumps([row["resps"] for row in rows]))
-        theirs = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
-        assert theirs == json.loads(json.dumps(alone["results"]))
+        stored_results = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
+        assert stored_results == json.loads(json.dumps(alone["results"]))
 
 
 def test_sampled_tries_of_masks_share_a_pass_too(tiny_folder: Path, tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     path = tmp_path / "grid.yaml"
-    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
-    path.write_text(json.dumps(given))
+    content = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
+    path.write_text(json.dumps(content))
     tried = []
 
     def broken(self: Any, requests: list[Any], **_: Any) -> Any:
@@ -226,30 +226,32 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
 
 
 def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
-    made = {path.name for path in (whole / "prepared").iterdir()}
+    preparations = {path.name for path in (whole / "prepared").iterdir()}
     cells = [json.loads(path.read_text()) for path in whole.glob("cells/*/cell.json")]
-    assert len(made) == 2 and {cell["prepared"] for cell in cells if cell["prepare"]} == made
-    masks = [json.loads((whole / "prepared" / name / "mask.json").read_text())["settings"]["heads"] for name in made]
+    assert len(preparations) == 2 and {cell["prepared"] for cell in cells if cell["prepare"]} == preparations
+    masks = [
+        json.loads((whole / "prepared" / name / "mask.json").read_text())["settings"]["heads"] for name in preparations
+    ]
     assert all(len(heads) == 3 for heads in masks) and masks[0] != masks[1]  # 40% of 8
 
 
 def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmeval_prune.grid.random_heads import RandomHeads
 
-    given = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
+    content = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
     with monkeypatch.context() as patch:
         patch.setattr(RandomHeads, "make", lambda *_: 1 / 0)
-        summary = run(Grid.of(given), str(tmp_path / "g"))
+        summary = run(Grid.of(content), str(tmp_path / "g"))
     reason = "its preparation failed: ZeroDivisionError: division by zero"
     assert summary.new == 1 and {one[2] for one in summary.failed} == {reason}
-    assert run(Grid.of(given), str(tmp_path / "g"), retry_failed=True).failed == []
+    assert run(Grid.of(content), str(tmp_path / "g"), retry_failed=True).failed == []
 
 
 def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Path) -> None:
     """Though Ray says so, or an earlier failure is on record."""
     variants = {"random": {"prepare": {"random_heads": {"share": 0.4}}}}
-    given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-    (cell,) = cells_of(Grid.of(given))
+    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    (cell,) = cells_of(Grid.of(content))
     folder = GridFolder(tmp_path / "g")
     folder.create("", None, [])
     job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
@@ -257,7 +259,7 @@ def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Pa
     assert list(RayRunner()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
     folder.record_failure(cell.prepared, "once", "")
     folder.record_failure(cell.key, "its preparation failed: once", "")
-    assert run(Grid.of(given), str(folder.path)).new == 1
+    assert run(Grid.of(content), str(folder.path)).new == 1
     assert not list((folder.path / "failed").iterdir())
     other = replace(cell, prepared="1" * 16)
     (lost,) = RayRunner()._lost(replace(job, cells=(other,)), died)
@@ -293,8 +295,8 @@ def test_a_cell_depends_on_the_versions_of_what_computes_it(
     def cell() -> Any:
         identity_module.code_versions.cache_clear()
         variants = {"v": variant}
-        (found,) = cells_of(Grid.of(described(tiny_folder, **{**SMALL, "variants": variants, "baseline": None})))
-        return found
+        (cell,) = cells_of(Grid.of(described(tiny_folder, **{**SMALL, "variants": variants, "baseline": None})))
+        return cell
 
     before = cell()
     monkeypatch.setattr(owner, name, getattr(owner, name) + 1)
@@ -320,19 +322,19 @@ def test_the_environment_is_collected_once(tiny_folder: Path, tmp_path: Path, mo
 
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it measures, or asked for only when all cells are done."""
-    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    grid = Grid.of(described(tiny_folder, **SMALL, measure=True))
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()
     if child == 0:
         try:
             worker_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-            run(given, str(tmp_path / "killed"))
+            run(grid, str(tmp_path / "killed"))
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert run(given, str(tmp_path / "killed")).new == 1
+    assert run(grid, str(tmp_path / "killed")).new == 1
     assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "later")).new == 2
-    assert run(given, str(tmp_path / "later")).new == 0
+    assert run(grid, str(tmp_path / "later")).new == 0
     for name in ("killed", "later"):
         folder = GridFolder(tmp_path / name)
         assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
@@ -343,22 +345,22 @@ def test_costs_that_cannot_be_measured_are_tried_once(
 ) -> None:
     tried = []
     monkeypatch.setattr(worker_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
-    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
-    assert run(given, str(tmp_path)).failed == [] and run(given, str(tmp_path)).new == 0
+    grid = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    assert run(grid, str(tmp_path)).failed == [] and run(grid, str(tmp_path)).new == 0
     assert len(tried) == 2
     folder = GridFolder(tmp_path)
     costs = [cell["costs"] for cell in folder.read()["cells"]]
     assert {folder.failure(costs_failure(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
-    run(given, str(tmp_path), retry_failed=True)
+    run(grid, str(tmp_path), retry_failed=True)
     assert all(folder.costs(one) for one in costs) and not list((tmp_path / "failed").iterdir())
 
 
 def test_it_says_for_whom_it_waits(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = Grid.of(described(tiny_folder, **SMALL))
-    (_, cell), caught = cells_of(given), ExitStack()
+    grid = Grid.of(described(tiny_folder, **SMALL))
+    (_, cell), caught = cells_of(grid), ExitStack()
     GridFolder(tmp_path).create("", None, [])
     assert caught.enter_context(GridFolder(tmp_path).lock(cell.key))
     slept = []
@@ -370,9 +372,11 @@ def test_it_says_for_whom_it_waits(
 
     monkeypatch.setattr("lmeval_prune.grid.run.sleep", sleep)
     with caplog.at_level("INFO", logger="lmeval_prune"):
-        assert run(given, str(tmp_path)).new == 2
-    said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-    assert said == ["waiting for another run that holds 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+        assert run(grid, str(tmp_path)).new == 2
+    messages = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+    assert (
+        messages == ["waiting for another run that holds 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+    )
 
 
 def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
@@ -382,8 +386,8 @@ def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     variants = {"bos": {"add_bos_token": True}, "slow": {"use_fast_tokenizer": False}, "head": {"heads": "L0H1"}}
-    given = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
-    grid = Grid.of(described(folder, **given))
+    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
+    grid = Grid.of(described(folder, **settings))
     assert run(grid, str(tmp_path / "g")).failed == []
     cells = cells_of(grid)
     config = json.loads((folder / "config.json").read_text())
@@ -483,14 +487,14 @@ def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
 
 def test_in_half_precision_the_hash_covers_how_it_is_computed(tiny_folder: Path) -> None:
     def cell(**changes: Any) -> Any:
-        (found,) = cells_of(Grid.of(described(tiny_folder, **{"baseline": None, **BASE, **changes})))
-        return found
+        (cell,) = cells_of(Grid.of(described(tiny_folder, **{"baseline": None, **BASE, **changes})))
+        return cell
 
     half = {"variants": {"v": HALF}}
-    found = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
-    assert len({one.key for one in found}) == len(found)
-    assert len({one.answers for one in found}) == len(found)  # nor does one find the answers of another
-    assert {cell(**half, **change).key for change in ({"together": 1}, {"device": None})} == {found[0].key}
+    cells = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
+    assert len({one.key for one in cells}) == len(cells)
+    assert len({one.answers for one in cells}) == len(cells)  # nor does one find the answers of another
+    assert {cell(**half, **change).key for change in ({"together": 1}, {"device": None})} == {cells[0].key}
     assert cell(variants={"v": {**HALF, "dtype": "half"}}).key == cell(variants={"v": {**HALF, "dtype": "float16"}}).key
 
 
@@ -595,7 +599,7 @@ def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytes
     from lm_eval.api.task import ConfigurableTask
 
     key, own = key_of(tiny_folder), ConfigurableTask.doc_to_text
-    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *given: f"{own(*given)} ")
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{own(*args)} ")
     assert key_of(tiny_folder) != key
 
 
@@ -668,15 +672,15 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
 def test_senseless_grids_are_refused(tiny_folder: Path, changes: dict, message: str) -> None:
     variants = changes.get("variants", {"dense": {}})
     baseline = changes.get("baseline")
-    given = {"tasks": ["prune_tiny_words"], **changes, "variants": variants, "baseline": baseline}
+    settings = {"tasks": ["prune_tiny_words"], **changes, "variants": variants, "baseline": baseline}
     with pytest.raises(InputError, match=message):
-        cells_of(Grid.of(described(tiny_folder, **given)))
+        cells_of(Grid.of(described(tiny_folder, **settings)))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grid").glob("*.yaml")), ids=lambda path: path.stem)
 def test_presets_can_be_read(path: Path) -> None:
     grid = Grid.read(str(path))
-    assert {asked.task for asked in grid.tasks} <= set(task_manager().all_tasks)
+    assert {task.task for task in grid.tasks} <= set(task_manager().all_tasks)
     assert grid.baseline in {variant.name for variant in grid.variants}
 
 
@@ -728,15 +732,15 @@ def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None
 
 
 def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path: Path) -> None:
-    given = {"dtype": "float64", "device": "cpu"}
-    lm = PrunedHFLM(str(tiny_folder), **given, responses=str(tmp_path / "a"))
+    arguments = {"dtype": "float64", "device": "cpu"}
+    lm = PrunedHFLM(str(tiny_folder), **arguments, responses=str(tmp_path / "a"))
     store = lm.answering.store
-    lm.reconfigure(**given, heads="L0H1", responses=str(tmp_path / "a"))
+    lm.reconfigure(**arguments, heads="L0H1", responses=str(tmp_path / "a"))
     assert store is lm.answering.store
-    lm.reconfigure(**given, responses=str(tmp_path / "b"))
+    lm.reconfigure(**arguments, responses=str(tmp_path / "b"))
     AnswerStore(tmp_path / "a").close()  # free again
     assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
-    lm.reconfigure(**given)
+    lm.reconfigure(**arguments)
     assert lm.answering.store is None
     AnswerStore(tmp_path / "b").close()
 

@@ -46,9 +46,9 @@ RNG = np.random.default_rng(0)
 
 def test_mcnemar_is_scipys_binomial_test() -> None:
     pairs = [(b, w) for b in range(12) for w in range(12)] + [(100, 61), (0, 500)]
-    found = mcnemar_test(*np.array(pairs).T)
+    ps = mcnemar_test(*np.array(pairs).T)
     literal = [stats.binomtest(b, b + w, 0.5).pvalue if b + w else 1.0 for b, w in pairs]
-    np.testing.assert_allclose(found, literal, rtol=1e-9)
+    np.testing.assert_allclose(ps, literal, rtol=1e-9)
 
 
 def test_mcnemar_by_brute_force() -> None:
@@ -133,8 +133,8 @@ def test_an_interval_and_its_test_do_not_contradict_each_other() -> None:
 
     for n in (1, 5, 6, 7, 12, 48):
         better, worse = np.array([(b, w) for b in range(n + 1) for w in range(n + 1 - b)]).T
-        place = np.arange(n)[:, None]
-        differences = (place < better).astype(float) - ((place >= better) & (place < better + worse))
+        position = np.arange(n)[:, None]
+        differences = (position < better).astype(float) - ((position >= better) & (position < better + worse))
         check(differences, mcnemar_test(better, worse), 1.0)
     for n, chance in ((8, 0.9), (20, 0.4), (100, 0.08), (100, 0.9)):
         there = RNG.random((n, 600)) < chance
@@ -283,7 +283,7 @@ def question(task: str, number: int, value: float, text: str = "", metric: str =
     }
 
 
-def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
+def write_grid(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
     """A grid's folder with these outcomes, by variant and task."""
     folder, cells = GridFolder(path), []
     folder.create("By hand", baseline, [])
@@ -325,27 +325,27 @@ def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
     a, b, c = (RNG.random((3, 60)) < [[0.5], [0.7], [0.5]]).astype(float)
     grades = {name: RNG.random(30) for name in "abc"}
     values = {n: {"one": v.tolist(), "two": grades[n].tolist()} for n, v in zip("abc", (a, b, c), strict=True)}
-    found = compare(made(tmp_path / "g", values), "a")
-    row = found.rows["b", "one"]
+    comparison = compare(write_grid(tmp_path / "g", values), "a")
+    row = comparison.rows["b", "one"]
     better, worse = int(((b == 1) & (a == 0)).sum()), int(((a == 1) & (b == 0)).sum())
     assert (row.better, row.worse, row.test) == (better, worse, "McNemar")
     assert row.difference == pytest.approx(b.mean() - a.mean())
     assert row.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)
-    assert found.rows["b", "two"].test == "sign flips"
-    pooled, whole = found.rows["b", POOLED], np.concatenate([b, grades["b"]]) - np.concatenate([a, grades["a"]])
+    assert comparison.rows["b", "two"].test == "sign flips"
+    pooled, whole = comparison.rows["b", POOLED], np.concatenate([b, grades["b"]]) - np.concatenate([a, grades["a"]])
     assert pooled.questions == 90 and pooled.difference == pytest.approx(whole.mean())
-    tested = [one for one in found.rows.values() if one.p is not None]
+    tested = [one for one in comparison.rows.values() if one.p is not None]
     assert len(tested) == 6 and [one.p_holm for one in tested] == holm([one.p for one in tested])
-    assert found.rows["a", "one"].p is None and found.rows["a", "one"].mean == pytest.approx(a.mean())
+    assert comparison.rows["a", "one"].p is None and comparison.rows["a", "one"].mean == pytest.approx(a.mean())
     assert row.difference_low < row.difference < row.difference_high
 
 
 def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -> None:
     rows = [question("t", i, 1.0) for i in range(1, 5)]
-    path = made(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
+    path = write_grid(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
     with pytest.raises(InputError, match=r"'b' and the baseline 'a' .* of t: 4 and 4, 3 of them the same"):
         compare(path)
-    path = made(
+    path = write_grid(
         tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
     )
     assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
@@ -360,9 +360,9 @@ def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
 
     values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
     with pytest.raises(InputError, match=r"'x' on t: t has exact_match,flexible, and not exact_match,strict for all"):
-        compare(made(tmp_path / "g", values))
-    found = compare(made(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
-    assert found.rows["x", "t"].difference == 0.5 and found.tables["t"].metrics == ["exact_match,strict"]
+        compare(write_grid(tmp_path / "g", values))
+    comparison = compare(write_grid(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
+    assert comparison.rows["x", "t"].difference == 0.5 and comparison.tables["t"].metrics == ["exact_match,strict"]
 
 
 def test_lower_may_be_better(tmp_path: Path) -> None:
@@ -370,14 +370,16 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
         return [question("words", i, value + i % 3, metric="perplexity") for i in range(20)]
 
     values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("bad", 9.0))}
-    path = made(tmp_path / "g", values)
-    found = compare(path)
-    row = found.rows["bad", "words"]
+    path = write_grid(tmp_path / "g", values)
+    comparison = compare(path)
+    row = comparison.rows["bad", "words"]
     assert (row.difference, row.better, row.worse, row.lower_is_better) == (8.0, 0, 20, True)
-    assert found.rows["bad", POOLED].questions == 18 and found.rows["bad", POOLED].difference == 0
-    assert found.notes == ["all tasks: without words, where lower is better"]
+    assert comparison.rows["bad", POOLED].questions == 18 and comparison.rows["bad", POOLED].difference == 0
+    assert comparison.notes == ["all tasks: without words, where lower is better"]
     only = {name: {"words": own["words"]} for name, own in values.items()}
-    assert compare(made(tmp_path / "h", only)).fronts["words"]["flops_per_token"] == ["dense"]  # bad has more of both
+    assert compare(write_grid(tmp_path / "h", only)).fronts["words"]["flops_per_token"] == [
+        "dense"
+    ]  # bad has more of both
     assert main(["grid", "compare", str(path)]) == 0
     report = (path / "compare" / "report.md").read_text()
     assert "perplexity,none (lower is better)" in report and "- all tasks: without words" in report
@@ -386,17 +388,17 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
 def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
     """Greedy and pass@8 of the same questions are pooled by question, with the mean of both."""
 
-    def asked(task: str, right: Any) -> list[dict[str, Any]]:
+    def rows(task: str, right: Any) -> list[dict[str, Any]]:
         return [question("asdiv", i, float(value)) | {"doc_hash": f"{task} {i}"} for i, value in enumerate(right)]
 
     greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
     pairs = zip(("dense", "x"), greedy, again, strict=True)
-    values = {name: {"asdiv": asked("asdiv", one), "asdiv_pass8": asked("pass", two)} for name, one, two in pairs}
-    found = compare(made(tmp_path / "g", values))
-    row, means = found.rows["x", POOLED], (greedy + again) / 2
+    values = {name: {"asdiv": rows("asdiv", one), "asdiv_pass8": rows("pass", two)} for name, one, two in pairs}
+    comparison = compare(write_grid(tmp_path / "g", values))
+    row, means = comparison.rows["x", POOLED], (greedy + again) / 2
     assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
     assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
-    assert found.notes == ["all tasks: 200 outcomes of 100 questions; a question of several tasks counts once"]
+    assert comparison.notes == ["all tasks: 200 outcomes of 100 questions; a question of several tasks counts once"]
 
 
 def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
@@ -421,21 +423,21 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
         **{f"v{i}": {"t": (grades + RNG.normal(0, 0.1, 60)).tolist()} for i in range(600)},
     }
     values["better"] = {"t": (grades + 0.5 + 0.01 * RNG.random(60)).tolist()}
-    row = compare(made(tmp_path / "g", values)).rows["better", "t"]
+    row = compare(write_grid(tmp_path / "g", values)).rows["better", "t"]
     assert row.test == "sign flips" and row.p_holm < 0.05
 
 
 def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> None:
-    def asked(text: str, value: float) -> list[dict[str, Any]]:
+    def rows(text: str, value: float) -> list[dict[str, Any]]:
         return [question(text, i, value) for i in range(3)]
 
     values = {
-        n: {"asdiv": asked("asdiv", v), "asdiv_pass8": asked("asdiv", v), "t": [v] * 3}
+        n: {"asdiv": rows("asdiv", v), "asdiv_pass8": rows("asdiv", v), "t": [v] * 3}
         for n, v in (("a", 0.0), ("b", 1.0))
     }
-    found = compare(made(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
-    assert [found.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
-    assert "b: selected on azdiv, which is not compared here; its questions are unknown" in found.notes
+    comparison = compare(write_grid(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
+    assert [comparison.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
+    assert "b: selected on azdiv, which is not compared here; its questions are unknown" in comparison.notes
 
 
 @pytest.mark.parametrize(
@@ -447,23 +449,23 @@ def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> Non
 )
 def test_a_baseline_that_is_not_there_is_refused(tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        compare(made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}}), **change)
+        compare(write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}}), **change)
 
 
 def test_no_grid_and_no_cells_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="holds no grid"):
         compare(tmp_path)
-    path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
+    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
     shutil.rmtree(path / "cells" / "x-t")
-    found = compare(path)
-    assert found.missing == [("x", "t", "not run yet")] and ("x", "t") not in found.rows
+    comparison = compare(path)
+    assert comparison.missing == [("x", "t", "not run yet")] and ("x", "t") not in comparison.rows
     assert main(["grid", "compare", str(path)]) == 0
     assert "note: missing cells: 1: x on t (not run yet)\n" in capsys.readouterr().out
     assert "- missing cells: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
     shutil.rmtree(path / "cells" / "dense-t")
     with pytest.raises(InputError, match="no cell of the baseline 'dense' is done"):
         compare(path)
-    bad = made(tmp_path / "b", {"dense": {"t": [question("t", 0, 1.0)]}}, dense={"metric": "acc"})
+    bad = write_grid(tmp_path / "b", {"dense": {"t": [question("t", 0, 1.0)]}}, dense={"metric": "acc"})
     with pytest.raises(InputError, match="t has exact_match,none, and not acc"):
         compare(bad)
 
@@ -474,7 +476,9 @@ def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
     seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
     (router / "router.json").write_text(json.dumps({"schema": "lmeval-prune/router", "seen": seen}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
-    path = made(tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}})
+    path = write_grid(
+        tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}}
+    )
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
@@ -486,8 +490,8 @@ def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -
     (tmp_path / "vocab.json").write_text(json.dumps({"seen": 5}))
     (tmp_path / "mask.json").write_text(json.dumps({"schema": "lmeval-prune/mask", "seen": 5}))
     args = {"pretrained": str(tmp_path), "mask": str(tmp_path / "mask.json")}
-    found = compare(made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
-    assert found.rows["x", "t"].chosen_on == 0 and found.notes == []
+    comparison = compare(write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
+    assert comparison.rows["x", "t"].chosen_on == 0 and comparison.notes == []
 
 
 def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,17 +502,17 @@ def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypa
         write_artefact(folder / "router.json", "lmeval-prune/router", 1, {"seen": [digest(text)]})
     about = {"identity": {"router": {"router": {"content": content_digest(router)}}}}
     change = {"model_args": {"router": "out/router"}, "about": about}
-    path = made(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    path = write_grid(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
     monkeypatch.chdir(elsewhere)  # where another router has the same relative path
-    found = compare(path)
-    assert found.rows["x", "t"].chosen_on == 1 and found.notes == []
+    comparison = compare(path)
+    assert comparison.rows["x", "t"].chosen_on == 1 and comparison.notes == []
     router.rename(router.with_name("moved"))
     assert compare(path).notes == ["x: router=out/router is missing or has changed; its questions are unknown"]
 
 
 def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
     change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
-    path = made(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
     mask = path / "prepared" / "made" / "mask.json"
     write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
     assert compare(path).rows["x", "t"].chosen_on == 1
@@ -555,9 +559,9 @@ def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytes
     text = "model: {pretrained: m}\nvariants:\n  a: {selected_on: [t, gsm8k, gsm8kk]}\ntasks: [t]\n"
     grid.write_text(text)
     assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
-    said = capsys.readouterr()
-    assert "variant 'a': `selected_on:` has no task 'gsm8kk'; did you mean 'gsm8k'?" in said.err
-    assert "note: a was selected on gsm8k, which is not in this grid" in said.out
+    output = capsys.readouterr()
+    assert "variant 'a': `selected_on:` has no task 'gsm8kk'; did you mean 'gsm8k'?" in output.err
+    assert "note: a was selected on gsm8k, which is not in this grid" in output.out
 
 
 def test_a_fault_in_yaml_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -569,7 +573,7 @@ def test_a_fault_in_yaml_is_named_with_its_place(tmp_path: Path, capsys: pytest.
 
 def test_too_few_questions_detect_no_difference(tmp_path: Path) -> None:
     values = {"dense": {"t": [1.0, 1.0, 1.0, 1.0]}, "other": {"t": [0.0, 1.0, 1.0, 1.0]}}
-    path = made(tmp_path / "g", values)
+    path = write_grid(tmp_path / "g", values)
     assert compare(path).rows["other", "t"].detectable is None
     write(str(path))
     assert "none |" in (path / "compare" / "report.md").read_text()
@@ -590,8 +594,8 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
     alike = pareto_fronts(speeds(a=[2, 3], b=[2.9, 9], c=[2, 9]), means)
     assert alike == {"decode_tokens_per_second": ["a", "b", "c"]}
     assert pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), means) == {"decode_tokens_per_second": ["c"]}
-    found = pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), {**means, "a": 0.75})
-    assert found == {"decode_tokens_per_second": ["a", "c"]}
+    fronts = pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), {**means, "a": 0.75})
+    assert fronts == {"decode_tokens_per_second": ["a", "c"]}
     once = speeds(a=[2, 3], b=[2, 4], c=[8, 9])
     del once["b"]["ranges"]  # measured once, by an earlier version
     assert pareto_fronts(once, means) == {}
@@ -599,7 +603,7 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
 
 @pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
 def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
-    path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
+    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
     (path / "cells" / "dense-t" / file).write_bytes(b"xx")
     with pytest.raises(InputError, match=rf"{file} (cannot be read|is not valid JSON).* run the grid"):
         write(str(path))
@@ -607,13 +611,13 @@ def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = {n: {"t": (RNG.random(40) < p).astype(float).tolist()} for n, p in (("dense", 0.5), ("x|y", 0.9))}
-    path = made(tmp_path / "g", values, "dense")
+    path = write_grid(tmp_path / "g", values, "dense")
     assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o"), "--lm_eval", str(tmp_path / "l")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"x\\\|y +\| +40 \|", said) and "p Holm" in said  # the table
+    output = capsys.readouterr().out
+    assert re.search(r"x\\\|y +\| +40 \|", output) and "p Holm" in output  # the table
     names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
     assert {one.name for one in (tmp_path / "o").iterdir()} == names
-    assert {str(tmp_path / "o" / name) for name in names} | {str(tmp_path / "l")} <= set(said.splitlines())
+    assert {str(tmp_path / "o" / name) for name in names} | {str(tmp_path / "l")} <= set(output.splitlines())
     (results,) = (tmp_path / "l" / "dense").glob("results_*.json")
     assert "task_hashes" in json.loads(results.read_text())
     (samples,) = (tmp_path / "l" / "dense").glob("samples_t_*.jsonl")
@@ -626,9 +630,9 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
 
 def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
     values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
-    write_lm_eval(str(made(tmp_path / "g", values)), str(tmp_path / "l"))
-    found = {one.name: json.loads(next(one.glob("results_*.json")).read_text()) for one in (tmp_path / "l").iterdir()}
-    assert {one["model_name"] for one in found.values()} == set(values) and "a__b" in found
+    write_lm_eval(str(write_grid(tmp_path / "g", values)), str(tmp_path / "l"))
+    results = {one.name: json.loads(next(one.glob("results_*.json")).read_text()) for one in (tmp_path / "l").iterdir()}
+    assert {one["model_name"] for one in results.values()} == set(values) and "a__b" in results
 
 
 @pytest.mark.long
@@ -724,8 +728,8 @@ def test_names_and_texts_of_others_are_only_shown(browser: Any, tmp_path: Path, 
     report = (path / "compare" / "report.md").read_text()
     assert "&lt;script&gt;" in report and "<" not in report.replace("<0.001", "") and "[t](" not in report
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    asked, errors = [], []
-    page.on("request", lambda request: asked.append(request.url))
+    requests, errors = [], []
+    page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("dialog", lambda dialog: errors.append(dialog.message))
@@ -743,7 +747,7 @@ def test_names_and_texts_of_others_are_only_shown(browser: Any, tmp_path: Path, 
         and link in page.inner_text("#table")
     )
     assert page.query_selector_all("img, a, iframe") == [] and len(page.query_selector_all("script")) == 2
-    assert errors == [] and len(asked) == 1
+    assert errors == [] and len(requests) == 1
     page.close()
 
 
@@ -756,11 +760,11 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
         ]
         values["worse"][task] = [question(task, i, 0.0, "same" if i < 3 else f"worse {i}") for i in range(n)]
         values["better"][task] = [question(task, i, float(i % 2 or i < 20), f"better {i}") for i in range(n)]
-    path = made(tmp_path / "g", values, "dense", better={"selected_on": ["one"]})
+    path = write_grid(tmp_path / "g", values, "dense", better={"selected_on": ["one"]})
     assert main(["grid", "compare", str(path)]) == 0
     page = browser.new_page(viewport={"width": 1280, "height": 1500})
-    asked, errors = [], []
-    page.on("request", lambda request: asked.append(request.url))
+    requests, errors = [], []
+    page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto((path / "compare" / "page.html").as_uri())
@@ -815,7 +819,7 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     assert page.input_value("#second") == "worse"
     page.select_option("#cost", "flops_per_token")
     assert "FLOPs per token" in page.inner_html("#plot")
-    assert errors == [] and all(url.startswith("file:") for url in asked), (errors, asked)
+    assert errors == [] and all(url.startswith("file:") for url in requests), (errors, requests)
     page.close()
 
 
@@ -824,7 +828,7 @@ def test_figures_are_better_or_worse_not_right(browser: Any, tmp_path: Path) -> 
         name: {"t": [question("t", i, float(i + more), f"{name} {i}") for i in range(6)]}
         for name, more in (("dense", 1), ("worse", 0))
     }
-    path = made(tmp_path / "g", values, "dense")
+    path = write_grid(tmp_path / "g", values, "dense")
     assert main(["grid", "compare", str(path)]) == 0
     page = browser.new_page()
     page.goto((path / "compare" / "page.html").as_uri())
@@ -840,7 +844,7 @@ def test_a_page_without_the_texts_of_a_task(browser: Any, tmp_path: Path) -> Non
         name: {task: [question(task, i, float(right), f"{name} of {task} {i}") for i in range(6)] for task in "tu"}
         for name, right in (("dense", True), ("worse", False))
     }
-    path = made(tmp_path / "g", values, "dense")
+    path = write_grid(tmp_path / "g", values, "dense")
     assert main(["grid", "compare", str(path), "--without_texts", "t"]) == 0
     page = browser.new_page()
     page.goto((path / "compare" / "page.html").as_uri())
@@ -880,7 +884,7 @@ def test_only_a_choice_that_differs_is_an_answer_that_differs(browser: Any, tmp_
             "single": [single(i, i > 1, -1.5) for i in range(5)],
         },
     }
-    path = made(tmp_path / "g", values, "dense")
+    path = write_grid(tmp_path / "g", values, "dense")
     page = browser.new_page()
     for withheld, label in (([], "answers differ: 1"), (["--without_texts", "choice"], "outcomes differ: 1")):
         assert main(["grid", "compare", str(path), *withheld]) == 0
@@ -902,7 +906,7 @@ def test_the_plot_can_be_read(browser: Any, tmp_path: Path, width: int) -> None:
     """Its text is as large at any width, lies on no other and inside the picture; speeds have their range."""
     names = ["dense", *(f"random 10%, seed {i}" for i in range(5)), "token filter 0.3, tail, uniform"]
     values = {name: {"t": (RNG.random(60) < 0.3 + 0.08 * i).astype(float).tolist()} for i, name in enumerate(names)}
-    path = made(tmp_path / "g", values, "dense")
+    path = write_grid(tmp_path / "g", values, "dense")
     speed = "decode_tokens_per_second"
     for i, name in enumerate(names):
         cost = {"parameters": 100, "flops_per_token": 1e6 * (200 + i), speed: 10.0 - i, "device": "cpu", "threads": 1}

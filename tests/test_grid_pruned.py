@@ -27,8 +27,8 @@ def grid_of(tiny_folder: Path, text: Path, **changes: Any) -> Grid:
         "{method}": {"prepare": {"prune": {"method": {"each": ["slimgpt"]}, **calibrated}}},
         "cut": {"prepare": {"prune": {"method": "slimgpt", "cut": True, **calibrated}}},
     }
-    given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], measure=True, limit=3)
-    return Grid.of({**given, **changes})
+    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], measure=True, limit=3)
+    return Grid.of({**content, **changes})
 
 
 def test_methods_are_prepared_evaluated_and_compared(
@@ -67,28 +67,33 @@ def test_methods_are_prepared_evaluated_and_compared(
 
 def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> None:
     """In the chat template, unless the preparation says otherwise; it is another preparation then."""
-    wanted = {"method": "flap", "ratio": 0.3, "task": "prune_tiny"}
+    settings_of_task = {"method": "flap", "ratio": 0.3, "task": "prune_tiny"}
     settings: dict[str, dict[str, Any]] = {
-        "open": wanted,
-        "chat": {**wanted, "apply_chat_template": True},
-        "plain": {**wanted, "apply_chat_template": False},
+        "open": settings_of_task,
+        "chat": {**settings_of_task, "apply_chat_template": True},
+        "plain": {**settings_of_task, "apply_chat_template": False},
         "unread": {"method": "random", "ratio": 0.3},
     }
     cells = {}
     for name, prune in settings.items():
         for chat in (True, False):
             variants = {"v": {"prepare": {"prune": prune}}}
-            given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-            (cells[name, chat],) = cells_of(Grid.of({**given, "apply_chat_template": chat}))
+            content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+            (cells[name, chat],) = cells_of(Grid.of({**content, "apply_chat_template": chat}))
     read = {key: cell.variant.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
     assert read == {(name, chat): chat if name == "open" else name == "chat" for name, chat in cells}
-    made = {key: cell.prepared for key, cell in cells.items()}
-    assert made["open", True] == made["chat", True] != made["plain", True] == made["open", False]
-    assert made["unread", True] == made["unread", False]
+    preparations = {key: cell.prepared for key, cell in cells.items()}
+    assert (
+        preparations["open", True]
+        == preparations["chat", True]
+        != preparations["plain", True]
+        == preparations["open", False]
+    )
+    assert preparations["unread", True] == preparations["unread", False]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"method": "flapp", "ratio": 0.2}, "did you mean 'flap'"),
         ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
@@ -100,9 +105,9 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_made(given: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused_before_pruning(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        make_preparation("prune", given)
+        make_preparation("prune", settings)
 
 
 def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
@@ -113,8 +118,8 @@ def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
 
 
 def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:
-    text, found = tmp_path / "text.txt", []
+    text, identities = tmp_path / "text.txt", []
     for content in ("one", "two"):
         text.write_text(content)
-        found.append(make_preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
-    assert found[0] != found[1]
+        identities.append(make_preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
+    assert identities[0] != identities[1]

@@ -28,15 +28,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        found.nodes = [found.add_node(num_cpus=1) for _ in range(2)]
-        found.wait_for_nodes()
-        ray.init(address=found.address, log_to_driver=False)
-        yield found
+        cluster.nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
     finally:
         ray.shutdown()
-        found.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

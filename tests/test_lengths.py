@@ -1,4 +1,4 @@
-"""How long answers are, and how many `max_gen_toks` cut off: counted alike by every path, kept, and said."""
+"""Lengths of answers, and answers cut off by `max_gen_toks`: equal on every path, stored and reported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.tiny_models import tiny, tokens
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
 
 
-def asked(stop: str) -> list[Any]:
-    """Prompts of two tasks; the answers of one may end with a text that one of them holds."""
+def instances(stop: str) -> list[Any]:
+    """Return requests of two tasks; the answers of the second can end with a stop text."""
     settings = {"until": [stop], "max_gen_toks": 12}
     free = [request("generate_until", (prompt, LONG), i, task="free") for i, prompt in enumerate(PROMPTS)]
     return [*free, *(request("generate_until", (prompt, settings), i, task="ends") for i, prompt in enumerate(PROMPTS))]
@@ -59,14 +59,14 @@ def test_every_path_counts_the_same(
     texts = decoded(tiny_folder)
     assert all(len(text) == 12 for text in texts)  # no end token
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    token = next(one for one in texts[0][2:] if tokenizer.decode([one]).isascii())
+    token = next(token for token in texts[0][2:] if tokenizer.decode([token]).isascii())
     stop = tokenizer.decode([token])
     expected = [text.index(token) + 1 if token in text else 12 for text in texts]
-    given = {**arguments, **({"responses": str(tmp_path / "s")} if stored else {})}
+    settings = {**arguments, **({"responses": str(tmp_path / "s")} if stored else {})}
     for _ in range(1 + stored):  # the second time from the store
-        lm = model(tiny_folder, **given)
+        lm = model(tiny_folder, **settings)
         caplog.clear()
-        lm.generate_until(asked(stop))
+        lm.generate_until(instances(stop))
         free, ends = lm.answering.lengths["free"], lm.answering.lengths["ends"]
         assert free == {"answers": len(PROMPTS), "unknown": 0, "cut_off": 1.0, "mean_tokens": 12, "max_gen_toks": 12}
         assert ends["mean_tokens"] == sum(expected) / len(expected)
@@ -77,8 +77,8 @@ def test_every_path_counts_the_same(
 
 def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
     """Nor is what other rows of the batch still generate after it."""
-    free = asked("\x00")[: len(PROMPTS)]
-    found = []
+    free = instances("\x00")[: len(PROMPTS)]
+    result = []
     for arguments in ({"batch_size": 1}, {"batch_size": 5}, {"engine": "batched"}):
         lm = model(tiny_folder, **arguments)
         lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
@@ -86,8 +86,8 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         if lm.engine:
             lm.engine = lm._create_engine()
         lm.generate_until(free)
-        found.append(lm.answering.lengths["free"])
-    assert found[0] == found[1] == found[2] and found[0]["cut_off"] < 1 and found[0]["mean_tokens"] < 12
+        result.append(lm.answering.lengths["free"])
+    assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
 
 
 def test_answers_of_an_older_store_are_unknown(
@@ -101,11 +101,11 @@ def test_answers_of_an_older_store_are_unknown(
     monkeypatch.setattr(AnswerStore, "add", without)
     for _ in range(2):
         lm = model(tiny_folder, responses=str(tmp_path / "s"))
-        lm.generate_until(asked("\x00"))
+        lm.generate_until(instances("\x00"))
         lm.answering.store.compact()
         lm.close()
-    found = lm.answering.lengths["free"]
-    assert found["unknown"] == found["answers"] and found["cut_off"] is None and cut_off_note(found) == ""
+    result = lm.answering.lengths["free"]
+    assert result["unknown"] == result["answers"] and result["cut_off"] is None and cut_off_note(result) == ""
 
 
 def test_parts_are_weighted_by_what_is_known() -> None:
@@ -114,10 +114,10 @@ def test_parts_are_weighted_by_what_is_known() -> None:
         summarize_lengths([Ending(8, True)], 8),
         summarize_lengths([None], None),
     ]
-    found = merge_lengths(parts)
-    assert found == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
+    result = merge_lengths(parts)
+    assert result == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
     assert (
-        cut_off_note(found) == "67% of the answers were cut off at 8 tokens"
+        cut_off_note(result) == "67% of the answers were cut off at 8 tokens"
         and cut_off_note(summarize_lengths([], 3)) == ""
     )
 
@@ -139,13 +139,13 @@ def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
 
 
 def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    found = sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=4, gen_kwargs={"max_gen_toks": 3})
-    assert found.cut_off == "100% of the answers were cut off at 3 tokens"
+    result = sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=4, gen_kwargs={"max_gen_toks": 3})
+    assert result.cut_off == "100% of the answers were cut off at 3 tokens"
     assert all(cell["cut_off"] and cell["length"] == 3 for cell in OutcomeStore(tmp_path / "s").cells())
-    assert found.rows([0]).cut_off == found.columns(["dense"]).cut_off == found.cut_off
+    assert result.rows([0]).cut_off == result.columns(["dense"]).cut_off == result.cut_off
     assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
-    said = "error: 100% of the answers were cut off at 3 tokens, sweep again with more max_gen_toks: no "
-    assert said in capsys.readouterr().err
+    message = "error: 100% of the answers were cut off at 3 tokens, sweep again with more max_gen_toks: no "
+    assert message in capsys.readouterr().err
     command = [
         "sweep",
         "--model_args",
@@ -162,12 +162,12 @@ def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: 
 @pytest.mark.long
 def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
     tasks = [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 4}}, "prune_tiny_choice"]
-    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)
-    run(Grid.of(given), str(tmp_path / "g"))
-    found = compare(tmp_path / "g")
-    row = found.rows["head", "prune_tiny_words"]
-    assert (row.cut_off, row.mean_tokens) == (1.0, 4) and found.rows["head", "prune_tiny_choice"].cut_off is None
-    assert "head on prune_tiny_words: 100% of the answers were cut off at 4 tokens" in found.notes
+    settings = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)
+    run(Grid.of(settings), str(tmp_path / "g"))
+    result = compare(tmp_path / "g")
+    row = result.rows["head", "prune_tiny_words"]
+    assert (row.cut_off, row.mean_tokens) == (1.0, 4) and result.rows["head", "prune_tiny_choice"].cut_off is None
+    assert "head on prune_tiny_words: 100% of the answers were cut off at 4 tokens" in result.notes
     write(str(tmp_path / "g"))
     report = (tmp_path / "g" / "compare" / "report.md").read_text()
     assert report.count("cut off |") == 1  # of the task that generates
@@ -188,11 +188,11 @@ def test_a_chat_task_without_the_chat_template_is_said(
     evaluation = {"tasks": [task], "gen_kwargs": {"max_gen_toks": 2}, "limit": 2, "task_manager": task_manager()}
     with caplog.at_level(logging.WARNING):
         simple_evaluate(lm, apply_chat_template=template, **evaluation)
-        said = [one.getMessage() for one in caplog.records if "chat template" in one.getMessage()]
-        assert len(said) == warns and all(text.startswith(f"{task} expects a chat") for text in said)
+        messages = [record.getMessage() for record in caplog.records if "chat template" in record.getMessage()]
+        assert len(messages) == warns and all(text.startswith(f"{task} expects a chat") for text in messages)
         caplog.clear()
         lm.tokenizer.chat_template = None
-        lm.generate_until(asked("\x00"))
+        lm.generate_until(instances("\x00"))
         assert "chat template" not in caplog.text
 
 

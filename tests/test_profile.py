@@ -58,10 +58,10 @@ def test_parameters_and_flops_of_a_cut_llama_are_closed_formulas() -> None:
 
 def test_speed_is_measured_in_turn() -> None:
     models = {"a": tiny("llama"), "b": tiny("llama", seed=1), "c": tiny("bert")}
-    found = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
-    assert list(found["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
-    assert list(found["c"]) == ["forward_1", "forward_2"]
-    assert all(speed > 0 for one in found.values() for speed in one.values())
+    speeds = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
+    assert list(speeds["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
+    assert list(speeds["c"]) == ["forward_1", "forward_2"]
+    assert all(speed > 0 for one in speeds.values() for speed in one.values())
 
 
 @pytest.mark.long
@@ -206,9 +206,9 @@ def test_bad_input_is_one_line(
     other = map_model(tiny("llama", seed=1, vocab_size=259, max_position_embeddings=512))
     Plan(scores={"heads.L0": torch.rand(4), "heads.L1": torch.rand(4)}).save(tmp_path / "other.json", other)
     places = {"EMPTY": "empty.txt", "MINE": "mine", "OTHER": "other.json"}
-    given = [str(tmp_path / places[word]) if word in places else word for word in words]
-    output = [] if "--output" in given else ["--output", tmp_path / "plan.json"]
-    assert run("prune", "--pretrained", tiny_folder, *output, *given) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
+    arguments = [str(tmp_path / places[word]) if word in places else word for word in words]
+    output = [] if "--output" in arguments else ["--output", tmp_path / "plan.json"]
+    assert run("prune", "--pretrained", tiny_folder, *output, *arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("lmeval-prune: error: ")
     assert not (tmp_path / "plan.json").exists()

@@ -56,8 +56,8 @@ KINDS = ["generate_until", "loglikelihood", "loglikelihood_rolling"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_heads_it_is_hf_to_the_bit(tiny_folder: Path, kind: str) -> None:
-    ours = getattr(model(tiny_folder, dtype="float32"), kind)(requests(kind))
-    assert ours == getattr(model(tiny_folder, HFLM, dtype="float32"), kind)(requests(kind))
+    scores = getattr(model(tiny_folder, dtype="float32"), kind)(requests(kind))
+    assert scores == getattr(model(tiny_folder, HFLM, dtype="float32"), kind)(requests(kind))
 
 
 def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path) -> None:
@@ -91,8 +91,8 @@ def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path) -> None:
     texts = []
     for prompt in PROMPTS:
         inputs = torch.tensor([tokenizer.encode(prompt)])
-        made = plain.generate(inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, inputs.shape[1] :]
-        texts.append(tokenizer.decode(made, skip_special_tokens=True).split("\n")[0])
+        generated = plain.generate(inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, inputs.shape[1] :]
+        texts.append(tokenizer.decode(generated, skip_special_tokens=True).split("\n")[0])
     assert pruned.generate_until(requests("generate_until")) == texts
     assert dense.generate_until(requests("generate_until")) != texts
 
@@ -105,12 +105,12 @@ def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> Non
         order = list(range(len(items)))
         random.Random(size).shuffle(order)
         got = getattr(model(tiny_folder, heads=HEADS, batch_size=size), kind)([items[i] for i in order])
-        for place, i in enumerate(order):
+        for position, i in enumerate(order):
             expected = reference[i]
             if kind == "generate_until":
-                assert got[place] == expected
+                assert got[position] == expected
             else:
-                assert got[place] == pytest.approx(expected, abs=1e-9)
+                assert got[position] == pytest.approx(expected, abs=1e-9)
 
 
 def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
@@ -147,11 +147,13 @@ def test_what_is_applied_is_said(tiny_folder: Path, tmp_path: Path, caplog: pyte
         others = {"dtype": "float64", "device": "cpu", "batch_size": 3}
         lm.reconfigure(**others, plan=str(tmp_path / "plan.json"))
         lm.reconfigure(**others, token_filter=0.25)
-    heads, plan, token_filter = [one.getMessage() for one in caplog.records if one.getMessage().startswith("applied")]
+    heads, plan, token_filter = [
+        item.getMessage() for item in caplog.records if item.getMessage().startswith("applied")
+    ]
     assert heads == "applied: 2 of 8 heads masked: L0H1, L1H2"
     assert plan.startswith("applied: a plan removes 1 of 8 heads and 4 of ")
     assert token_filter.startswith("applied: token_filter: ratio=0.25, ")
-    assert all("\n" not in one and len(one) < 400 for one in (heads, plan, token_filter))
+    assert all("\n" not in item and len(item) < 400 for item in (heads, plan, token_filter))
 
 
 def test_hooks_leave_with_the_model_class(tiny_folder: Path) -> None:
@@ -393,10 +395,10 @@ def test_a_constructor_that_fails_leaves_nothing_on_a_live_model(tiny_folder: Pa
 
 def test_heads_and_those_of_tries_are_checked_together(tiny_folder: Path, tmp_path: Path) -> None:
     for more in ({}, {"responses": str(tmp_path / "s")}):
-        given = {"heads": "L0H0-2", "router": "random", "router_pool": "L0H3", **more}
+        arguments = {"heads": "L0H0-2", "router": "random", "router_pool": "L0H3", **more}
         with pytest.raises(InputError, match="all 4 heads of layer L0 would be pruned"):
-            model(tiny_folder, **given)
-        model(tiny_folder, **given, allow_empty_layer=True).close()
+            model(tiny_folder, **arguments)
+        model(tiny_folder, **arguments, allow_empty_layer=True).close()
 
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:
@@ -506,48 +508,48 @@ def test_the_engine_gives_the_same_texts(tiny_folder: Path, heads: str | None) -
     """Several stops, lengths and a prompt that must be cut; in the order of the requests."""
     long = "word " * 120
     settings = [GENERATE, {"until": ["a", "zz"], "max_gen_toks": 30}, {"until": [], "max_gen_toks": 400}]
-    asked = [
+    instances = [
         request("generate_until", (prompt, dict(setting)), i)
         for i, (prompt, setting) in enumerate((p, s) for p in [*PROMPTS, long] for s in settings)
     ]
-    expected = model(tiny_folder, heads=heads, batch_size=1).generate_until(asked)
+    expected = model(tiny_folder, heads=heads, batch_size=1).generate_until(instances)
     batched = model(tiny_folder, heads=heads, engine="batched", engine_rows=4)
-    assert batched.generate_until(asked) == expected and len(set(expected)) > 10
-    assert batched.engine.statistics.answers == len(asked)
+    assert batched.generate_until(instances) == expected and len(set(expected)) > 10
+    assert batched.engine.statistics.answers == len(instances)
 
 
 def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: Path, tmp_path: Path) -> None:
     """Each repeat keeps its own text, however many of them were stored before."""
     setting = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
-    asked = [
-        one for i, p in enumerate(PROMPTS[:2]) for one in [request("generate_until", (p, dict(setting)), i, 4)] * 4
+    instances = [
+        item for i, p in enumerate(PROMPTS[:2]) for item in [request("generate_until", (p, dict(setting)), i, 4)] * 4
     ]
     torch.manual_seed(5)
-    whole = model(tiny_folder, engine="batched").generate_until(asked)
+    whole = model(tiny_folder, engine="batched").generate_until(instances)
     assert len(set(whole)) == 8
     torch.manual_seed(5)
     first = model(tiny_folder, engine="batched", responses=str(tmp_path / "store"))
-    assert first.generate_until(asked[:3]) == whole[:3]
+    assert first.generate_until(instances[:3]) == whole[:3]
     first.close()
     torch.manual_seed(5)
     again = model(tiny_folder, engine="batched", responses=str(tmp_path / "store"))
-    assert again.generate_until(asked) == whole
+    assert again.generate_until(instances) == whole
     assert again.engine.statistics.answers == 5
 
 
 @pytest.mark.parametrize("think_end", ["=", 100, "is"])
 def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think_end: str | int) -> None:
     """A delimiter that is a text, or a token; the answers are those of `generate`, cut alike."""
-    asked = [request("generate_until", (p, {"until": [], "max_gen_toks": 60}), i) for i, p in enumerate(PROMPTS)]
-    plain = model(tiny_folder, batch_size=1).generate_until(asked)
+    instances = [request("generate_until", (p, {"until": [], "max_gen_toks": 60}), i) for i, p in enumerate(PROMPTS)]
+    plain = model(tiny_folder, batch_size=1).generate_until(instances)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     if isinstance(think_end, int):
         think_end = next(t for text in plain for t in tokenizer.encode(text)[3:6])
     else:
         think_end = next(text[4] for text in plain)
-    expected = model(tiny_folder, batch_size=1, think_end_token=think_end).generate_until(asked)
+    expected = model(tiny_folder, batch_size=1, think_end_token=think_end).generate_until(instances)
     assert expected != plain
-    assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(asked) == expected
+    assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(instances) == expected
 
 
 @pytest.mark.parametrize(

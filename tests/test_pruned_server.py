@@ -1,4 +1,4 @@
-"""`--model pruned-server` against a stub: the answers of `pruned-hf`, whatever servers do meanwhile."""
+"""`--model pruned-server` against a stub server: the answers equal those of `pruned-hf`, also when servers fail."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:
-    given = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
-    return PrunedServerLM("+".join(stub.url for stub in stubs), **given)
+    model_args = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
+    return PrunedServerLM("+".join(stub.url for stub in stubs), **model_args)
 
 
 def evaluate(lm: Any, task: str = TASK, **options: Any) -> list[Any]:
-    given = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, **options}
-    results = simple_evaluate(model=lm, tasks=[task], task_manager=task_manager(), bootstrap_iters=0, **given)
+    settings = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, **options}
+    results = simple_evaluate(model=lm, tasks=[task], task_manager=task_manager(), bootstrap_iters=0, **settings)
     assert results is not None
     return [[sample["arguments"][0][0], sample["resps"]] for sample in results["samples"][task]]
 
 
 @pytest.fixture(scope="module")
 def routed(tiny_folder: Path) -> list[Any]:
-    """What `pruned-hf` answers."""
+    """Answers of `pruned-hf`."""
     lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", **ROUTED)
     return evaluate(lm)
 
@@ -86,21 +86,23 @@ def test_what_is_always_pruned_joins_the_head_of_a_try(tiny_folder: Path) -> Non
 def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_path: Path, heads: str | None) -> None:
     hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads=heads)
     with Stub(tiny_folder, ("L0H1+L1H2",)) as stub:
-        ours = served(tiny_folder, stub, heads=heads, responses=str(tmp_path / "r"))
+        lm = served(tiny_folder, stub, heads=heads, responses=str(tmp_path / "r"))
         for _ in range(2):  # the second time from the store
             for kind in ("loglikelihood", "loglikelihood_rolling"):
-                count = len(stub.asked)
-                for theirs, own in zip(
-                    getattr(hf, kind)(requests(kind)), getattr(ours, kind)(requests(kind)), strict=True
+                count = len(stub.payloads)
+                for expected, own in zip(
+                    getattr(hf, kind)(requests(kind)), getattr(lm, kind)(requests(kind)), strict=True
                 ):
-                    assert own == pytest.approx(theirs, abs=1e-9)
-        assert len(stub.asked) == count
-        ours.close()
-        theirs = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
+                    assert own == pytest.approx(expected, abs=1e-9)
+        assert len(stub.payloads) == count
+        lm.close()
+        expected = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())[
+            "results"
+        ]
         own = served(tiny_folder, stub, heads=heads)
         assert (
             simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
-            == theirs
+            == expected
         )
 
 
@@ -114,7 +116,7 @@ def test_faults_lose_nothing_and_count_nothing_twice(tiny_folder: Path, routed: 
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False, max_retries=30)
         assert evaluate(lm) == routed
         lm.close()
-    assert {faulty.get(number) for number in range(len(stub.asked))} >= {*FAULTS, None}
+    assert {faulty.get(number) for number in range(len(stub.payloads))} >= {*FAULTS, None}
     lines = [json.loads(line) for line in (tmp_path / "r" / "rank-0.jsonl").read_text().splitlines()]
     assert len(lines) == len({line["key"] for line in lines}) == 3 * 4
 
@@ -122,10 +124,10 @@ def test_faults_lose_nothing_and_count_nothing_twice(tiny_folder: Path, routed: 
 def test_slow_answers_are_asked_for_again(tiny_folder: Path) -> None:
     with Stub(tiny_folder, fault=lambda number, payload: "slow" if number == 1 else None) as stub:
         lm = served(tiny_folder, stub, probe=False, timeout=3.0)
-        asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(3)]
-        texts = lm.generate_until(asked)
-    assert len(stub.asked) >= 4
-    assert texts == PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
+        instances = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(3)]
+        texts = lm.generate_until(instances)
+    assert len(stub.payloads) >= 4
+    assert texts == PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(instances)
 
 
 def test_requests_finish_in_any_order_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_requests_finish_in_any_order_of_failures(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
-    asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(6)]
+    instances = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(6)]
     for fault, times in (("500", 5), ("400", 1)):
         with Stub(tiny_folder) as stub:
             lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / fault), num_concurrent=2)
@@ -164,22 +166,22 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
                 fault if payload["prompt"] == poison else None
             )
             with pytest.raises(InputError, match=r"^1 of 6 requests failed, the first [^\n]*document 2") as error:
-                lm.generate_until(asked)
+                lm.generate_until(instances)
             assert ("stumbled" if fault == "500" else "too long") in str(error.value)
             assert len(lm.answering.store.responses) == 5
-            assert sum(payload["prompt"] == poison for payload in stub.asked) == times
+            assert sum(payload["prompt"] == poison for payload in stub.payloads) == times
             lm.close()
 
 
 def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
-        lm = served(tiny_folder, one, other, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
-        before = len(one.asked), len(other.asked)
-        one.fault = lambda number, payload: "die" if number == before[0] else None
+    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
+        lm = served(tiny_folder, first_server, second_server, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
+        before = len(first_server.payloads), len(second_server.payloads)
+        first_server.fault = lambda number, payload: "die" if number == before[0] else None
         assert evaluate(lm) == routed
         lm.close()
-        died = len(one.asked) - before[0]  # of these, one at least was not answered
-        assert 1 <= died < 12 and 13 - died <= len(other.asked) - before[1] <= 12
+        died = len(first_server.payloads) - before[0]  # at least the last of them was not answered
+        assert 1 <= died < 12 and 13 - died <= len(second_server.payloads) - before[1] <= 12
     assert len(list(read_answers(tmp_path / "r"))) == 12
 
 
@@ -191,7 +193,7 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
 
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, num_concurrent=1, max_retries=12)
-        first = len(stub.asked)
+        first = len(stub.payloads)
         stub.fault, die = dies, stub.die
 
         def die_and_rise() -> None:
@@ -201,7 +203,7 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
 
         stub.die = die_and_rise  # type: ignore[method-assign]
         assert evaluate(lm) == routed
-    assert len(revived[0].asked) == 12 - 4
+    assert len(revived[0].payloads) == 12 - 4
     revived[0].die()
 
 
@@ -211,7 +213,7 @@ def test_all_servers_die_for_good_and_another_run_goes_on(
     monkeypatch.setattr("lmeval_prune.models.dispatch.MIN_LOGGED_WAIT", 0.0)
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
-        first = len(stub.asked)
+        first = len(stub.payloads)
         stub.fault = lambda number, payload: "die" if number == first + 5 else None
         with pytest.raises(InputError, match=r"^all servers have failed \([^\n]*\); 5 of 12 requests[^\n]*$"):
             evaluate(lm)
@@ -222,7 +224,7 @@ def test_all_servers_die_for_good_and_another_run_goes_on(
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
         assert evaluate(lm) == routed
-        assert len(stub.asked) == 12 - 5
+        assert len(stub.payloads) == 12 - 5
         lm.close()
 
 
@@ -238,10 +240,10 @@ def test_it_can_be_killed_and_goes_on(tiny_folder: Path, routed: list[Any], tmp_
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        before = len(stub.asked)
+        before = len(stub.payloads)
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
         assert evaluate(lm) == routed
-        assert len(stub.asked) - before == 12 - 7
+        assert len(stub.payloads) - before == 12 - 7
         lm.close()
 
 
@@ -252,14 +254,14 @@ def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Pa
         texts = served(tiny_folder, stub, probe=False).generate_until(tries)
         assert len(set(texts)) == 4
         seeds = {seed: {sampling_seed(seed, repeat) for repeat in range(4)} for seed in (1234, 1235)}
-        assert {payload["seed"] for payload in stub.asked} == seeds[1234]
+        assert {payload["seed"] for payload in stub.payloads} == seeds[1234]
         assert len(seeds[1234] | seeds[1235]) == 8  # runs of neighbouring seeds share no try
         stored = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
         assert stored.generate_until(tries) == texts
         stored.close()
         again = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
-        count = len(stub.asked)
-        assert again.generate_until(tries) == texts and len(stub.asked) == count
+        count = len(stub.payloads)
+        assert again.generate_until(tries) == texts and len(stub.payloads) == count
         again.close()
         other = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"), seed=7)
         assert other.generate_until(tries) != texts
@@ -272,18 +274,21 @@ def test_greedy_tries_are_one_answer_and_settings_are_lm_evals(tiny_folder: Path
         lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
         lm.generate_until([request("generate_until", ("a", {**greedy}), 0, 3)] * 3)
         lm.close()
-        (payload,) = stub.asked
+        (payload,) = stub.payloads
         lm = served(tiny_folder, stub, probe=False)
         lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), 0)])
         lm.generate_until([request("generate_until", ("a", {**greedy, "temperature": 0.7}), 0)])
     assert payload["temperature"] == 0 and payload["stop"] == ["\n", "</s>"] and payload["max_tokens"] == 4
     assert payload["prompt"] == lm.tok_encode("a") and "do_sample" not in payload and "until" not in payload
-    assert [one["temperature"] for one in stub.asked[1:]] == [1, 0]  # lm-eval's own class would send 0 and 0.7
+    assert [payload["temperature"] for payload in stub.payloads[1:]] == [
+        1,
+        0,
+    ]  # lm-eval's own class would send 0 and 0.7
 
 
 def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None:
     with Stub(tiny_folder, ("L0H1", "L1H2", "L0H1+L1H0"), "llamacpp") as stub:
-        numbers = {one["path"].split("/")[2]: one["id"] for one in stub.lora_adapters()}
+        numbers = {adapter["path"].split("/")[2]: adapter["id"] for adapter in stub.lora_adapters()}
         for heads, on in (
             (None, set()),
             ("L1H2", {"L1H2"}),
@@ -292,7 +297,7 @@ def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None
         ):
             lm = served(tiny_folder, stub, heads=heads)
             lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2, "temperature": 0.5}), 0)])
-            payload = stub.asked[-1]
+            payload = stub.payloads[-1]
             assert payload["lora"] == [{"id": n, "scale": int(n in {numbers[name] for name in on})} for n in range(3)]
             assert payload["cache_prompt"] is False  # it may have been computed under another adapter
             assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (50, 1.0, 0.0)  # as `hf`
@@ -305,21 +310,21 @@ def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tin
             lm = served(tiny_folder, stub, **ROUTED, router_seed=seed, **store)
             evaluate(lm)
             lm.close()
-        asked = Counter(json.dumps([one["model"], one["prompt"]]) for one in stub.asked)
-        assert len(asked) > 12 and set(asked.values()) == {1}
-        (one,) = [request("generate_until", ("some text", {"max_gen_toks": 2}), 0)]
+        sent = Counter(json.dumps([payload["model"], payload["prompt"]]) for payload in stub.payloads)
+        assert len(sent) > 12 and set(sent.values()) == {1}
+        instance = request("generate_until", ("some text", {"max_gen_toks": 2}), 0)
         for count, other in enumerate(
-            ({}, {"dtype": "bfloat16"}, {"max_length": 6}, {"max_length": 7}, {"heads": "L0H1"}), len(stub.asked)
+            ({}, {"dtype": "bfloat16"}, {"max_length": 6}, {"max_length": 7}, {"heads": "L0H1"}), len(stub.payloads)
         ):
             for _ in range(2):
                 lm = served(tiny_folder, stub, **{**store, **other})
-                lm.generate_until([one])
-                assert len(stub.asked) == count + 1
+                lm.generate_until([instance])
+                assert len(stub.payloads) == count + 1
                 lm.close()
         stub.length = 400  # nothing is cut
         lm = served(tiny_folder, stub, **store)
-        lm.generate_until([one])
-        assert lm.max_length == 400 and len(stub.asked) == count + 1
+        lm.generate_until([instance])
+        assert lm.max_length == 400 and len(stub.payloads) == count + 1
         lm.close()
 
 
@@ -331,7 +336,7 @@ def test_chats(tiny_folder: Path) -> None:
         assert [texts for _, texts in evaluate(plain, "prune_tiny_words", apply_chat_template=True)] == expected
         chat = PrunedServerChatLM(stub.url, pretrained=str(tiny_folder), heads="L0H1")
         assert [texts for _, texts in evaluate(chat, "prune_tiny_words", apply_chat_template=True)] == expected
-        assert "messages" in stub.asked[-1]
+        assert "messages" in stub.payloads[-1]
         with pytest.raises(InputError, match="add --apply_chat_template"):
             evaluate(chat, "prune_tiny_words")
         with pytest.raises(InputError, match="a chat does not return"):
@@ -341,7 +346,7 @@ def test_chats(tiny_folder: Path) -> None:
             evaluate(plain, "prune_tiny_words", apply_chat_template=True)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused arguments and servers
 
 
 @pytest.fixture(scope="module")
@@ -386,12 +391,13 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
     ],
 )
 def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
-    given = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
-    given = {
-        name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value for name, value in given.items()
+    model_args = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
+    model_args = {
+        name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value
+        for name, value in model_args.items()
     }
     with pytest.raises(InputError, match=message) as error:
-        PrunedServerLM(**given)
+        PrunedServerLM(**model_args)
     assert "\n" not in str(error.value)
 
 
@@ -417,9 +423,9 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
             served(tiny_folder, stub)
 
 
-# ---------------------------------------------------------------------- answers without bounds, numbers that are none
+# ---------------------------------------------------------------------- unbounded responses, invalid numbers
 
-UNUSABLE = [one for one in MISBEHAVIOURS if one != "type"]
+UNUSABLE = [how for how in MISBEHAVIOURS if how != "type"]
 
 
 @pytest.fixture
@@ -441,14 +447,14 @@ def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: No
 
 @pytest.mark.parametrize("how", UNUSABLE)
 def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, bounds: None, how: str) -> None:
-    asked = [text("a b"), text("a c", 1)]
-    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
+    instances = [text("a b"), text("a c", 1)]
+    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(instances)
     with Stub(tiny_folder) as stub:
         stub.misbehaving = {"/tokenize": how}
         lm = served(tiny_folder, stub, timeout=1.0, num_concurrent=1)  # its tokens are not compared
-        first = len(stub.asked)
+        first = len(stub.payloads)
         stub.fault = lambda number, payload: how if number == first else "type"
-        assert lm.generate_until(asked) == expected and len(stub.asked) == first + 3
+        assert lm.generate_until(instances) == expected and len(stub.payloads) == first + 3
         assert stub.sent < 2**25
 
 
@@ -478,7 +484,7 @@ def test_log_probabilities_that_are_none_are_refused_by_the_probe(tiny_folder: P
             message = rf"^4 of 4 requests [^\n]*the first [^\n]* under dense: {stub.url}: [^\n]*log-probability[^\n]*$"
             with pytest.raises(InputError, match=message):
                 served(tiny_folder, stub, heads="L0H1")
-            assert len(stub.asked) == 4  # it would answer the same again
+            assert len(stub.payloads) == 4  # it would answer the same again
 
 
 @pytest.mark.parametrize("value", [math.nan, None])
@@ -487,21 +493,21 @@ def test_log_probabilities_that_are_none_are_refused_by_the_probe(tiny_folder: P
 def test_log_probabilities_that_are_none_are_no_answers(
     tiny_folder: Path, tmp_path: Path, kind: str, where: str, value: Any
 ) -> None:
-    asked = [request(kind, ("a b", " yes") if kind == "loglikelihood" else ("a b yes",), n) for n in range(2)]
-    asked[1] = request(kind, ("a b", " nope") if kind == "loglikelihood" else ("a b nope",), 1)
+    instances = [request(kind, ("a b", " yes") if kind == "loglikelihood" else ("a b yes",), n) for n in range(2)]
+    instances[1] = request(kind, ("a b", " nope") if kind == "loglikelihood" else ("a b nope",), 1)
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, heads="L0H1", probe=False, responses=str(tmp_path), num_concurrent=1)
 
         def spoil(body: dict) -> None:
-            if len(stub.asked) == 2:
+            if len(stub.payloads) == 2:
                 every = body["choices"][0]["logprobs"][where]
                 every[-2] = value if where == "token_logprobs" else {**every[-2], "token_id:1": value}
 
         stub.spoil = spoil
         message = rf"^1 of 2 requests [^\n]*the first [^\n]*(nope'|document 1) under L0H1: {stub.url}: [^\n]*log-probability[^\n]*$"
         with pytest.raises(InputError, match=message):
-            getattr(lm, kind)(asked)
-        assert len(stub.asked) == 2 and len(lm.answering.store.responses) == 1
+            getattr(lm, kind)(instances)
+        assert len(stub.payloads) == 2 and len(lm.answering.store.responses) == 1
         lm.close()
 
 
@@ -522,7 +528,7 @@ def test_lengths_and_numbers_that_are_none_are_refused(tiny_folder: Path, value:
             served(tiny_folder, stub)
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         if value not in (0, "512"):
-            listed = [{**one, "id": value} for one in stub.lora_adapters()[:1]]
+            listed = [{**adapter, "id": value} for adapter in stub.lora_adapters()[:1]]
             stub.lora_adapters = lambda: listed  # type: ignore[method-assign]
             with pytest.raises(InputError, match=f"{stub.url} does not list its models as a server of `server=llama"):
                 served(tiny_folder, stub)
@@ -561,7 +567,7 @@ def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp
             )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- servers that change, adapters that are wrong
+# ---------------------------------------------------------------------- servers that change, wrong adapters
 
 
 def text(context: Any, number: int = 0, **settings: Any) -> Any:
@@ -571,11 +577,11 @@ def text(context: Any, number: int = 0, **settings: Any) -> Any:
 @pytest.mark.parametrize("notices", [True, False])
 def test_llama_cpp_started_again_with_its_adapters_in_another_order(tiny_folder: Path, notices: bool) -> None:
     """With or without a failed request in between."""
-    asked = [text(f"text {n} and more", n) for n in range(4)]
-    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1").generate_until(asked)
+    instances = [text(f"text {n} and more", n) for n in range(4)]
+    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1").generate_until(instances)
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         lm = served(tiny_folder, stub, heads="L0H1", num_concurrent=1, probe=notices)
-        first = len(stub.asked)
+        first = len(stub.payloads)
 
         def fault(number: int, payload: dict) -> str | None:
             if number == first + 1:
@@ -583,7 +589,7 @@ def test_llama_cpp_started_again_with_its_adapters_in_another_order(tiny_folder:
             return "cut" if notices and number == first + 1 else None
 
         stub.fault = fault
-        assert lm.generate_until(asked) == expected
+        assert lm.generate_until(instances) == expected
 
 
 def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) -> None:
@@ -597,7 +603,7 @@ def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) 
         stub.fault = fault
         with pytest.raises(InputError, match=r"it serves another model now .another"):
             lm.generate_until([text("a b")])
-        assert len(stub.asked) == 1
+        assert len(stub.payloads) == 1
 
 
 def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
@@ -607,7 +613,8 @@ def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
 
     class Mixed(Stub):
         def heads(self, payload: dict) -> str | None:
-            return self.adapters[-1] if (found := super().heads(payload)) and self.waiting > 1 else found
+            heads = super().heads(payload)
+            return self.adapters[-1] if heads and self.waiting > 1 else heads
 
     with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: two names"):
         served(tiny_folder, stub, heads=None, **{**ROUTED, "router_pool": "L0H1+L0H2"})
@@ -620,10 +627,10 @@ def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
-    """Answers with noise as of 16 bits: a right server passes, one that answers dense under the last adapter does not."""
+    """With the noise of 16 bits, a correct server passes; a server that applies the last adapter to all does not."""
     random = np.random.default_rng(0)
     variants = [ServedVariant(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
-    effect = {one: random.normal(0, 0.15, 63) for one in variants} | {DENSE: np.zeros(63)}
+    effect = {variant: random.normal(0, 0.15, 63) for variant in variants} | {DENSE: np.zeros(63)}
 
     class Noisy(Probe):
         def __init__(self) -> None:
@@ -634,9 +641,9 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
 
         def _signatures(self, server: Any, requested: Any, num_concurrent: int) -> Any:
             leaks = wrong and num_concurrent > 1
-            shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in requested]
+            computed = [variants[-1] if leaks and variant == DENSE else variant for variant in requested]
             sigma = 0.05 if num_concurrent > 1 else 0.0
-            return [[("t", value) for value in one + random.normal(0, 1, 63) * sigma] for one in shown]
+            return [[("t", x) for x in effect[variant] + random.normal(0, 1, 63) * sigma] for variant in computed]
 
     for _ in range(5):
         with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
@@ -648,7 +655,7 @@ def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.Monk
         stub.wait = "0"
         lm = served(tiny_folder, stub, probe=False, max_retries=3)
         monkeypatch.setattr("lmeval_prune.models.dispatch.MAX_WAIT", 0.05)
-        assert len(lm.generate_until([text("a b")])) == 1 and len(stub.asked) == 13
+        assert len(lm.generate_until([text("a b")])) == 1 and len(stub.payloads) == 13
         stub.wait = "3600"  # not for an hour
         stub.fault = lambda number, payload: "429" if number == 13 else None
         assert len(lm.generate_until([text("a b c")])) == 1
@@ -663,18 +670,18 @@ def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Pat
         with pytest.raises(InputError, match=r"^6 of 24 requests failed, [^\n]* under L0H0: [^\n]*stumbled"):
             evaluate(lm, limit=6)
         assert len(lm.answering.store.responses) == 18
-        assert sum(payload["model"] == "L0H0" for payload in stub.asked) <= 6
+        assert sum(payload["model"] == "L0H0" for payload in stub.payloads) <= 6
         lm.close()
 
 
 def test_a_server_that_dies_while_it_is_tried_is_left_out(tiny_folder: Path) -> None:
-    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
-        other.fault = lambda number, payload: "die" if number == 1 else None
-        lm = served(tiny_folder, one, other, heads="L0H1", max_retries=2)
-        assert [server.url for server in lm.dispatcher.servers] == [one.url]
+    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
+        second_server.fault = lambda number, payload: "die" if number == 1 else None
+        lm = served(tiny_folder, first_server, second_server, heads="L0H1", max_retries=2)
+        assert [server.url for server in lm.dispatcher.servers] == [first_server.url]
 
 
-# ---------------------------------------------------------------------- what is asked, and kept
+# ---------------------------------------------------------------------- requests and stored answers
 
 
 def test_whole_texts_longer_than_a_request_are_scored_in_windows(tiny_folder: Path) -> None:
@@ -682,20 +689,20 @@ def test_whole_texts_longer_than_a_request_are_scored_in_windows(tiny_folder: Pa
     hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", max_length=30)
     with Stub(tiny_folder) as stub:
         lm = served(tiny_folder, stub, probe=False, max_length=32)
-        asked = [request("loglikelihood_rolling", ("x" * n,), n) for n in (29, 30, 31, 32, 33, 90)]
-        assert lm.loglikelihood_rolling(asked) == pytest.approx(hf.loglikelihood_rolling(asked), abs=1e-9)
+        instances = [request("loglikelihood_rolling", ("x" * n,), n) for n in (29, 30, 31, 32, 33, 90)]
+        assert lm.loglikelihood_rolling(instances) == pytest.approx(hf.loglikelihood_rolling(instances), abs=1e-9)
 
 
 def test_answers_depend_on_the_prefix(tiny_folder: Path, tmp_path: Path) -> None:
-    asked = [request("loglikelihood_rolling", ("hello",), 0)]
-    found = []
+    instances = [request("loglikelihood_rolling", ("hello",), 0)]
+    likelihoods = []
     with Stub(tiny_folder) as stub:
         for prefix in (None, 50):
             store = {"responses": str(tmp_path / "r")}
             lm = served(tiny_folder, stub, probe=False, custom_prefix_token_id=prefix, **store)
-            found += lm.loglikelihood_rolling(asked)
+            likelihoods += lm.loglikelihood_rolling(instances)
             lm.close()
-    assert found[0] != found[1]
+    assert likelihoods[0] != likelihoods[1]
 
 
 def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> None:
@@ -705,7 +712,7 @@ def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> N
             with pytest.raises(InputError, match=f"generation setting {name}={value} cannot be sent to server=vllm"):
                 lm.generate_until([text("a", **{name: value})])
         lm.generate_until([text("a", num_beams=1, repetition_penalty=1.5)])
-        assert stub.asked[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.asked[-1]
+        assert stub.payloads[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.payloads[-1]
         with pytest.raises(InputError, match=r"repetition_penalty=1.5 cannot be sent to server=llamacpp"):
             served(tiny_folder, other, probe=False).generate_until([text("a", repetition_penalty=1.5)])
         assert not lm.MULTIMODAL
@@ -723,7 +730,7 @@ def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Pat
     with Stub(tiny_folder, kind=kind) as stub:
         lm = served(folder, stub, probe=False)
         lm.generate_until([text("a", do_sample=True, top_k=0)])
-    sent = stub.asked[-1]
+    sent = stub.payloads[-1]
     assert [sent[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.6, 0.9, -1, 0.0]
 
 
@@ -739,19 +746,24 @@ def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_p
 def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path, caplog: Any) -> None:
     class Null(Stub):
         def complete(self, payload: dict, heads: str, chat: bool) -> dict:
-            found = super().complete(payload, heads, chat)
-            found["choices"][0]["message"] = {"role": "assistant", "content": None}
-            return found
+            body = super().complete(payload, heads, chat)
+            body["choices"][0]["message"] = {"role": "assistant", "content": None}
+            return body
 
     chat = JsonChatStr(json.dumps([{"role": "user", "content": "x"}]))
     with Null(tiny_folder) as stub:
-        given = {"pretrained": str(tiny_folder), "dtype": "float64", "responses": str(tmp_path / "r"), "probe": False}
-        lm = PrunedServerChatLM(stub.url, **given, enable_thinking=False)
+        model_args = {
+            "pretrained": str(tiny_folder),
+            "dtype": "float64",
+            "responses": str(tmp_path / "r"),
+            "probe": False,
+        }
+        lm = PrunedServerChatLM(stub.url, **model_args, enable_thinking=False)
         with caplog.at_level("WARNING"):
             assert lm.generate_until([text(chat, 0), text(chat, 1, max_gen_toks=3)]) == ["", ""]
         lm.close()
         assert caplog.text.count("content is null") == 1
-    assert stub.asked[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert stub.payloads[-1]["chat_template_kwargs"] == {"enable_thinking": False}
     assert not list(read_answers(tmp_path / "r"))
 
 
@@ -781,7 +793,9 @@ def test_own_certificates_reach_the_client(tiny_folder: Path, tmp_path: Path) ->
         with pytest.raises(InputError, match="holds no certificates"):
             served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
         path.write_text(
-            "".join(ssl.DER_cert_to_PEM_cert(one) for one in ssl.create_default_context().get_ca_certs(True))
+            "".join(
+                ssl.DER_cert_to_PEM_cert(certificate) for certificate in ssl.create_default_context().get_ca_certs(True)
+            )
         )
         if path.read_text():
             lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))

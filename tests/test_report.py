@@ -90,32 +90,32 @@ def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
 
 def test_curves(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
-    ordered = curves.ordered("best", policies.best(train), test, 3)
+    ordered = curves.policy_curve("best", policies.best(train), test, 3)
     order = policies.best(train).pool
     for i, row in enumerate(test.z):
         tries = [row[POOL.index(head)] for head in order]
         assert ordered.values[i].tolist() == [float(any(tries[: k + 1])) for k in range(3)]
-    drawn = curves.at_random("random", POOL, test, 3)
+    drawn = curves.random_curve("random", POOL, test, 3)
     for i, row in enumerate(test.z):  # the expectation, by going through all draws
         for k in (1, 2, 3):
             draws = [any(row[list(chosen)]) for chosen in itertools.combinations(range(5), k)]
             assert drawn.values[i, k - 1] == pytest.approx(np.mean(draws))
     right = samples(tmp_path / "s.jsonl", test)
-    sampled = curves.from_samples("T", str(tmp_path / "s.jsonl"), test, 5)
+    sampled = curves.samples_curve("T", str(tmp_path / "s.jsonl"), test, 5)
     for i, count in enumerate(right):
         draws = [any(t < count for t in chosen) for chosen in itertools.combinations(range(4), 2)]
         assert sampled.values[i, 1] == pytest.approx(np.mean(draws))
     assert sampled.kind == "unbiased" and np.isnan(sampled.values[:, 4]).all()
     samples(tmp_path / "r.jsonl", test, routed=True)
-    routed = curves.from_samples("R", str(tmp_path / "r.jsonl"), test, 4)
+    routed = curves.samples_curve("R", str(tmp_path / "r.jsonl"), test, 4)
     assert routed.kind == "ordered" and np.isnan(routed.mean).tolist() == [False, False, True, False]
-    oracle = curves.in_hindsight("oracle", POOL, test, 3)
+    oracle = curves.oracle_curve("oracle", POOL, test, 3)
     assert (oracle.values == test.z.max(1, keepdims=True)).all()
 
 
 def test_band_contains_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) -> None:
     train, test = stores
-    small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
+    small, large = (curves.random_curve("r", POOL, o, 2) for o in (test, train))
     widths = []
     for curve in (small, large):
         low, high = mean_interval(curve.values, 1.0)

@@ -37,14 +37,14 @@ def test_the_paired_test_counts_all_flips() -> None:
 
 
 def test_without_an_effect_the_paired_test_is_wrong_as_often_as_it_says() -> None:
-    found = sign_flip_test(np.random.default_rng(1).normal(size=(30, 2000)), draws=999)
+    ps = sign_flip_test(np.random.default_rng(1).normal(size=(30, 2000)), draws=999)
     for level in (0.05, 0.2, 0.5):
-        assert (found <= level).mean() == pytest.approx(level, abs=4 * (level * (1 - level) / 2000) ** 0.5)
+        assert (ps <= level).mean() == pytest.approx(level, abs=4 * (level * (1 - level) / 2000) ** 0.5)
 
 
 def test_the_paired_test_of_what_is_not_known_and_of_one_question() -> None:
-    found = sign_flip_test(np.array([[1.0, np.nan], [1.0, 2.0], [1.0, 1.0]]))
-    assert found[0] == 2 / 8 and np.isnan(found[1])
+    ps = sign_flip_test(np.array([[1.0, np.nan], [1.0, 2.0], [1.0, 1.0]]))
+    assert ps[0] == 2 / 8 and np.isnan(ps[1])
     assert sign_flip_test(np.array([[1.0]])).tolist() == [1.0]
 
 
@@ -126,25 +126,25 @@ def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
 
 
 def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
-    made, axes = plot_style.figure(3, 2, "costs $\\frac{")
+    canvas, axes = plot_style.figure(3, 2, "costs $\\frac{")
     axes.plot([1, 2], [1, 10], label="a $x^{")
     axes.set_yscale("log")
     axes.legend()
     axes.set_xticks([1, 2], ["$_{", "b"])
     plot_style.label_points(axes, [(1, 1, "$^{")], [])
-    plot_style.save(made, tmp_path / "x")
+    plot_style.save(canvas, tmp_path / "x")
     assert (tmp_path / "x.png").is_file()
 
 
 def test_labels_lie_on_nothing(tmp_path: Path) -> None:
     """Twelve points in two heaps, and their names."""
-    made, axes = plot_style.figure(8.2, 4.6, "t")
+    canvas, axes = plot_style.figure(8.2, 4.6, "t")
     points = [(x + 0.002 * i, 3.0 + 0.05 * i, f"random 10%, seed {i}") for i in range(6) for x in (0.0, 1.0)]
     axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", ms=6)
     axes.set(ylim=(0, 6))
     axes.margins(x=0.12)
     plot_style.label_points(axes, points, [(x, y, x, y) for x, y, _ in points])
-    made.draw_without_rendering()
+    canvas.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in axes.texts]
     assert len(boxes) == 12 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     spots = axes.transData.transform([point[:2] for point in points])

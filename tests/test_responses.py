@@ -73,12 +73,12 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     path.write_text(path.read_text() + '{"key": "cut sho')  # as a kill in the middle of a write leaves it
 
     again = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
-    asked: list[int] = []
+    instances: list[int] = []
     compute = again._loglikelihood_tokens if kind != "generate_until" else again._model_generate
     name = compute.__name__
-    setattr(again, name, lambda *a, **k: (asked.append(1), compute(*a, **k))[1])
+    setattr(again, name, lambda *a, **k: (instances.append(1), compute(*a, **k))[1])
     assert getattr(again, kind)(requests(kind)) == expected
-    assert asked
+    assert instances
     again.close()
     finished = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
     finished.model.forward = None  # everything is in the store
@@ -88,8 +88,8 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
 
 
 def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_folder: Path, tmp_path: Path) -> None:
-    asked = [(PROMPTS[i % len(PROMPTS)], end) for i, end in enumerate((" a", " b", " c"))]
-    items = [request("loglikelihood", pair, i) for i, pair in enumerate(asked)]
+    instances = [(PROMPTS[i % len(PROMPTS)], end) for i, end in enumerate((" a", " b", " c"))]
+    items = [request("loglikelihood", pair, i) for i, pair in enumerate(instances)]
     expected = model(tiny_folder).loglikelihood(items)
     lm, calls = model(tiny_folder, batch_size=1, responses=str(tmp_path)), []
 
@@ -104,7 +104,7 @@ def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_fo
     hook.remove()
     again = model(tiny_folder, batch_size=1, responses=str(tmp_path))
     assert len(again.answering.store.responses) == 1
-    assert [one for one, _ in again.loglikelihood(items)] == pytest.approx([one for one, _ in expected])
+    assert [item for item, _ in again.loglikelihood(items)] == pytest.approx([item for item, _ in expected])
     again.close()
 
 
@@ -166,8 +166,8 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
     tiny_folder: Path, tmp_path: Path, batch_size: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it was killed, with greedy requests among the sampled ones, and prompts of different lengths."""
-    asked = [*requests("generate_until")[:2], *repeats(4)]
-    asked += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
+    instances = [*requests("generate_until")[:2], *repeats(4)]
+    instances += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
     add, detected = AnswerStore.add, 0
     monkeypatch.setattr(answering, "AUTO_GROUP_SIZE", 3)
 
@@ -192,7 +192,7 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AnswerStore, "add", add_some)
             try:
-                return lm.generate_until(asked)
+                return lm.generate_until(instances)
             finally:
                 lm.close()
 
@@ -203,7 +203,7 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
             run(tmp_path / str(killed), killed)
         assert run(tmp_path / str(killed), 99) == whole
         lines = (tmp_path / str(killed) / "rank-0.jsonl").read_text().splitlines()
-        assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(asked)
+        assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(instances)
 
 
 def test_draws_of_an_automatic_batch_size_come_in_groups(
@@ -231,9 +231,9 @@ def test_draws_of_an_automatic_batch_size_come_in_groups(
 def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """It takes both settings for one, and reports a batch by those of its first request."""
     settings = ({"until": ["\n"], "max_gen_toks": 4}, {"until": "\n", "max_gen_toks": 4})
-    asked = [request("generate_until", (PROMPTS[0], one), i, task="t") for i, one in enumerate(settings)]
+    instances = [request("generate_until", (PROMPTS[0], item), i, task="t") for i, item in enumerate(settings)]
     lm = model(tiny_folder, batch_size=2, **({"responses": str(tmp_path / "s")} if stored else {}))
-    first, second = lm.generate_until(asked)
+    first, second = lm.generate_until(instances)
     assert first == second and lm.answering.lengths["t"]["answers"] == 2
 
 
@@ -340,19 +340,19 @@ def test_what_is_applied_to_the_live_model_is_in_the_key_and_in_the_report(
 ) -> None:
     """By a `with` around the call, on the model or on what wraps it."""
     network, tokenizer = live(tiny_folder)
-    asked = requests("generate_until")
+    instances = requests("generate_until")
     lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine, responses=str(tmp_path / "s"))
-    dense = lm.generate_until(asked)
+    dense = lm.generate_until(instances)
     with HeadMask(HEADS).applied_to(network):
-        expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3).generate_until(asked)
-        assert lm.generate_until(asked) == expected != dense
+        expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3).generate_until(instances)
+        assert lm.generate_until(instances) == expected != dense
         assert lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
-    assert lm.generate_until(asked) == dense and lm.pruning_info()["heads"] == []
+    assert lm.generate_until(instances) == dense and lm.pruning_info()["heads"] == []
     stored = model(tiny_folder, heads=HEADS, responses=str(tmp_path / "again"))
-    assert stored.generate_until(asked) == expected
+    assert stored.generate_until(instances) == expected
     with HeadMask(HEADS).applied_to(network), pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "forward", None)
-        assert lm.generate_until(asked) == expected  # from the store
+        assert lm.generate_until(instances) == expected  # from the store
 
 
 def test_two_model_classes_on_one_live_model_know_of_each_other(tiny_folder: Path) -> None:
@@ -389,12 +389,12 @@ def test_masks_by_row_are_in_no_store(tiny_folder: Path, tmp_path: Path) -> None
 def test_cache_keeps_apart_what_is_applied_later(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
     network, tokenizer = live(tiny_folder)
     lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine)
-    cached, asked = CachingLM(lm, str(tmp_path / "cache.db")), requests("generate_until")
-    dense = cached.generate_until(asked)
+    cached, instances = CachingLM(lm, str(tmp_path / "cache.db")), requests("generate_until")
+    dense = cached.generate_until(instances)
     for _ in range(2):
         with HeadMask(HEADS).applied_to(network):
-            assert cached.generate_until(asked) == lm.generate_until(asked) != dense
-        assert cached.generate_until(asked) == dense
+            assert cached.generate_until(instances) == lm.generate_until(instances) != dense
+        assert cached.generate_until(instances) == dense
 
 
 def lora(network: nn.Module, alpha: int, seed: int = 0) -> nn.Module:
@@ -404,7 +404,7 @@ def lora(network: nn.Module, alpha: int, seed: int = 0) -> nn.Module:
     return peft.get_peft_model(network, config).double()
 
 
-def made(change: str, changed: bool, tokenizer: Any) -> PrunedHFLM:
+def changed_model(change: str, changed: bool, tokenizer: Any) -> PrunedHFLM:
     """One of two models that differ in one thing."""
     eps = {"rms_norm_eps": 0.5} if (change, changed) == ("config", True) else {}
     seed = int(change == "weights" and changed)
@@ -425,42 +425,44 @@ def made(change: str, changed: bool, tokenizer: Any) -> PrunedHFLM:
     "part", ["weights", "config", "dtype", "tokenizer", "generation_config", "arguments", "adapters"]
 )
 def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, tmp_path: Path, part: str) -> None:
-    asked, count, identities = requests("generate_until"), 0, []
+    instances, count, identities = requests("generate_until"), 0, []
     for changed in (False, True):
-        lm = made(part, changed, AutoTokenizer.from_pretrained(tiny_folder))
+        lm = changed_model(part, changed, AutoTokenizer.from_pretrained(tiny_folder))
         identities.append(lm.identity)
-        expected = lm.generate_until(asked)
+        expected = lm.generate_until(instances)
         lm.answering.store = AnswerStore(tmp_path / "s")
-        count += len(asked)
-        assert lm.generate_until(asked) == expected and len(lm.answering.store.responses) == count
+        count += len(instances)
+        assert lm.generate_until(instances) == expected and len(lm.answering.store.responses) == count
         lm.close()
-    one, other = identities
-    assert [name for name in one if one[name] != other[name]] == [part] and one.keys() == other.keys()
+    item, other = identities
+    assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
 
 
 def test_each_part_of_a_model_has_its_test(tiny_folder: Path) -> None:
     (mark,) = test_models_that_differ_in_one_part_do_not_share_answers.pytestmark
-    assert set(made("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(mark.args[1])
+    assert set(changed_model("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(
+        mark.args[1]
+    )
 
 
 def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:
     for settings, expected in ((SAMPLED, [1, 2, 3, 4]), (GENERATE, [1, 1, 1, 1])):
-        asked, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
+        instances, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
         for seed in (1, 2):
             for engine in ("generate", "batched"):
                 torch.manual_seed(seed)
-                fresh(tiny_folder, folder, asked, engine=engine)
+                fresh(tiny_folder, folder, instances, engine=engine)
                 counts.append(len((folder / "rank-0.jsonl").read_text().splitlines()))
         assert counts == expected
 
 
 def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = made("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
-    lm.answering.store, asked = AnswerStore(tmp_path / "s"), requests("generate_until")
-    adapted = lm.generate_until(asked)
+    lm = changed_model("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
+    lm.answering.store, instances = AnswerStore(tmp_path / "s"), requests("generate_until")
+    adapted = lm.generate_until(instances)
     with lm.model.disable_adapter():
-        assert lm.generate_until(asked) != adapted
-    assert lm.generate_until(asked) == adapted
+        assert lm.generate_until(instances) != adapted
+    assert lm.generate_until(instances) == adapted
 
 
 # ---------------------------------------------------------------------- versions of what computes answers
@@ -477,7 +479,7 @@ def other_arithmetic(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "reason"),
     [
         ("method", "were made by version 1 of heads, this is version 2 of heads"),
         ("answering", "were made by version 1 of answering, this is version 2 of answering"),
@@ -487,9 +489,14 @@ def other_arithmetic(patch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("compacted", [False, True])
 def test_answers_of_code_that_has_changed_since_are_not_used(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: str | None, said: str, compacted: bool
+    tiny_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    raised: str | None,
+    reason: str,
+    compacted: bool,
 ) -> None:
-    asked, folder = requests("generate_until"), str(tmp_path / "s")
+    instances, folder = requests("generate_until"), str(tmp_path / "s")
     numbers = {"transformers": "5.17.0", "lm_eval": "0.4.13"}
 
     def answers(patch: pytest.MonkeyPatch) -> list:
@@ -497,7 +504,7 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
         identity.code_versions.cache_clear()
         lm = model(tiny_folder, heads=HEADS, responses=folder)
         try:
-            return lm.generate_until(asked)
+            return lm.generate_until(instances)
         finally:
             if compacted:
                 lm.answering.store.compact()
@@ -526,23 +533,23 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
         fresh = answers(patch)
         assert fresh != before
         (line,) = [record.getMessage() for record in caplog.records if "stored answers" in record.getMessage()]
-        assert line == f"{len(asked)} stored answers {said}; they are not used"
+        assert line == f"{len(instances)} stored answers {reason}; they are not used"
         caplog.clear()
         assert answers(patch) == fresh and "stored answers" not in caplog.text
     identity.code_versions.cache_clear()
 
 
 def test_a_cache_keeps_versions_apart(tiny_folder: Path, tmp_path: Path) -> None:
-    asked = requests("generate_until")
+    instances = requests("generate_until")
     with pytest.MonkeyPatch.context() as patch:
         for number in (1, 2):
             patch.setattr(HeadMask, "version", number)
             lm = model(tiny_folder, heads=HEADS)
             cached = CachingLM(lm, str(tmp_path / "cache.db"))
-            found = cached.generate_until(asked)
+            texts = cached.generate_until(instances)
             cached.dbdict.close()
             lm.close()
             if number == 1:
-                before = found
+                before = texts
                 other_arithmetic(patch)
-    assert found != before
+    assert texts != before

@@ -1,4 +1,4 @@
-"""`lmeval-prune sweep --server`: the outcomes of a local sweep, never mixed with them."""
+"""`lmeval-prune sweep --server`: the outcomes equal those of a local sweep, and are never stored together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exported as a user would, in the type in which the stub is said to compute."""
+    """Return a folder of adapters, exported by the command."""
     folder = tmp_path_factory.mktemp("adapters") / "pool"
     words = ["--pretrained", str(tiny_folder), "--each", "+".join(HEADS), "--dtype", "float32", "--output", str(folder)]
     assert main(["export", "adapter", *words]) == 0
@@ -48,10 +48,10 @@ def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def sweep(stub: Stub, folder: Path, adapters: Path, output: Path, **options: Any) -> Any:
     arguments = {"pretrained": str(folder), "server": "vllm", "adapters": str(adapters), "max_retries": 3}
-    given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
-    arguments |= given.pop("model_args", {})
+    settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
+    arguments |= settings.pop("model_args", {})
     return Sweep(
-        SweepOptions(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **given)
+        SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **settings)
     ).run()
 
 
@@ -61,16 +61,16 @@ def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, 
         served = sweep(stub, tiny_folder, adapters, tmp_path / "there", heads="L0H*", limit=3)
         assert served.pool == ["dense", *HEADS[:4]]
         served = sweep(stub, tiny_folder, adapters, tmp_path / "there")  # with another head, and more questions
-        count = len(stub.asked)
-        assert sum("echo" not in payload for payload in stub.asked) == 5 * 6  # nothing twice
+        count = len(stub.payloads)
+        assert sum("echo" not in payload for payload in stub.payloads) == 5 * 6  # nothing twice
         before = content(tmp_path / "there")
         sweep(stub, tiny_folder, adapters, tmp_path / "there")
-        assert all("echo" in payload for payload in stub.asked[count:]) and content(tmp_path / "there") == before
+        assert all("echo" in payload for payload in stub.payloads[count:]) and content(tmp_path / "there") == before
     here = OutcomeStore(tmp_path / "here").read()
     assert served.pool == here.pool and np.array_equal(served.z, here.z) and served.questions == here.questions
     every = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
-    for ours, theirs in zip(*every, strict=True):
-        assert {**ours, "tokens": None, "answer": None} == {**theirs, "tokens": None, "answer": None}
+    for local, remote in zip(*every, strict=True):
+        assert {**local, "tokens": None, "answer": None} == {**remote, "tokens": None, "answer": None}
     assert sorted(path.name for path in (tmp_path / "here").glob("[a-z]*")) == sorted(before)
     model = served.model
     assert (model["server"], model["dtype"]) == ("vllm", "float32") and set(model["adapters"]) == set(HEADS)
@@ -93,9 +93,9 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
         stub.fault = lambda number, payload: "die" if number == 28 else None
         with pytest.raises(InputError, match="all servers have failed"):
             sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3, model_args={"num_concurrent": 1})
-    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
-        one.url += f"+{other.url}"
-        sweep(one, tiny_folder, adapters, tmp_path / "cut", limit=3)
+    with Stub(tiny_folder, HEADS) as stub, Stub(tiny_folder, HEADS) as second:
+        stub.url += f"+{second.url}"
+        sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
 
 
@@ -120,7 +120,8 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
             (changed / name / MANIFEST).write_text(json.dumps({**about, "schema": SCHEMA, "schema_version": VERSION}))
         with pytest.raises(InputError, match=r"another adapter .L0H1: "):
             sweep(stub, tiny_folder, changed, tmp_path / "s", **options)
-        sweep(stub, tiny_folder, changed, tmp_path / "s", **{**options, "heads": "L0H0+L0H2"})  # it is not asked for
+        unaffected = {**options, "heads": "L0H0+L0H2"}  # does not use the changed adapter
+        sweep(stub, tiny_folder, changed, tmp_path / "s", **unaffected)
         other = tmp_path / "other" / tiny_folder.name
         shutil.copytree(tiny_folder, other)
         model = AutoModelForCausalLM.from_pretrained(other)
@@ -128,7 +129,7 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
         model.save_pretrained(other)
         with pytest.raises(InputError, match=r"was made from [^\n]*, another base model than [^\n]*other"):
             sweep(stub, other, adapters, tmp_path / "o", **options)
-        with pytest.raises(InputError, match="names them once"):
+        with pytest.raises(InputError, match="leave base_url out"):
             sweep(stub, tiny_folder, adapters, tmp_path / "b", model_args={"base_url": stub.url}, **options)
         stub.length = 400  # a server that takes less leaves what was not cut as it is
         sweep(stub, tiny_folder, adapters, tmp_path / "s", **options)
@@ -167,37 +168,42 @@ def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Stub(tiny_folder, HEADS) as stub:
-        asked: dict[str, Any] = {
+        grid: dict[str, Any] = {
             "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]
         }
-        asked |= {"gen_kwargs": {"max_gen_toks": 4}, "variants": {"dense": {}, "one": {"heads": "L0H1"}}}
+        grid |= {"gen_kwargs": {"max_gen_toks": 4}, "variants": {"dense": {}, "one": {"heads": "L0H1"}}}
         here = {"pretrained": str(tiny_folder), "dtype": "float64"}
         there = {**here, "base_url": stub.url}
         for name, model in (("here", here), ("there", there)):
-            done = run_grid(Grid.of({**asked, "model": model, "measure": name == "there"}), str(tmp_path / name))
+            done = run_grid(Grid.of({**grid, "model": model, "measure": name == "there"}), str(tmp_path / name))
             assert (done.new, done.failed) == (4, [])
-        count = len(stub.asked)
+        count = len(stub.payloads)
         again = run_grid(
-            Grid.of({**asked, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
+            Grid.of({**grid, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
         )
-        assert (again.new, again.failed) == (0, []) and len(stub.asked) == count  # the address is no part of a cell
-        counts = len(stub.asked)
-        changed = {**asked, "model": {**there, "max_gen_toks": 5, "auth_token": "x", "verify_certificate": False}}
+        assert (again.new, again.failed) == (0, []) and len(stub.payloads) == count  # the address is no part of a cell
+        counts = len(stub.payloads)
+        changed = {
+            **grid,
+            "model": {**there, "max_gen_toks": 5, "auth_token": "x", "verify_certificate": False},
+        }
         changed |= {"variants": {"one": {"heads": "L0H1"}}, "measure": False}
-        assert run_grid(Grid.of(changed), str(tmp_path / "changed")).failed == [] and len(stub.asked) > counts
-        mixed = {**asked, "model": here, "variants": {"here": {}, "there": {"base_url": stub.url}}}
+        assert run_grid(Grid.of(changed), str(tmp_path / "changed")).failed == [] and len(stub.payloads) > counts
+        mixed = {**grid, "model": here, "variants": {"here": {}, "there": {"base_url": stub.url}}}
         assert run_grid(Grid.of({**mixed, "measure": False}), str(tmp_path / "mixed")).new == 4
     with pytest.raises(InputError, match="unknown axis or setting 'max_gen_toks'"):
-        Grid.of({**asked, "model": {**here, "max_gen_toks": 4}})
-    found = []
+        Grid.of({**grid, "model": {**here, "max_gen_toks": 4}})
+    rows_by_run = []
     for name in ("here", "there"):
         rows = [json.loads(line) for path in (tmp_path / name).rglob("samples_*.jsonl") for line in path.open()]
-        found.append(sorted(json.dumps([row["doc_id"], row["target"], rounded(row["filtered_resps"])]) for row in rows))
-    assert found[0] == found[1] and len(found[0]) == 8
-    with pytest.raises(InputError, match="cannot be prepared here"):
-        Grid.of({**asked, "model": there, "variants": {"x": {"prepare": {"random_heads": {"share": 0.1}}}}})
+        rows_by_run.append(
+            sorted(json.dumps([row["doc_id"], row["target"], rounded(row["filtered_resps"])]) for row in rows)
+        )
+    assert rows_by_run[0] == rows_by_run[1] and len(rows_by_run[0]) == 8
+    with pytest.raises(InputError, match="cannot be prepared"):
+        Grid.of({**grid, "model": there, "variants": {"x": {"prepare": {"random_heads": {"share": 0.1}}}}})
     with pytest.raises(InputError, match="name the server, base_url"):
-        Grid.of({**asked, "model": {**here, "adapters": "x"}})
+        Grid.of({**grid, "model": {**here, "adapters": "x"}})
 
 
 def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
@@ -209,12 +215,12 @@ def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, 
     for folder in (adapters, changed):
         model = {"pretrained": str(tiny_folder), "base_url": "http://localhost:9", "adapters": str(folder)}
         variants = {"one": {"heads": "L0H1"}, "other": {"heads": "L0H2"}}
-        asked = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
-        keys.append({cell.variant.name: cell.key for cell in cells.cells_of(Grid.of(asked))})
+        grid = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
+        keys.append({cell.variant.name: cell.key for cell in cells.cells_of(Grid.of(grid))})
     assert keys[0]["one"] != keys[1]["one"] and keys[0]["other"] == keys[1]["other"]
 
 
 def rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [rounded(one) for one in value]
+        return [rounded(item) for item in value]
     return f"{float(value):.6f}" if str(value).startswith("-") or isinstance(value, float) else value

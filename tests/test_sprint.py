@@ -19,7 +19,7 @@ from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question, pool_order
-from lmeval_prune.sprint.router import Router, fit, fit_embeddings, numbered, split
+from lmeval_prune.sprint.router import Router, fit, fit_embeddings, number_questions, split
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -71,7 +71,7 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
     raw = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
 
     def ours(theta: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        heads = losses.constrained(raw, diversity, 0.8)
+        heads = losses.constrain(raw, diversity, 0.8)
         return losses.contrastive_loss(x @ theta.T, heads, z, losses.agreement(z), weight)
 
     def placed(row: list) -> list:
@@ -112,7 +112,7 @@ def test_printed_loss_is_unbounded_and_default_is_bounded() -> None:
     s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
     result = {}
     for diversity in ("ball", "sphere", "unbounded"):
-        heads = [losses.constrained(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
+        heads = [losses.constrain(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
         result[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
     assert result["unbounded"][3] < -1e5
     assert all(b < a for a, b in itertools.pairwise(result["unbounded"][1:]))
@@ -173,7 +173,7 @@ def test_router_learns_nothing_from_shuffled_outcomes() -> None:
 
 def test_split_keeps_rows_of_a_question_together() -> None:
     texts = [f"question {i // 2}" for i in range(60)]  # two tasks that ask the same
-    kept, rest = split(numbered(texts), 0.3, 0)
+    kept, rest = split(number_questions(texts), 0.3, 0)
     assert len(kept) == 18 and sorted(kept + rest) == list(range(60))
     assert not {texts[i] for i in kept} & {texts[i] for i in rest}
 

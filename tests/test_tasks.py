@@ -65,8 +65,8 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, requ
     for row, other in itertools.pairwise(rows):
         got = score(row, ["\\boxed{" + other["target"] + "}"])["exact_match"]
         try:
-            gold, given = (float(text.replace(",", "")) for text in (row["target"], other["target"]))
-            assert got == (abs(gold - given) <= 1e-6), (row, other)
+            gold, other_value = (float(text.replace(",", "")) for text in (row["target"], other["target"]))
+            assert got == (abs(gold - other_value) <= 1e-6), (row, other)
         except ValueError:
             plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
             assert got == (plain[0] == plain[1]), plain

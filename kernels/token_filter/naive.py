@@ -15,26 +15,17 @@ import torch
 
 from lmeval_prune.kernels.token_filter.state import Rule
 
-__all__ = ["Rule", "State", "attention", "cosine", "decide", "first_threshold", "similarity"]
-
 
 @dataclass
 class State:
-    """Memory of a layer for one sequence.
+    """Memory of a layer for one sequence."""
 
-    Attributes:
-        anchor_key, anchor_value: (key-value heads, width); None before the first token.
-        threshold: T.
-        count, skipped: tokens and skipped tokens so far.
-        warmup_scores: similarities of the warm-up tokens, without the first token, which has none.
-    """
-
-    anchor_key: torch.Tensor | None = None
+    anchor_key: torch.Tensor | None = None  # (key-value heads, width); None before the first token
     anchor_value: torch.Tensor | None = None
-    threshold: float = 1.0
-    count: int = 0
+    threshold: float = 1.0  # T
+    count: int = 0  # tokens so far
     skipped: int = 0
-    warmup_scores: list[float] = field(default_factory=list)
+    warmup_scores: list[float] = field(default_factory=list)  # similarities; the first token has none
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

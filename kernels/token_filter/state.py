@@ -60,18 +60,12 @@ class Rule:
 
 @dataclass
 class Memory:
-    """Memory of a filtered layer with a row for each sequence; decisions update it in place.
+    """Memory of a filtered layer with a row for each sequence; decisions update it in place."""
 
-    Attributes:
-        started: whether a sequence has a token, (rows,).
-        anchor_key, anchor_value: (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere.
-        states: (rows, `COLUMNS`) in float64; a single row if all sequences share one threshold.
-    """
-
-    started: torch.Tensor
-    anchor_key: torch.Tensor
+    started: torch.Tensor  # whether a sequence has a token, (rows,)
+    anchor_key: torch.Tensor  # (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere
     anchor_value: torch.Tensor
-    states: torch.Tensor
+    states: torch.Tensor  # (rows, `COLUMNS`) in float64; a single row if all sequences share one threshold
 
     @staticmethod
     @torch.inference_mode(False)  # an inference tensor could not be updated outside of inference mode

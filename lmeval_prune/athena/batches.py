@@ -50,7 +50,7 @@ class Example:
     root: int
 
 
-def examples_of(problems: Iterable[GroundedProblem], tokenizer: Any, settings: AthenaSettings) -> list[Example]:
+def make_examples(problems: Iterable[GroundedProblem], tokenizer: Any, settings: AthenaSettings) -> list[Example]:
     """Make training examples; drop problems with truncated numbers or unknown constants."""
     examples = []
     for grounded in problems:
@@ -88,7 +88,7 @@ def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int
     }
 
 
-def joined_step(
+def join_step(
     candidates: Sequence[Sequence[Candidate]], sources: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Batch the candidates of a step, sorted by operator.
@@ -154,8 +154,8 @@ class Collator:
 def _labelled_tensors(
     parts: Sequence[LabelledStep], sources: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], Tensor, list[list[int]]]:
-    """Return the tensors of a `joined_step` with the rows to keep, its labels, and each problem's indices in `kept`."""
-    tensors, rows = joined_step([part.candidates for part in parts], sources)
+    """Return the tensors of a `join_step` with the rows to keep, its labels, and each problem's indices in `kept`."""
+    tensors, rows = join_step([part.candidates for part in parts], sources)
     labels = torch.zeros(len(tensors["first"]), dtype=torch.long)
     for rows_of_problem, part in zip(rows, parts, strict=True):
         labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)

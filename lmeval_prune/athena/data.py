@@ -14,7 +14,7 @@ from lmeval_prune.athena.thoughts import labelled_steps
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.equality import expression_is_right
 from lmeval_prune.tasks.data import load, stratified
-from lmeval_prune.training.questions import Document, TrainingQuestions, other_folds, question_keys, without_test
+from lmeval_prune.training.questions import Document, TrainingQuestions, drop_test_questions, other_folds, question_keys
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ProblemSplit:
         test = load(options.data, options.test, options.data_dir)
         names = options.train or other_folds(options.data, options.test)
         rows = [row for name in names for row in load(options.data, name, options.data_dir)]
-        rows, repeated = without_test(rows, test, ", ".join(names), options.test)
+        rows, repeated = drop_test_questions(rows, test, ", ".join(names), options.test)
         if options.limit is not None:
             rows = random.Random(options.seed).sample(rows, min(options.limit, len(rows)))
         problems = [problem for row in rows if (problem := GroundedProblem.of(row))]

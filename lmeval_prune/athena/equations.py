@@ -34,26 +34,26 @@ def parse(equation: str, leaf: Leaf) -> Equation:
         tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{equation!r} is not an equation") from error
-    return _read(tree, leaf)
+    return _convert(tree, leaf)
 
 
-def _read(node: ast.expr, leaf: Leaf) -> Equation:
+def _convert(node: ast.expr, leaf: Leaf) -> Equation:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _whole(leaf(Fraction(str(number))))
+            return _equation(leaf(Fraction(str(number))))
         case ast.Name(id=name):
-            return _whole(leaf(name))
+            return _equation(leaf(name))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _transformed("neg", _read(operand, leaf))
+            return _transform("neg", _convert(operand, leaf))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_read(left, leaf), right, leaf)
+            return _power(_convert(left, leaf), right, leaf)
         case ast.BinOp(left=left, op=operator, right=right):
-            first, second = _read(left, leaf), _read(right, leaf)
+            first, second = _convert(left, leaf), _convert(right, leaf)
             match operator:
                 case ast.Add():
-                    return _merged("add", first, second)
+                    return _merge("add", first, second)
                 case ast.Sub():
-                    return _merged("add", first, _transformed("neg", second))
+                    return _merge("add", first, _transform("neg", second))
                 case ast.Mult():
                     return _product(first, second)
                 case ast.Div():
@@ -61,16 +61,16 @@ def _read(node: ast.expr, leaf: Leaf) -> Equation:
     raise ValueError(f"{ast.unparse(node)} is not arithmetic with the four operations and powers")
 
 
-def _whole(thought: Thought, *parts: Equation) -> Equation:
+def _equation(thought: Thought, *parts: Equation) -> Equation:
     return Equation(thought, frozenset({thought}).union(*(part.targets for part in parts)))
 
 
-def _transformed(operator: str, part: Equation) -> Equation:
-    return _whole((operator, part.root), part)
+def _transform(operator: str, part: Equation) -> Equation:
+    return _equation((operator, part.root), part)
 
 
-def _merged(operator: str, first: Equation, second: Equation) -> Equation:
-    return _whole(merged(operator, first.root, second.root), first, second)
+def _merge(operator: str, first: Equation, second: Equation) -> Equation:
+    return _equation(merged(operator, first.root, second.root), first, second)
 
 
 def _constant(thought: Thought) -> Fraction | None:
@@ -85,12 +85,12 @@ def _product(first: Equation, second: Equation) -> Equation:
             case 1:
                 return rest
             case -1:
-                return _transformed("neg", rest)
+                return _transform("neg", rest)
             case 2:
-                return _merged("add", rest, rest)
+                return _merge("add", rest, rest)
             case value if value == Fraction(1, 2):
-                return _transformed("halve", rest)
-    return _merged("mul", first, second)
+                return _transform("halve", rest)
+    return _merge("mul", first, second)
 
 
 def _quotient(dividend: Equation, divisor: Equation) -> Equation:
@@ -98,42 +98,42 @@ def _quotient(dividend: Equation, divisor: Equation) -> Equation:
         case 1:
             return dividend
         case 2:
-            return _transformed("halve", dividend)
-    inverse = _transformed("inv", divisor)
-    return inverse if _constant(dividend.root) == 1 else _merged("mul", dividend, inverse)
+            return _transform("halve", dividend)
+    inverse = _transform("inv", divisor)
+    return inverse if _constant(dividend.root) == 1 else _merge("mul", dividend, inverse)
 
 
 def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
     literal = isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-    exponent = Fraction(str(node.value)) if literal else _constant(_read(node, leaf).root)  # type: ignore[attr-defined]
+    exponent = Fraction(str(node.value)) if literal else _constant(_convert(node, leaf).root)  # type: ignore[attr-defined]
     if exponent == Fraction(1, 2):
-        return _transformed("root", base)
+        return _transform("root", base)
     if exponent not in (2, 3):
         raise ValueError(f"the exponent {ast.unparse(node)} is not 2, 3 or 1/2")
-    square = _merged("mul", base, base)
-    return square if exponent == 2 else _merged("mul", square, base)
+    square = _merge("mul", base, base)
+    return square if exponent == 2 else _merge("mul", square, base)
 
 
 def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
     """Write a thought with the values of the problem's numbers and the fewest brackets."""
-    return _written(thought, numbers)[0]
+    return _format(thought, numbers)[0]
 
 
-def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
+def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
     """Return an expression and its precedence."""
 
     def part(inner: Thought, precedence: int) -> str:
-        text, inner_precedence = _written(inner, numbers)
+        text, inner_precedence = _format(inner, numbers)
         return text if inner_precedence >= precedence else f"({text})"
 
     operator, *arguments = thought
     if operator in MERGES:
-        return _written_merge(operator, arguments, part)
+        return _format_merge(operator, arguments, part)
     match operator:
         case "num":
-            return _number(numbers[arguments[0]])
+            return _format_number(numbers[arguments[0]])
         case "con":
-            return _number(Fraction(arguments[0]))
+            return _format_number(Fraction(arguments[0]))
         case "neg":
             return f"-{part(arguments[0], PRODUCT)}", SUM
         case "inv":
@@ -145,7 +145,7 @@ def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
     raise ValueError(f"unknown operator {operator!r}")
 
 
-def _written_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
+def _format_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
     """Write a sum with negated terms as differences, or a product with inverted terms as quotients."""
     opposite, sign, precedence = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
     kept = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
@@ -158,7 +158,7 @@ def _written_merge(operator: str, arguments: list[Thought], part: Callable[[Thou
     return text, SUM if operator == "add" else PRODUCT
 
 
-def _number(value: Fraction) -> tuple[str, int]:
+def _format_number(value: Fraction) -> tuple[str, int]:
     """Write a number as a finite decimal if possible, else as a fraction in brackets."""
     for decimals in range(13):
         scaled = value * 10**decimals

@@ -183,7 +183,7 @@ class Athena(nn.Module):
         return Thinking(leaves, leaves[:0], rows[:0], hidden[:, 0], rows, hidden[rows, inputs["goals"]]), encoded
 
     def think(self, state: Thinking, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return embeddings (n, h), contexts (n, h) and logits of `reason` (n,) of a `joined_step`'s candidates."""
+        """Return embeddings (n, h), contexts (n, h) and logits of `reason` (n,) of a `join_step`'s candidates."""
         parts = []
         pairs = zip(OPERATORS, step["first"].split(step["sizes"]), step["second"].split(step["sizes"]), strict=True)
         for operator, first, second in pairs:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from accelerate.utils import send_to_device
 
-from lmeval_prune.athena.batches import EncodedProblem, joined_step, leaf_rows, text_inputs
+from lmeval_prune.athena.batches import EncodedProblem, join_step, leaf_rows, text_inputs
 from lmeval_prune.athena.equations import expression
 from lmeval_prune.athena.model import Athena, Thinking
 from lmeval_prune.athena.problems import Problem
@@ -92,7 +92,7 @@ def _step(model: Athena, state: Thinking, searches: Sequence[Search], leaves: li
     for number in active:
         candidates[number] = searches[number].expansion.candidates()
     is_first = searches[active[0]].expansion.depth == 0
-    tensors, rows = joined_step(candidates, leaves if is_first else [search.rows for search in searches])
+    tensors, rows = join_step(candidates, leaves if is_first else [search.rows for search in searches])
     tensors, logits, chosen = send_to_device(tensors, model.device), list[float](), list[int]()
     if len(tensors["first"]):
         thoughts, contexts, reasons = model.think(state, tensors)

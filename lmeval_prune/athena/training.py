@@ -15,7 +15,7 @@ from transformers import TrainingArguments, set_seed
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.athena import checkpoint
-from lmeval_prune.athena.batches import Collator, Example, examples_of
+from lmeval_prune.athena.batches import Collator, Example, make_examples
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
@@ -25,9 +25,9 @@ from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
     check_resumable,
-    full_disk_refused,
-    refuse_other,
-    settings_of,
+    check_same_settings,
+    report_full_disk,
+    result_settings,
     write_options,
 )
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
@@ -43,7 +43,7 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None 
     return total / (len(labels) if items is None else items)
 
 
-def share_solved(model: Athena, problems: Sequence[GroundedProblem]) -> float:
+def accuracy_of(model: Athena, problems: Sequence[GroundedProblem]) -> float:
     """Return the accuracy of a model on problems; the model stays in evaluation mode."""
     texts = answers(model.eval(), [grounded.problem for grounded in problems])
     return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True)) / len(problems)
@@ -78,7 +78,7 @@ class AthenaTrainer(ResumableTrainer):
     ) -> None:
         self.host, self.validation, self.head_rate = model, validation, head_rate
         collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
-        validation_examples = examples_of(validation, model.tokenizer, model.settings)
+        validation_examples = make_examples(validation, model.tokenizer, model.settings)
         if not train or (validation and not validation_examples):
             raise InputError(
                 f"all {'validation' if train else 'training'} problems are too long for the encoder, or need constants "
@@ -125,7 +125,7 @@ class AthenaTrainer(ResumableTrainer):
 
     def further_metrics(self) -> dict[str, float]:
         """Return the validation accuracy."""
-        return {ACCURACY: share_solved(self.host, self.validation)}
+        return {ACCURACY: accuracy_of(self.host, self.validation)}
 
 
 def train(options: TrainOptions) -> Athena:
@@ -138,19 +138,19 @@ def train(options: TrainOptions) -> Athena:
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
-    settings = settings_of(options)
+    settings = result_settings(options)
     if target.exists():
-        refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
+        check_same_settings(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        with output_lock(target), full_disk_refused(work):
-            checkpoint.write(_trained(options, settings, work), target)
+        with output_lock(target), report_full_disk(work):
+            checkpoint.write(_train_model(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
     draw([{"log": model.about["log"]}], LINES, "Training: loss per judgement", target / "training")
     return model
 
 
-def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
+def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     check_resumable(work, settings)
     split = ProblemSplit.load(options)
     set_seed(options.seed)
@@ -161,7 +161,7 @@ def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Ath
         dropout=options.dropout,
         max_kept=options.max_kept,
     )
-    examples = examples_of(split.train, model.tokenizer, model.settings)
+    examples = make_examples(split.train, model.tokenizer, model.settings)
     problems = {"train": len(examples), "validation": len(split.validation)}
     print(
         f"{problems['train']} training problems, {problems['validation']} validation problems; left out: "

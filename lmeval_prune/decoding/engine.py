@@ -98,7 +98,7 @@ class Engine:
         Nothing else may use the model until the iterator ends or is closed.
 
         Args:
-            requests: the first ones start first; equal prompts are decoded together.
+            requests: in order of priority; equal prompts are decoded together.
 
         Yields:
             A request and the tokens of its answer, including the end token.
@@ -143,7 +143,7 @@ class Engine:
                 yield sequence.request, sequence.answer
 
     def _resolved_schedule(self) -> Schedule:
-        """Return the schedule with a budget, and without features that this model or the schedule itself excludes."""
+        """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
         schedule = self.schedule
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0)

@@ -46,21 +46,14 @@ def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
 
 @dataclass
 class Layout:
-    """Slots and offsets of the attending tokens of a packed batch, span by span.
-
-    Attributes:
-        spans: the slots.
-        slots, offsets, positions: of each token, (tokens,).
-        stored_positions: text positions of all stored tokens, (slots, length); None if they are the offsets.
-        parts: each span with the slice of its tokens.
-    """
+    """Slots and offsets of the attending tokens of a packed batch, span by span."""
 
     spans: Sequence[Span]
-    slots: torch.Tensor
+    slots: torch.Tensor  # (tokens,), like offsets and positions
     offsets: torch.Tensor
     positions: torch.Tensor
-    stored_positions: torch.Tensor | None = None
-    parts: list[tuple[Span, slice]] = field(init=False)
+    stored_positions: torch.Tensor | None = None  # of all stored tokens, (slots, length); None: the offsets
+    parts: list[tuple[Span, slice]] = field(init=False)  # each span with the slice of its tokens
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -131,13 +124,7 @@ class KVCache:
     # ------------------------------------------------------------------ attention
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
-        """Store the keys and values of new tokens, and compute their attention over the slots.
-
-        Returns (1, tokens, heads, width of values), and None for the weights.
-
-        Raises:
-            UnsupportedAttention: the module needs attention sinks, a bias, or dropout.
-        """
+        """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = _Options.of(call), self.layout
         if layout is None:
             raise UnsupportedAttention("a forward pass that is not the engine's")

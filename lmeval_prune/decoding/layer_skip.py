@@ -16,19 +16,12 @@ from lmeval_prune.errors import InputError
 
 @dataclass
 class PartialPass:
-    """The layers that a forward pass runs. The number of layers, as a layer, stands for the output of the last one.
+    """The layers that a forward pass runs. Layer number N of N layers stands for the output of the last layer."""
 
-    Attributes:
-        start: the first layer to run.
-        hidden: input of layer `start`, (1, tokens, width), if `start` > 0.
-        keep: layers whose inputs are kept.
-        kept: these inputs by layer, filled by the pass.
-    """
-
-    start: int = 0
-    hidden: torch.Tensor | None = None
-    keep: frozenset[int] = frozenset()
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    start: int = 0  # the first layer to run
+    hidden: torch.Tensor | None = None  # input of layer `start`, (1, tokens, width), if `start` > 0
+    keep: frozenset[int] = frozenset()  # layers whose inputs are kept
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # these inputs, filled by the pass
 
 
 class _SkippableLayer(nn.Module):
@@ -66,11 +59,7 @@ class _SkippableLayer(nn.Module):
 
 
 class LayerSkip:
-    """Choose which decoder layers of a model run, while `installed`.
-
-    Raises:
-        InputError: the decoder layers are not the entries of one list, in order.
-    """
+    """Choose which decoder layers of a model run, while `installed`. The layers must be the entries of one list."""
 
     def __init__(self, model_map: ModelMap) -> None:
         self.current = PartialPass()

@@ -27,23 +27,14 @@ _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one sequence.
+    """New tokens of one sequence."""
 
-    Attributes:
-        slot: the sequence's slot in the cache.
-        cached: number of tokens that the slot holds already.
-        mask: number of the sequence's mask.
-        tokens: token ids, at least one.
-        skip: number of first tokens without logits.
-        keep: layers whose inputs are returned; the number of layers stands for the output of the last one.
-    """
-
-    slot: int
-    cached: int
-    mask: int
-    tokens: Sequence[int]
-    skip: int = 0
-    keep: frozenset[int] = frozenset()
+    slot: int  # in the cache
+    cached: int  # number of tokens that the slot holds already
+    mask: int  # number of the sequence's mask
+    tokens: Sequence[int]  # at least one
+    skip: int = 0  # number of first tokens without logits
+    keep: frozenset[int] = frozenset()  # layers whose inputs are returned, see `PartialPass`
 
 
 class ModelRunner:
@@ -70,11 +61,7 @@ class ModelRunner:
     @classmethod
     @contextmanager
     def attached(cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None]) -> Iterator[ModelRunner]:
-        """Change a model inside the block; `Chunk.mask` refers to `masks`.
-
-        Raises:
-            InputError: the decoder layers are not one list, a mask does not fit, or another run uses the model.
-        """
+        """Change a model inside the block; refuse unsuitable layers or masks. `Chunk.mask` refers to `masks`."""
         skip, rows = LayerSkip(model_map), RowMasks()
         with lock_model(model_map), ExitStack() as stack:
             replace_attention(model_map, cache, stack)

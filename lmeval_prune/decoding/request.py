@@ -19,7 +19,7 @@ from lmeval_prune.settings import Count, Natural, Positive, Settings, Share
 
 @dataclass(frozen=True)
 class SamplingParams(Settings):
-    """How the tokens of an answer are chosen, and when it ends.
+    """Choice of the tokens of an answer, and conditions that end it.
 
     Attributes:
         max_new_tokens: largest number of tokens, including the end token.

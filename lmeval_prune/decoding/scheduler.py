@@ -68,32 +68,18 @@ class Schedule(Settings):
 
 @dataclass
 class Scheduler:
-    """The decoding loop over prompt groups.
-
-    Attributes:
-        runner: the model and its cache.
-        waiting: groups that have not started.
-        sampler: chooses tokens from logits.
-        statistics: counters to update.
-        schedule: as in `Engine`, with a budget, and `follow=0` unless `share`.
-        deterministic: decide near-ties in a batch of one.
-        max_leaders: largest number of running leaders with followers.
-        on_step: called after each step with the number of tokens in incomplete answers.
-        ready: groups whose followers can start.
-        active: running sequences; sequence i is in slot i.
-        drafter: proposes draft tokens.
-    """
+    """The decoding loop over prompt groups."""
 
     runner: ModelRunner
-    waiting: deque[PromptGroup]
+    waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
     statistics: Statistics
-    schedule: Schedule
-    deterministic: bool
-    max_leaders: int
-    on_step: Callable[[int], None] = lambda _: None
-    ready: deque[PromptGroup] = field(default_factory=deque)
-    active: list[Sequence] = field(default_factory=list)
+    schedule: Schedule  # with a budget, and `follow=0` unless `share`
+    deterministic: bool  # decide near-ties in a batch of one
+    max_leaders: int  # largest number of running leaders with followers
+    on_step: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
+    ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
+    active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
     drafter: Drafter = field(default_factory=Drafter)
 
     def answers(self) -> Iterator[Sequence]:

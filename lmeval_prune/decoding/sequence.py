@@ -16,32 +16,19 @@ from lmeval_prune.interventions.head_mask import HeadMask
 
 @dataclass(eq=False)
 class Sequence:
-    """A request and its answer so far.
-
-    Attributes:
-        request: prompt and parameters.
-        mask: number of its mask.
-        first_layer: its first pruned layer; the number of layers if nothing is pruned.
-        group: the requests with the same prompt.
-        slot: slot in the cache.
-        cached: number of tokens of prompt and answer in the cache.
-        answer: tokens so far; the last one is not in the cache yet.
-        ended: whether the answer is complete.
-        end_tokens, max_tokens: end tokens and largest length of the answer, set when the sequence starts.
-        kept_layers: layers whose inputs are kept for followers; empty unless the sequence is a leader.
-    """
+    """A request and its answer so far."""
 
     request: Request
-    mask: int
-    first_layer: int
+    mask: int  # number of its mask
+    first_layer: int  # the first pruned layer; the number of layers if nothing is pruned
     group: PromptGroup = field(init=False)
-    slot: int = -1
-    cached: int = 0
-    answer: list[int] = field(default_factory=list)
+    slot: int = -1  # slot in the cache
+    cached: int = 0  # number of tokens of prompt and answer in the cache
+    answer: list[int] = field(default_factory=list)  # the last token is not in the cache yet
     ended: bool = False
-    end_tokens: tuple[int, ...] = ()
-    max_tokens: int = 0
-    kept_layers: frozenset[int] = frozenset()
+    end_tokens: tuple[int, ...] = ()  # set when the sequence starts, like `max_tokens`
+    max_tokens: int = 0  # largest length of the answer
+    kept_layers: frozenset[int] = frozenset()  # layers whose inputs are kept for followers; empty unless it leads
 
     @property
     def tokens(self) -> list[int]:
@@ -51,23 +38,18 @@ class Sequence:
 
 @dataclass(eq=False)
 class PromptGroup:
-    """Requests with the same prompt.
-
-    Attributes:
-        leader: the sequence that decodes first.
-        followers: the sequences that have not started, by first pruned layer, highest first.
-        unanswered: number of requests without an answer.
-        leader_tokens: prompt and answer of the leader, for followers to check.
-        layer_inputs: by layer, its inputs at `leader_tokens`, in pieces (tokens, width).
-        leader_cache: the leader's keys and values below the highest first pruned layer of a follower.
-    """
+    """Requests with the same prompt."""
 
     leader: Sequence
-    followers: deque[Sequence]
-    unanswered: int
-    leader_tokens: list[int] = field(default_factory=list)
-    layer_inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    leader_cache: list[SlotCopy] = field(default_factory=list)
+    followers: deque[Sequence]  # not started, by first pruned layer, highest first
+    unanswered: int  # number of requests without an answer
+    leader_tokens: list[int] = field(default_factory=list)  # prompt and answer of the leader, for followers to check
+    layer_inputs: dict[int, list[torch.Tensor]] = field(
+        default_factory=dict
+    )  # at `leader_tokens`: pieces (tokens, width)
+    leader_cache: list[SlotCopy] = field(
+        default_factory=list
+    )  # of the layers below the highest `first_layer` that follows
 
 
 def prompt_groups(

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.batches import Collator, examples_of
+from lmeval_prune.athena.batches import Collator, make_examples
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.skeleton import skeleton_of
@@ -107,7 +107,7 @@ class AthenaHost(Host):
         test = load(options.data, options.test, options.data_dir)
         questions = self.all_questions(split.questions, test, options.test)
         train, validation = (
-            examples_of(problems, self.tokenizer, self.settings) for problems in (split.train, split.validation)
+            make_examples(problems, self.tokenizer, self.settings) for problems in (split.train, split.validation)
         )
         note = {
             "train": len(train),
@@ -142,4 +142,4 @@ class AthenaHost(Host):
 
     @override
     def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
-        return {ACCURACY: training.share_solved(model, examples.problems)}
+        return {ACCURACY: training.accuracy_of(model, examples.problems)}

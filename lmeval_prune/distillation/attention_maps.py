@@ -15,7 +15,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 _OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 
 
-def check_gives_maps(skeleton: Any) -> None:
+def check_returns_maps(skeleton: Any) -> None:
     """Raise an `InputError` if a model, given without weights, does not return the attention maps of its heads."""
     model_map = map_model(skeleton)
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")

@@ -26,7 +26,7 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.loading import load_task, task_manager
-from lmeval_prune.training.questions import TrainingQuestions, other_folds, question_key, without_test
+from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_key
 
 IGNORED = -100  # label of tokens without a loss
 
@@ -108,7 +108,7 @@ class LanguageHost(Host):
         options = self.options
         rows = self._with_questions(self._rows())
         test_name = options.test or "test"
-        drawn, repeated = without_test(rows.train, rows.test, rows.names, test_name)
+        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, test_name)
         random.Random(options.seed).shuffle(drawn)
         drawn = drawn[: options.limit]
         pairs = [(self._text(row), question_key(row)) for row in drawn]

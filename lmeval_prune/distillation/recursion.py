@@ -21,7 +21,7 @@ from lmeval_prune.artefacts import output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
-from lmeval_prune.distillation.attention_maps import check_gives_maps
+from lmeval_prune.distillation.attention_maps import check_returns_maps
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage
@@ -29,7 +29,13 @@ from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
-from lmeval_prune.training.resuming import check_resumable, full_disk_refused, refuse_other, settings_of, write_options
+from lmeval_prune.training.resuming import (
+    check_resumable,
+    check_same_settings,
+    report_full_disk,
+    result_settings,
+    write_options,
+)
 
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
@@ -53,13 +59,13 @@ def distill(options: DistillOptions) -> dict[str, Any]:
     Raises:
         InputError: an option is unusable (before any weights are read, if possible), or `output` has other options.
     """
-    target, host = Path(options.output), host_of(options)
-    settings = settings_of(options)
+    target, host = Path(options.output), make_host(options)
+    settings = result_settings(options)
     for name in ("pretrained", "teacher"):
         settings[name] = host.identity(settings[name]) if settings[name] else None
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
-        refuse_other(settings, read_note(target)["options"], target)
+        check_same_settings(settings, read_note(target)["options"], target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -78,7 +84,7 @@ def this_process() -> Any:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def host_of(options: DistillOptions) -> Host:
+def make_host(options: DistillOptions) -> Host:
     """Make the host for the model; `InputError` if the options do not suit it."""
     folder = Path(options.pretrained)
     if (folder / SETTINGS).is_file():
@@ -106,7 +112,7 @@ def check(host: Host) -> None:
     if options.teacher:
         host.check_teacher(options.teacher)
     if options.compares_maps:
-        check_gives_maps(skeleton)
+        check_returns_maps(skeleton)
         if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
             raise InputError(
                 f"feature compares heads, and the teacher {options.teacher} has other heads; give --feature false"
@@ -130,7 +136,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     for number in range(1, options.stages + 1):
         folder = target if number == options.stages else work / f"stage{number}"
         if not (folder / NOTE).is_file():
-            with full_disk_refused(work):
+            with report_full_disk(work):
                 Stage(host, examples, number, parent, note, work, folder).run()
         parent, note = str(folder), read_note(folder)
 

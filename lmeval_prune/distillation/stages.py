@@ -23,7 +23,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     pruning = options.pruning()
     if not pruning.ratio and not pruning.ffn_ratio:
         return
-    head_pruner, channel_pruner = pruners_of(options, 0)
+    head_pruner, channel_pruner = make_pruners(options, 0)
     for pruner in (head_pruner, channel_pruner):
         if isinstance(pruner, SequentialPruner):
             raise InputError(
@@ -52,14 +52,14 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         before = after
 
 
-def pruners_of(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
+def make_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
     """Make the pruners of heads and channels; random pruners draw again in each stage."""
     heads = make_pruner(options.method, options.options)
     channels = make_pruner(options.ffn_method, options.ffn_options) if options.ffn_method else heads
-    return _seeded(heads, stage), _seeded(channels, stage)
+    return _reseeded(heads, stage), _reseeded(channels, stage)
 
 
-def _seeded(pruner: Any, stage: int) -> Pruner:
+def _reseeded(pruner: Any, stage: int) -> Pruner:
     seeded: Pruner = replace(pruner, seed=1000 * stage + pruner.seed) if hasattr(pruner, "seed") else pruner
     return seeded
 
@@ -70,9 +70,9 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) ->
     model_map, pruning = map_model(backbone), options.pruning()
     if not pruning.ratio and not pruning.ffn_ratio:
         return cut(backbone, Plan())
-    heads, channels = pruners_of(options, stage)
+    heads, channels = make_pruners(options, stage)
     unpruned = map_model(host.skeleton(options.pretrained))
-    step = pruning_of_stage(pruning, stage, unpruned, model_map, pruning.allocation or heads.allocation)
+    step = stage_pruning(pruning, stage, unpruned, model_map, pruning.allocation or heads.allocation)
     plan = Plan()
     if step.ratio or step.ffn_ratio:
         *_, plan = stages(heads, model_map, step, host.calibration(examples), channels)
@@ -81,7 +81,7 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) ->
     return cut(backbone, plan)
 
 
-def pruning_of_stage(
+def stage_pruning(
     pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""

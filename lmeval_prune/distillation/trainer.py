@@ -83,7 +83,7 @@ def padded(examples: Sequence[Any], batch: int) -> list[Any]:
     return [*examples, *[None] * (-len(examples) % batch)]
 
 
-def collate_padded(host: Host, stand_in: Any, examples: Sequence[Any]) -> dict[str, Any]:
+def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> dict[str, Any]:
     """Collate a batch without None; a batch of None alone becomes `stand_in`, marked as `idle`."""
     real = [example for example in examples if example is not None]
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
@@ -127,7 +127,7 @@ class DistillTrainer(ResumableTrainer):
         super().__init__(
             Student(model, host.backbone(model)),
             arguments,
-            partial(collate_padded, host, examples.train[0]),
+            partial(collate_with_padding, host, examples.train[0]),
             self.padded_train,
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,

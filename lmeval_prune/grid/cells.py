@@ -121,11 +121,7 @@ def versions() -> dict[str, Any]:
 
 
 def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after every check that needs no weights.
-
-    Raises:
-        InputError: a setting is unknown or does not fit, or two cells are the same.
-    """
+    """Return all cells of a grid, after every check that needs no weights."""
     planner = _Planner(grid)
     cells = [cell for variant in grid.variants for cell in planner.cells(variant)]
     by_key: dict[str, Cell] = {}

@@ -104,16 +104,7 @@ class Comparison:
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
-    """Compare the cells that are done.
-
-    Args:
-        path: folder of the grid.
-        baseline: name of a variant; default the grid's baseline, else its first variant.
-        seed: seed of the tests.
-
-    Raises:
-        InputError: there is no such grid or baseline, or variants have different questions.
-    """
+    """Compare the cells that are done with a baseline, by default the grid's baseline, else its first variant."""
     folder = GridFolder(path)
     contents = folder.read()
     cells = {(entry["variant"], entry["task"]): entry for entry in contents["cells"]}

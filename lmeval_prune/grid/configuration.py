@@ -49,21 +49,13 @@ RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` o
 
 @dataclass(frozen=True)
 class Variant(Settings):
-    """A model under interventions.
+    """A model under interventions."""
 
-    Attributes:
-        name: name in tables and on pages.
-        model_args: arguments of `pruned-hf` or `pruned-server`.
-        prepare: the preparation as `{NAME: fields}`, or empty.
-        seed: lm-eval's four seeds.
-        selected_on: tasks whose questions the variant was selected on.
-    """
-
-    name: str
-    model_args: dict[str, Any]
-    prepare: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seed: int = SEED
-    selected_on: tuple[str, ...] = ()
+    name: str  # in tables and on pages
+    model_args: dict[str, Any]  # of `pruned-hf` or `pruned-server`
+    prepare: dict[str, dict[str, Any]] = field(default_factory=dict)  # the preparation as `{NAME: fields}`, or empty
+    seed: int = SEED  # lm-eval's four seeds
+    selected_on: tuple[str, ...] = ()  # tasks whose questions the variant was selected on
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,22 +77,14 @@ class Variant(Settings):
 
 @dataclass(frozen=True)
 class GridTask(Settings):
-    """A task or group of lm-eval and its evaluation settings.
+    """A task or group of lm-eval and its evaluation settings."""
 
-    Attributes:
-        task: name of the task, or path of its YAML.
-        name: name in the grid; default the task.
-        limit: as for lm_eval: number of questions, or a share below 1.
-        num_fewshot, gen_kwargs: as for lm_eval.
-        metric: the compared `METRIC` or `METRIC,FILTER`; default `exact_match`, `acc`, `pass@N`, else the first.
-    """
-
-    task: str
-    name: str = ""
-    limit: Positive | None = None
-    num_fewshot: Natural | None = None
-    gen_kwargs: dict[str, Any] = field(default_factory=dict)
-    metric: str | None = None
+    task: str  # name, or path of its YAML
+    name: str = ""  # in the grid; default the task
+    limit: Positive | None = None  # as for lm_eval: number of questions, or a share below 1
+    num_fewshot: Natural | None = None  # as for lm_eval
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)  # as for lm_eval
+    metric: str | None = None  # `METRIC` or `METRIC,FILTER`; default `exact_match`, `acc`, `pass@N`, else the first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,29 +94,19 @@ class GridTask(Settings):
 
 @dataclass(frozen=True)
 class Grid(Settings):
-    """A parsed grid. Its cells are all pairs of a variant and a task.
-
-    Attributes:
-        variants, tasks: the two axes.
-        title: title of the page.
-        apply_chat_template, system_instruction, metadata: as for lm_eval.
-        batch_size, device: as for lm_eval; in half precision they can change an answer by rounding.
-        together: maximum number of masks in one pass of the decoding engine.
-        measure: measure parameters, FLOPs, speed and memory of each variant.
-        baseline: variant that the others are compared with, unless `grid compare` names another.
-    """
+    """A parsed grid. Its cells are all pairs of a variant and a task."""
 
     variants: tuple[Variant, ...]
     tasks: tuple[GridTask, ...]
-    title: str = "Grid"
-    apply_chat_template: bool | str = False
-    system_instruction: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    batch_size: int | str = 8
-    device: str | None = None
-    together: Count = 16
-    measure: bool = True
-    baseline: str | None = None
+    title: str = "Grid"  # of the page
+    apply_chat_template: bool | str = False  # as for lm_eval
+    system_instruction: str | None = None  # as for lm_eval
+    metadata: dict[str, Any] = field(default_factory=dict)  # as for lm_eval
+    batch_size: int | str = 8  # as for lm_eval; in half precision it can change an answer by rounding
+    device: str | None = None  # as for lm_eval
+    together: Count = 16  # maximum number of masks in one pass of the decoding engine
+    measure: bool = True  # measure parameters, FLOPs, speed and memory of each variant
+    baseline: str | None = None  # variant that the others are compared with, unless `grid compare` names another
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,11 +121,7 @@ class Grid(Settings):
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read a grid's YAML.
-
-        Raises:
-            InputError: it cannot be read, or has unknown or unsuitable settings.
-        """
+        """Read a grid's YAML file."""
         if not Path(path).is_file():
             raise InputError(f"no such file: {path}")
         try:
@@ -163,11 +133,7 @@ class Grid(Settings):
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """Parse the content of a grid's YAML.
-
-        Raises:
-            InputError: it has unknown or unsuitable settings.
-        """
+        """Parse the content of a grid's YAML."""
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
         settings = dict(content)

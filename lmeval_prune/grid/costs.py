@@ -46,16 +46,9 @@ def cost_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:
 
 
 def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float]) -> dict[str, list[str]]:
-    """Return the Pareto front of each cost in which variants differ.
+    """Return the variants on the Pareto front of each cost in which variants differ, by key of `COSTS`.
 
-    Speeds without a range have no front: their spread is unknown.
-
-    Args:
-        costs: measured costs by variant.
-        gains: means by variant; larger is better.
-
-    Returns:
-        Names of the variants on the front, by key of `COSTS`.
+    Speeds without a range have no front: their spread is unknown. Gains are means by variant; larger is better.
     """
     fronts = {}
     for key, cost in COSTS.items():

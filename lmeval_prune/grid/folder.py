@@ -75,11 +75,7 @@ class Costs(TypedDict):
 
 
 class GridFolder:
-    """The folder of a grid. It is created when something is written.
-
-    Args:
-        path: path of the folder.
-    """
+    """The folder of a grid. It is created when something is written."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
@@ -87,11 +83,7 @@ class GridFolder:
         self.prepared = self.path / "prepared"
 
     def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
-        """Write `grid.json` with the cells of the grid.
-
-        Raises:
-            InputError: the folder holds other files, or cannot be written.
-        """
+        """Write `grid.json` with the cells of the grid; refuse a folder with other files."""
         if self.path.is_file():
             raise InputError(f"{self.path} is a file; name a folder")
         files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
@@ -100,11 +92,7 @@ class GridFolder:
         write_artefact(self._list, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
-        """Read `grid.json`.
-
-        Raises:
-            InputError: there is no grid.
-        """
+        """Read `grid.json`."""
         if not self._list.is_file():
             if self.path.is_file():
                 raise InputError(f"{self.path} is a file; name the folder of a grid")

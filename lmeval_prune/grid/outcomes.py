@@ -48,13 +48,7 @@ class Results(TypedDict):
 
 
 def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -> None:
-    """Write the files of a cell.
-
-    Args:
-        folder: folder of the cell.
-        content: fields of `cell.json`.
-        results: lm-eval's results with samples.
-    """
+    """Write the files of a cell: `cell.json` with its content, and lm-eval's results and samples."""
     from lm_eval.utils import handle_non_serializable
 
     def to_json(value: Any) -> str:
@@ -147,9 +141,6 @@ def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | No
         folder: folder of the cell.
         metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
         columns: columns of the baseline's cell by task; they take precedence over `metric`.
-
-    Raises:
-        InputError: the cell is damaged, or lacks the metric for some of its questions.
     """
     table = read_table(folder / OUTCOMES)
     tasks, numbers, hashes = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
@@ -207,11 +198,7 @@ def read_lengths(folder: Path) -> list[Lengths]:
 
 
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
-    """Read from lm-eval's results whether smaller values of the compared `METRIC,FILTER`s are better.
-
-    Raises:
-        InputError: the results are damaged, or the tasks of a group differ.
-    """
+    """Read from lm-eval's results whether smaller values of the compared `METRIC,FILTER`s are better."""
     higher = _read_results(folder).get("higher_is_better", {})
     lower = {(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:

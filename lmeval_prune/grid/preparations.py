@@ -62,11 +62,7 @@ def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template:
 
 
 def make_preparation(name: str, settings: dict[str, Any]) -> Preparation:
-    """Create a preparation from its name and fields.
-
-    Raises:
-        InputError: there is no such preparation or field.
-    """
+    """Create a preparation from its name and fields."""
     if name not in PREPARATIONS:
         hint = did_you_mean(name, PREPARATIONS) or f"; there are {', '.join(PREPARATIONS)}"
         raise InputError(f"there is no preparation {name!r}{hint}")

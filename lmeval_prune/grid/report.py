@@ -43,26 +43,12 @@ class Sample(TypedDict):
 
 
 def write(
-    path: str,
-    baseline: str | None = None,
-    output: str | None = None,
-    seed: int = 0,
-    without_texts: Sequence[str] = (),
+    path: str, baseline: str | None = None, output: str | None = None, seed: int = 0, without_texts: Sequence[str] = ()
 ) -> tuple[str, list[str], list[Path]]:
-    """Compare a grid and write the report, the page and their data.
-
-    Args:
-        path: folder of the grid.
-        baseline: name of a variant; default the grid's baseline.
-        output: output folder; default `compare` in the grid's folder.
-        seed: seed of the tests.
-        without_texts: tasks whose questions and answers the page leaves out.
+    """Compare a grid and write the report, the page and their data to `output`, by default `compare` in its folder.
 
     Returns:
         The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
-
-    Raises:
-        InputError: as for `compare`; or the output is a file, or a task is unknown.
     """
     target = Path(output) if output else GridFolder(path).path / "compare"
     if target.is_file():
@@ -220,9 +206,6 @@ def write_lm_eval(path: str, output: str) -> Path:
     """Write the cells that are done with lm-eval's own writer, a folder for each variant.
 
     Folders are named as lm-eval names them; variants with the same folder name get a digest, except the first.
-
-    Raises:
-        InputError: there is no grid, or lm-eval could not write.
     """
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.utils import sanitize_model_name

@@ -24,31 +24,15 @@ UNPREPARED = "its preparation failed"
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-        cells: number of cells of the grid.
-        new: number of cells that this run evaluated.
-        failed: (variant, task, reason) of each failed cell.
-    """
-
-    cells: int
-    new: int
-    failed: list[tuple[str, str, str]]
+    cells: int  # number of cells of the grid
+    new: int  # number of cells that this run evaluated
+    failed: list[tuple[str, str, str]]  # variant, task and reason of each failed cell
 
 
 def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: bool = False) -> Summary:
-    """Evaluate the cells of a grid that are not done.
-
-    Args:
-        grid: the grid.
-        output: folder of the grid.
-        runner: default `LocalRunner`.
-        retry_failed: try failed cells again.
-
-    Raises:
-        InputError: a setting of the grid does not fit; nothing has been run.
-    """
+    """Evaluate the cells of a grid that are not done; `output` is its folder, the default runner a `LocalRunner`."""
     return _Run(grid, GridFolder(output), runner or LocalRunner()).run(retry_failed)
 
 

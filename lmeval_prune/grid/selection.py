@@ -41,14 +41,9 @@ class Artefact(TypedDict):
 
 
 def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """Return the questions that a cell's artefacts were made from.
+    """Return digests of the questions that a cell's artefacts were made from, and `NAME=VALUE` of unknown artefacts.
 
-    Args:
-        folder: the grid's folder.
-        entry: the cell's entry in `grid.json`.
-
-    Returns:
-        Digests of the questions' texts; and `NAME=VALUE` of routers and stores that are missing or have changed.
+    Artefacts are unknown if they are routers or stores that are missing or have changed since the evaluation.
     """
     has_artefacts = entry["prepare"] or not entry["model_args"].keys().isdisjoint(ARTEFACT_ARGUMENTS)
     contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}

@@ -44,11 +44,7 @@ class TaskIdentity:
 
     @classmethod
     def of(cls, manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
-        """Load a task and identify it.
-
-        Raises:
-            InputError: the task, its metric or a generation setting is unknown.
-        """
+        """Load a task and identify it."""
         content: dict[str, Any] = {}
         draws = samples = False
         for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
@@ -143,11 +139,7 @@ def code_digest(task: Any, settings: dict[str, Any]) -> str:
 
     It covers the files of the task's functions and classes and the files that these import from the same folders. If
     they import this package, it covers all code of the package's tasks and scoring, with the word lists. Other packages
-    count by their versions.
-
-    Args:
-        task: a task of lm-eval.
-        settings: its configuration, with functions among the values.
+    count by their versions. `settings` is the task's configuration, with functions among the values.
     """
     classes = [kind for kind in type(task).__mro__ if not _is_harness(kind.__module__)]
     sources = {path for each in [*_callables(settings), *classes] if (path := _source(each))}

@@ -16,7 +16,6 @@ import lm_eval
 import torch
 from torch.utils import collect_env
 
-from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
 from lmeval_prune.grid.folder import GridFolder, costs_failure
@@ -91,11 +90,11 @@ class LoadedModel:
 
     def __init__(self) -> None:
         self.lm: VariantLM | ServedLM | None = None
-        self._key = ""
+        self._key: Any = None
 
     def configure(self, arguments: Arguments, identity: dict[str, Any] | None) -> VariantLM:
         """Apply other arguments to the loaded model, or load another one and check its identity."""
-        key = digest([{name: str(value) for name, value in arguments.loading.items()}, identity])
+        key = {name: str(value) for name, value in arguments.loading.items()}, identity
         if isinstance(self.lm, VariantLM) and self._key == key:
             self.lm.job_masks = ()
             self.lm.reconfigure(arguments)
@@ -115,7 +114,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Free the model."""
-        lm, self.lm, self._key = self.lm, None, ""
+        lm, self.lm, self._key = self.lm, None, None
         if lm is not None:
             with suppress(Exception):  # its constructor may have failed
                 lm.close()

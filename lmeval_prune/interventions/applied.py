@@ -156,11 +156,7 @@ def _check(module: nn.Module) -> None:
 
 @contextmanager
 def attached(intervention: Any, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
-    """Attach and record a resolved intervention inside a block; `any_thread`: other threads may apply more.
-
-    Raises:
-        InputError: another thread has applied an intervention.
-    """
+    """Attach and record a resolved intervention inside a block; `any_thread`: other threads may apply more."""
     stack = ExitStack()
     try:
         with _LOCK:

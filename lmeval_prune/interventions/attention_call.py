@@ -34,17 +34,11 @@ class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, no
 
 @dataclass(frozen=True)
 class Packed:
-    """Consecutive sequences of a packed batch (1, tokens).
+    """Consecutive sequences of a packed batch (1, tokens)."""
 
-    Attributes:
-        slots: slot of each sequence in the store.
-        starts: number of earlier tokens of each sequence; 0 at its beginning.
-        counts: number of new tokens of each sequence.
-    """
-
-    slots: Sequence[int]
-    starts: Sequence[int]
-    counts: Sequence[int]
+    slots: Sequence[int]  # slot of each sequence in the store
+    starts: Sequence[int]  # number of earlier tokens of each sequence
+    counts: Sequence[int]  # number of new tokens of each sequence
 
 
 class SlotState(Protocol):
@@ -67,15 +61,10 @@ State = TypeVar("State", bound=SlotState)
 
 
 class Store(Protocol):
-    """Keys and values of many sequences, with the attention over them.
+    """Keys and values of many sequences, with the attention over them."""
 
-    Attributes:
-        count: number of slots.
-        packed: the sequences of the running pass.
-    """
-
-    count: int
-    packed: Packed
+    count: int  # number of slots
+    packed: Packed  # the sequences of the running pass
 
     def attend(self, call: AttentionCall) -> Attended:
         """Store the keys and values of new tokens, and compute their attention."""
@@ -169,11 +158,7 @@ def check_attention_calls(model_map: ModelMap) -> None:
 
 
 def valid_tokens(call: AttentionCall) -> torch.Tensor:
-    """Return a mask of the new tokens that are not padding, (rows, tokens): those that attend to themselves.
-
-    Raises:
-        InputError: the mask is not causal, or a row contains several texts.
-    """
+    """Return a mask of the new tokens that are not padding, (rows, tokens): those that attend to themselves."""
     rows, tokens = call.query.shape[0], call.query.shape[2]
     if call.mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)

@@ -85,16 +85,10 @@ class Origin:
 def check_weights(
     fingerprints: list[str], name: str, revision: str, model_map: ModelMap, subject: str, fix: str
 ) -> None:
-    """Refuse a model with other weights, or with another name if the weights cannot be compared.
+    """Refuse a model with other weights, or with another name or revision if the weights cannot be compared.
 
-    Args:
-        fingerprints: of the expected weights, also rounded to smaller types; empty if unknown.
-        name, revision: of the expected model.
-        model_map: the actual model.
-        subject, fix: beginning and end of the message.
-
-    Raises:
-        InputError: naming the difference.
+    `fingerprints` are those of the expected weights, also rounded to smaller types; empty if unknown. `subject` and
+    `fix` begin and end the message.
     """
     if fingerprints and _is_skeleton(model_map.model):
         return

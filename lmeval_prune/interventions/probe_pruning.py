@@ -200,20 +200,15 @@ class _LayerPass:
 
 
 class Chooser:
-    """Hooks that choose heads and channels, and mask them.
-
-    Attributes:
-        history: by projection, moving average of squared activations, (positions, columns); NaN where there are none.
-            Positions count a text's own tokens, without padding.
-        batches: number of batches by their number of texts.
-        masked: numbers of masked heads and channels, and of all (`all heads`, `all channels`).
-    """
+    """Hooks that choose heads and channels, and mask them."""
 
     def __init__(self, settings: ProbePruning, model_map: ModelMap) -> None:
         self.settings, self.model_map = settings, model_map
+        # By projection, the moving average of squared activations, (positions, columns); NaN where there are none.
+        # Positions count a text's own tokens, without padding.
         self.history: dict[str, Tensor] = {}
-        self.batches: Counter[int] = Counter()
-        self.masked: Counter[str] = Counter()
+        self.batches: Counter[int] = Counter()  # number of batches by their number of texts
+        self.masked: Counter[str] = Counter()  # masked heads and channels, and all (`all heads`, `all channels`)
         self._layers, self._blocks = settings.pruned_layers(model_map)
         self._passes: dict[str, _LayerPass] = {}  # by label, of layers that run
         self._targets: dict[str, _Target] = {}  # by name, `L3.o_proj`

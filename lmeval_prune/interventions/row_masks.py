@@ -19,18 +19,12 @@ LayerKey = tuple[str, int]  # stack and number
 
 
 class MaskTable:
-    """Masks resolved for a model.
-
-    Attributes:
-        count: number of masks, M.
-        drops: by layer, the columns that each mask drops, (M, width); layers that no mask prunes are left out.
-        pruning: by layer, the numbers of the masks that prune it.
-    """
+    """Masks resolved for a model."""
 
     def __init__(self, masks: Sequence[HeadMask | None], model_map: ModelMap) -> None:
         self.count = len(masks)
-        self.drops: dict[LayerKey, torch.Tensor] = {}
-        self.pruning: dict[LayerKey, set[int]] = {}
+        self.drops: dict[LayerKey, torch.Tensor] = {}  # columns that each mask drops in a layer, (masks, width)
+        self.pruning: dict[LayerKey, set[int]] = {}  # numbers of the masks that prune a layer
         for number, mask in enumerate(masks):
             for layer, heads in mask.by_layer(model_map) if mask else ():
                 key = (layer.stack, layer.index)
@@ -92,11 +86,7 @@ class RowMasks(Intervention):
         raise InputError("answers under RowMasks cannot be kept: masks change from block to block; use a HeadMask")
 
     def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
-        """Resolve masks once for many `using` blocks.
-
-        Raises:
-            InputError: a mask does not fit the model, or these RowMasks are not applied to a model.
-        """
+        """Resolve masks once for many `using` blocks; they must fit the model that these RowMasks are applied to."""
         if self._state.model_map is None:
             raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
         return MaskTable(masks, self._state.model_map)
@@ -122,8 +112,6 @@ class RowMasks(Intervention):
                 not fit the batch.
         """
         table = masks if isinstance(masks, MaskTable) else self.table(masks)
-        if self._state.model_map is None:
-            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
         index = torch.arange(table.count) if index is None else torch.as_tensor(index)
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         used = set(index.flatten().tolist()) if whole else set()

@@ -164,7 +164,7 @@ class AnswerStore:
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(parse_json(line, self.path), self.path)
+            _record(json.loads(line), self.path)
         except InputError:
             raise InputError(
                 f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "

@@ -6,15 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.settings import Count
-
-if TYPE_CHECKING:
-    from lmeval_prune.profiling.speed import Workload
 
 
 def profile(
@@ -57,7 +54,7 @@ def profile(
     return 0
 
 
-def _measure(names: Sequence[str], work: Workload) -> dict[str, dict[str, Any]]:
+def _measure(names: Sequence[str], work: Any) -> dict[str, dict[str, Any]]:
     """Return the measured values by model."""
     from lmeval_prune.architectures import map_model
     from lmeval_prune.checkpoints.loading import load_pretrained

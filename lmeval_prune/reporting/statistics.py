@@ -118,14 +118,9 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
 
 
 def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Test exactly whether two variants are right equally often.
+    """Return exact two-sided p-values of the hypothesis that two variants are right equally often, shape (tests,).
 
-    Args:
-        better: number of questions that only the first variant answers correctly, shape (tests,).
-        worse: number of questions that only the second one answers correctly, shape (tests,).
-
-    Returns:
-        Two-sided p-values of the binomial test with probability one half, shape (tests,).
+    `better` and `worse` are the numbers of questions that only the first or only the second variant answers correctly.
     """
     differ = np.asarray(better) + np.asarray(worse)
     return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
@@ -175,7 +170,7 @@ def mcnemar_power(count: int, share: float, difference: float, level: float = _L
         count: number of questions.
         share: share of differing questions in the population.
         difference: difference of the means in the population; at most the share.
-        level: level of the two-sided test.
+        level: level of the test.
     """
     low, high = stats.binom.ppf((1e-9, 1 - 1e-9), count, share)
     differ = np.arange(max(low, 1), high + 1)
@@ -201,16 +196,7 @@ def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
 
 
 def two_sample_test(first: np.ndarray, second: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:
-    """Test whether two groups of values have the same mean, by permutation.
-
-    Args:
-        first, second: values of the groups.
-        seed: seed of the permutations.
-        draws: number of random permutations; if there are fewer permutations, each is used once.
-
-    Returns:
-        Two-sided p-value; NaN if a group is empty.
-    """
+    """Return the two-sided p-value of a permutation test of equal means; NaN if a group is empty."""
     if not len(first) or not len(second):
         return float("nan")
     tested = stats.permutation_test(

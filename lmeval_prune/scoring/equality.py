@@ -9,6 +9,7 @@ from fractions import Fraction
 from lmeval_prune.scoring.expressions import evaluate, has_operator, is_division, reduced_fraction
 from lmeval_prune.scoring.latex import MAX_LENGTH, clean, plain
 from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
+from lmeval_prune.scoring.vocabulary import phrases
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")
 _SEPARATORS = (  # `1,200; 3` before `3,4`
@@ -44,7 +45,9 @@ def _same_item(answer: str, gold: str) -> bool:
 
 def _words(text: str) -> str:
     words = re.sub(r"\s+", " ", plain(clean(text))).strip(" .$").lower()
-    return re.sub(r"^(?:the|an?|they are|it is|it's) (?=\S)", "", words)
+    words = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|,(?!\d)", "", words)
+    words = re.sub(rf"^(\d+) (?:of )?({phrases('months')})$", r"\2 \1", words, flags=re.IGNORECASE)
+    return re.sub(r"^(?:the|an?|they are|it is|it's|on) (?=\S)", "", words)
 
 
 def expression_is_right(text: str, target: str, gold: str, names: Mapping[str, Fraction]) -> bool:

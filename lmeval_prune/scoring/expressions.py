@@ -13,19 +13,21 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.latex import clean, plain, rewrite, rules
-from lmeval_prune.scoring.vocabulary import phrases
+from lmeval_prune.scoring.latex import clean, encloses, plain, rewrite, rules
+from lmeval_prune.scoring.vocabulary import phrases, words
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
 MAX_EXPONENT = 64
 
-_SIGNS = str.maketrans({**dict.fromkeys("×·⋅∗•", "*"), **dict.fromkeys("÷∶", "/"), "—": "-", "[": "(", "]": ")"})
+_SIGNS = str.maketrans("×·⋅∗•÷∶—–[]", "*****//--()")
 _BRACES = str.maketrans("{}", "()")
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NO_UNIT = rf"(?!{phrases('arithmetic_words')}(?![A-Za-z]))"
-_CHINESE = r"[\u4e00-\u9fff]"
+_UNIT = (
+    rf"\s*/?\s*(?:{_NO_UNIT}[A-Za-z]{{2,}}\.?|[\u4e00-\u9fff]+|[{''.join(sorted(words('unit_letters')))}](?!\s*[\w(]))"
+)
 
 
 def _mixed(match: re.Match[str]) -> str:
@@ -37,8 +39,8 @@ def _mixed(match: re.Match[str]) -> str:
 # `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
 _WHOLE_TEXT = rules(
     (r"[$;]", " "),
-    (r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)", " "),  # units in brackets
-    (rf"^(?:[\sA-Za-z]|{_CHINESE})*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)", ""),  # the answer is
+    (rf"\((?:[\u4e00-\u9fff/]+|{_NO_UNIT}[A-Za-z]{{2,}}[^()]*)\)", " "),  # a remark in brackets
+    (rf"^(?:[\sA-Za-z,]|[\u4e00-\u9fff])*(?:[:,]|[为是]|\b{phrases('before_an_expression')}\b)", ""),
     (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
     (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
     (r"\{\s*([-+*/])\s*\}", r"\1"),
@@ -47,8 +49,7 @@ _WHOLE_TEXT = rules(
 _EACH_SIDE = rules(
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),
     (r"(?<![\w.])0+(?=\d)", ""),  # 07, which Python refuses
-    (rf"(?<=[\d)%])\s+{_NO_UNIT}[A-Za-z]{{3,}}(?=\s*[-+*/)])", ""),  # unit words inside
-    (rf"(?<=[\d)%])\s+[A-Za-z]{{2,}}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*{_CHINESE}+$", ""),  # and at the end
+    (rf"(?<=[\d)%])(?:{_UNIT})+", ""),
     (r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])", _mixed),
     (r"(?<![\w.])(\d+(?:\.\d+)?)\s*%", r"(\1@100)"),
     (r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()", "*"),
@@ -166,11 +167,8 @@ def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
 
 # --------------------------------------------------------------------------- complexity
 
-_OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
 _SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
 _NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
-_BRACKET = re.compile(r"\(([^()]*)\)")
-_LEVEL = 0xE000  # a bracket is replaced by this character and so many more as it has levels
 
 
 def complexity(expression: str) -> str:
@@ -185,18 +183,16 @@ def complexity(expression: str) -> str:
     sides = expression.split("=")
     text = sides[1] if len(sides) > 1 and _NAME.fullmatch(sides[0]) else sides[0]
     text = re.sub(r"\s", "", text).replace("[", "(").replace("]", ")")
-    text, signed = _SIGN.sub("", text), text.startswith(("+", "-"))
-    operators = len(_OPERATOR.findall(text))
-    count = 1
-    while count:  # from the inside out
-        text, count = _BRACKET.subn(
-            lambda match: chr(_LEVEL + _levels(match[1]) + bool(_OPERATOR.search(match[1]))), text
-        )
-    nesting = _levels(text) - (len(text) == 1 and not signed and _levels(text) > 0)
+    operators, levels = 0, [(0, False)]  # of each open bracket: the levels in it, and whether it holds an operator
+    for sign in re.findall(r"\*\*|[-+*/^×÷()]", _SIGN.sub("", text)):
+        if sign == "(":
+            levels.append((0, False))
+        elif sign != ")":
+            operators, levels[-1] = operators + 1, (levels[-1][0], True)
+        elif len(levels) > 1:
+            inner, holds = levels.pop()
+            levels[-1] = max(levels[-1][0], inner + holds), levels[-1][1]
+    nesting = levels[0][0] - (levels[0][0] > 0 and encloses(text, "("))
     if operators >= 5 or nesting >= 2:
         return "high"
     return "medium" if operators >= 3 or nesting == 1 else "low"
-
-
-def _levels(text: str) -> int:
-    return max([ord(character) - _LEVEL for character in text if 0 <= ord(character) - _LEVEL < MAX_LENGTH], default=0)

@@ -197,35 +197,26 @@ _RULES: list[_Rule] = [
 
 # --------------------------------------------------------------------------- inequalities
 
-_SIGN_OF = {r"\le": "<=", r"\ge": ">=", r"\ne": "!="}
 _TURNED = str.maketrans("<>", "><")
 
 
 def _interval(text: str) -> Form | None:
     """Read `3 < x \\le 4` as the interval (3,4], `x \\ge 2` as [2, ∞), `x \\ne 3` as two."""
     sides = [side.strip() for side in _RELATION.split(text)]
-    signs = [_SIGN_OF.get(sign, sign) for sign in _RELATION.findall(text)]
-    if len(sides) == 3 and _VARIABLE.fullmatch(sides[1]) and signs[0][0] == signs[1][0] in "<>":
-        if signs[0][0] == ">":
-            sides, signs = sides[::-1], [sign.translate(_TURNED) for sign in reversed(signs)]
-        return _between(form_of(sides[0]), form_of(sides[2]), "=" in signs[0], "=" in signs[1])
-    if len(sides) != 2:
-        return None
-    if _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+    signs = [{r"\le": "<=", r"\ge": ">="}.get(sign, sign) for sign in _RELATION.findall(text)]
+    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
         sides, signs = sides[::-1], [signs[0].translate(_TURNED)]
-    if not _VARIABLE.fullmatch(sides[0]) or not sides[1]:
+    if len(sides) == 2 and sides[1] and _VARIABLE.fullmatch(sides[0]):
+        if signs == [r"\ne"]:
+            return _union(rf"(-\infty,{sides[1]})\cup({sides[1]},\infty)", 0)
+        sides = [r"-\infty" if signs[0][0] == "<" else r"\infty", *sides]  # x < 2 is -∞ < x < 2
+        signs = [signs[0][0], *signs]
+    if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]) or {sign[0] for sign in signs} not in ({"<"}, {">"}):
         return None
-    bound, closed = form_of(sides[1]), "=" in signs[0]
-    below, above = _between(r"-\infty", bound, False, closed), _between(bound, r"\infty", closed, False)
-    if signs[0] == "!=":
-        return Form(
-            "list", (_between(r"-\infty", bound, False, False), _between(bound, r"\infty", False, False)), ("union",)
-        )
-    return below if signs[0][0] == "<" else above
-
-
-def _between(low: Form | str, high: Form | str, with_low: bool, with_high: bool) -> Form:
-    return Form("tuple", (low, high), ("[" if with_low else "(", "]" if with_high else ")"))
+    if signs[0][0] == ">":
+        sides, signs = sides[::-1], signs[::-1]
+    closed = ["=" in sign for sign in signs]
+    return Form("tuple", _forms((sides[0], sides[2]), 0), ("(["[closed[0]], ")]"[closed[1]]))
 
 
 # --------------------------------------------------------------------------- equations

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-from lmeval_prune.scoring.vocabulary import listed_rules, phrases, values, words, words_by_key
+from lmeval_prune.scoring.vocabulary import listed_rules, phrases, words, words_by_key
 
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 MAX_LENGTH = 2000  # characters; longer answers are no answers
@@ -42,7 +42,7 @@ _CHARACTERS: dict[int, int | str | None] = {
     **dict.fromkeys(_REMOVED),
     **dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n"),
     **dict.fromkeys((0xFE63, 0x2212, 0x2011, 0x2010), "-"),
-    **str.maketrans("\u3000\t“”‘⁄∕￥", '  ""\'//¥'),
+    **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
 _THOUGHT = re.compile(
@@ -87,7 +87,7 @@ _WRAPPERS = rules(  # from the inside out
         r"|\\(?:[hv]space\*?|tag|label)\s*\{[^{}]*\}",
         lambda match: f" {match[1] or match[2] or ''} ",
     ),
-    (rf"{_FRAC}(?:\{{\s*([-\d.,\s]+?)\s*\}}|(\d))\s*(?:\{{\s*([\d.,\s]+?)\s*\}}|(\d))", r"(\1\2/\3\4)"),
+    (rf"{_FRAC}(?:\{{\s*(-?[\d.,\s]+?)\s*\}}|(\d))\s*(?:\{{\s*([\d.,\s]+?)\s*\}}|(\d))", r"(\1\2/\3\4)"),
 )
 
 
@@ -113,33 +113,26 @@ _CANONICAL_SIGNS = str.maketrans(
     | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 )
 _CANONICAL_COMMANDS = (
-    {f"{size}frac": r"\frac" for size in "dtc"}
-    | {f"{size}binom": r"\binom" for size in "dt"}
-    | dict.fromkeys(words("text"), r"\text")
+    dict.fromkeys(words("text"), r"\text")
     | {name: f"\\{names[0]} " for sign, names in _SIGNS.items() if sign in "≤≥≠∪∅" for name in names}
     | {name: sign for sign, names in _SIGNS.items() if sign in "<>|" for name in names}
-    | {"colon": ":", "quad": " , ", "qquad": " , ", "thinspace": " ", "medspace": " ", "hfill": " "}
+    | {name: canonical for canonical, names in words_by_key("canonical_commands", "latex").items() for name in names}
     | dict.fromkeys(words("switches"), "")
 )
-_MAGNITUDES = {
-    word: len(str(value)) - 1 for word, value in values("scales").items() if word.isascii() and word != "dozen"
-}
 _CANONICAL_FIRST = rules(
     ("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match.group().translate(SUPERSCRIPTS) + "}"),
     ("[₀-₉]+", lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}"),
     *listed_rules("canonical_spaces"),
 )
 _CANONICAL_LAST = rules(
-    (rf"\\text\s*\{{\s*({'|'.join(_MAGNITUDES)})s?\s*\}}", lambda match: rf" \cdot 10^{{{_MAGNITUDES[match[1]]}}} "),
     *listed_rules("canonical"),
     (
         r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}",  # a mixed number
         lambda m: f"({m[1]}+\\frac{{{m[2]}}}{{{m[3]}}})" if int(m[2]) < int(m[3]) else m[0],
     ),
 )
-_NO_UNIT = r"radian|[ap]\.?\s?m\b|factorial|squared|cubed|half|less|more|mod|pi\b|dozen"
 _UNIT = re.compile(
-    rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*(?:{_NO_UNIT}))[^{{}}]*\}}"
+    rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}"
     rf"|\\(?:text)?{phrases('unit_symbols', 'latex')}(?![A-Za-z]))(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
 )
 
@@ -158,15 +151,17 @@ def canonical(text: str) -> str:
 # --------------------------------------------------------------------------- brackets
 
 _PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
-_CLOSING = frozenset(_PAIRS.values())
-_PIECE = re.compile(r"\\begin\{\w+\*?\}|\\end\{\w+\*?\}|\\[A-Za-z]+|\\.|[\s\S]")
+_PIECE = re.compile(r"\\(?:begin|end)(?=\{\w+\*?\})|\\[A-Za-z]+|\\.|[\s\S]")
+_DEEPENS = dict.fromkeys(_PAIRS, 1) | dict.fromkeys(_PAIRS.values(), -1) | {"\\begin": 1, "\\end": -1}
 
 
-def _deepens(piece: str) -> int:
-    """Return 1 for what opens, -1 for what closes, and else 0."""
-    if piece in _PAIRS or piece.startswith("\\begin{"):
-        return 1
-    return -1 if piece in _CLOSING or piece.startswith("\\end{") else 0
+def _depths(text: str) -> dict[int, int]:
+    """Return where each character or command of a text begins, and in how many brackets it stands."""
+    depths, depth = {}, 0
+    for piece in _PIECE.finditer(text):
+        depths[piece.start()] = depth
+        depth = max(0, depth + _DEEPENS.get(piece.group(), 0))
+    return depths
 
 
 def encloses(text: str, opening: str, closing: str = "") -> bool:
@@ -174,26 +169,15 @@ def encloses(text: str, opening: str, closing: str = "") -> bool:
     closing = closing or _PAIRS[opening]
     if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
         return False
-    depth = 0
-    for piece in _PIECE.finditer(text):
-        depth += _deepens(piece.group())
-        if depth == 0:
-            return piece.end() == len(text)
-    return False
+    return all(depth or not at for at, depth in _depths(text).items())
 
 
 def split(text: str, *separators: str) -> list[str]:
     """Return the parts of a text between separators that stand in no bracket."""
-    parts, start, depth, at = [], 0, 0, 0
-    while at < len(text):
-        separator = next((s for s in separators if text.startswith(s, at)), "") if depth == 0 else ""
-        end = at + len(separator)
-        if separator and not (separator[-1].isalpha() and text[end : end + 1].isalpha()):
-            parts.append(text[start:at])
-            at = start = end
-            continue
-        piece = _PIECE.match(text, at)
-        assert piece
-        depth = max(0, depth + _deepens(piece.group()))
-        at = piece.end()
+    parts, start, depths = [], 0, _depths(text)
+    for match in re.finditer("|".join(map(re.escape, separators)), text):
+        is_word = match.group()[-1].isalpha() and text[match.end() : match.end() + 1].isalpha()
+        if depths.get(match.start()) == 0 and match.start() >= start and not is_word:
+            parts.append(text[start : match.start()])
+            start = match.end()
     return [*parts, text[start:]]

@@ -7,10 +7,10 @@ is left, single expressions, by math-verify.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from lmeval_prune.scoring.forms import Form, assigned, form_of
-from lmeval_prune.scoring.latex import MAX_LENGTH, canonical
+from lmeval_prune.scoring.latex import MAX_LENGTH, canonical, plain
 from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
@@ -83,18 +83,18 @@ def _kind_of_name(name: str) -> str:
 
 
 def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
-    """Compare in any order. A set is a list, but no tuple; one thing is a list of one."""
-    names, gold_names = _by_name(answer), _by_name(gold)
-    if names and names.keys() == gold_names.keys():  # a = 1, b = 2
-        return _every(compare(value, gold_names[name], leaf) for name, value in names.items())
+    """Compare in any order, or by names: a = 1, b = 2. A set is a list, but no tuple; one thing is a list of one."""
     if {answer.kind, gold.kind} & _ORDERED and "union" not in (*answer.rest, *gold.rest):
         return False
-    parts, left = _members(answer), _members(gold)
-    if len(parts) != len(left) or len(parts) > MAX_PARTS:
+    members, left = _members(answer), _members(gold)
+    if len(members) != len(left) or len(members) > MAX_PARTS:
         return False
+    named, gold_named = dict(members), dict(left)
+    if named.keys() == gold_named.keys() and len(named) == len(left) > 1:
+        return _every(compare(value, gold_named[name], leaf) for name, value in members)
     unknown = False
-    for part in parts:
-        results = [compare(part, other, leaf) for other in left]
+    for _, part in members:
+        results = [compare(part, other, leaf) for _, other in left]
         if True in results:
             left.pop(results.index(True))
         elif None in results:
@@ -104,26 +104,14 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     return None if unknown else True
 
 
-def _by_name(form: Form) -> dict[str, Form | str]:
-    """Return the values of a list of assignments to different names; nothing for another list."""
-    pairs = [assigned(part) for part in form.parts if isinstance(part, Form) and part.kind == "equation"]
-    by_name = {_bare(pair[0]): pair[1] for pair in pairs if pair}
-    return by_name if form.kind == "list" and len(by_name) == len(form.parts) > 1 else {}
-
-
-def _members(form: Form) -> list[Form | str]:
-    if form.kind == "list":
-        return _unpacked(form.parts)
-    return _unpacked(form.parts[:1] if form.kind == "single" else [form])
-
-
-def _unpacked(parts: Sequence[Form | str]) -> list[Form | str]:
-    """Return `x = 1, x = 2` as 1, 2; lists in a list (of ±) as their members."""
-    members: list[Form | str] = []
-    for part in parts:
-        if isinstance(part, Form) and part.kind == "equation" and (pair := assigned(part)):
-            part = pair[1]
-        members += _unpacked(part.parts) if isinstance(part, Form) and part.kind == "list" else [part]
+def _members(form: Form) -> list[tuple[str, Form | str]]:
+    """Return the members of a list with their names (`x = 1, x = 2`), lists in it (of ±) taken apart."""
+    members: list[tuple[str, Form | str]] = []
+    for part in form.parts if form.kind in ("list", "single") else (form,):
+        pair = assigned(part) if isinstance(part, Form) and part.kind == "equation" else None
+        name, value = pair or ("", part)
+        values = _members(value) if isinstance(value, Form) and value.kind == "list" else [("", value)]
+        members += [(_bare(name), member) for _, member in values]
     return members
 
 
@@ -151,7 +139,9 @@ def _is_choice(answer: list[str], letter: str) -> bool:
     """Return whether words choose a letter, and no other."""
     others = [word for word in answer if _CHOICE.fullmatch(word) and word not in ("a", letter)]
     meaning = [word for word in answer if word not in _NEUTRAL or word == letter]
-    return not others and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
+    return (
+        not others and not {"or", "and"} & set(answer) and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
+    )
 
 
 def _separated(form: Form) -> list[str]:
@@ -170,6 +160,7 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool | None]] = {
 # --------------------------------------------------------------------------- verdicts
 
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
+_TWICE = re.compile(r"(.{1,40}?) ?\((?:or|=|≈|i\.e\.,?)? ?([^()]{1,40})\)")
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}|\bradians?\b")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 _FUNCTIONS = words("latex_functions")
@@ -212,6 +203,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
         return known == "equal"
 
     answer = _in_radians(answer) if "pi" in gold else answer
+    answer = _once(answer) if "(" in answer else answer
     numbers = number_of(answer), number_of(gold)
     if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
         return "equal" if same_number(numbers[0], numbers[1], exact=True) else "different"
@@ -219,6 +211,13 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
     if same:
         return "equal"
     return failed[0] if failed and same is False else "different"
+
+
+def _once(answer: str) -> str:
+    """Return the first of two numbers of an answer that says one number twice: `49/5 (9.8)`."""
+    twice = _TWICE.fullmatch(" ".join(plain(answer).split()))
+    number, again = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
+    return str(twice[1]) if twice and number and again and same_number(number, again, exact=True) else answer
 
 
 def _in_radians(answer: str) -> str:
@@ -233,7 +232,7 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
     if keys[0] == keys[1]:
         return bool(keys[0])
     numbers = number_of(answer), number_of(gold)
-    if numbers[0] and numbers[1]:
+    if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
         return same_number(numbers[0], numbers[1], exact=True)
     commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
     if not _FUNCTIONS.issuperset(commands) or any(

@@ -18,6 +18,8 @@ def pass_ordered(right: Sequence[bool], k: int) -> bool:
 
 def pass_unbiased(n: int, c: int, k: int) -> float:
     """Return 1 − C(n−c, k)/C(n, k): the chance that k of n exchangeable attempts, c of them right, hold a right one."""
+    if k > n:
+        raise ValueError(f"{k} of {n} attempts cannot be drawn")
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 

@@ -96,11 +96,12 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
         task: name of the task to evaluate, e.g. prune_asdiv_a_pass8
         router: folder of a fitted router; questions that it was fitted on are left out
     """
+    from lmeval_prune.artefacts import digest
     from lmeval_prune.sprint.outcomes import OutcomeStore
-    from lmeval_prune.sprint.router import Router, text_key
+    from lmeval_prune.sprint.router import Router
 
     fitted = set(Router.load(router).about.get("seen", [])) if router else set()
-    rows = [row for row in OutcomeStore(outcomes).read().questions if text_key(row["question"]) not in fitted]
+    rows = [row for row in OutcomeStore(outcomes).read().questions if digest(row["question"]) not in fitted]
     sources = sorted({f"{row['task']} {row['split']}" for row in rows})
     if len(sources) != 1:
         raise InputError(

@@ -48,7 +48,7 @@ class Curve:
         return self.values.mean(0)
 
 
-def solved_by(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
+def solved_cells(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
     """Return whether each head solves each question, shape (questions, heads); `InputError` if one is unknown."""
     part = outcomes.columns(heads)
     unknown = np.argwhere(np.isnan(part.z))
@@ -61,30 +61,30 @@ def solved_by(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
     return np.asarray(part.z == 1)
 
 
-def ordered(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
+def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
     """Compute pass@k of a policy: try i takes its i-th head."""
     column_of = {head: i for i, head in enumerate(policy.pool)}
-    solved = solved_by(outcomes, policy.pool)
+    solved = solved_cells(outcomes, policy.pool)
     heads = [order[:n] for order in policy.order(outcomes.texts)]
     tries = [[bool(row[column_of[head]]) for head in order] for row, order in zip(solved, heads, strict=True)]
     values = np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries])
     return Curve(name, "ordered", values, heads)
 
 
-def in_hindsight(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+def oracle_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
     """Compute pass@k of the oracle: whether any head of the pool solves the question."""
-    solved = solved_by(outcomes, pool).any(axis=1, keepdims=True)
+    solved = solved_cells(outcomes, pool).any(axis=1, keepdims=True)
     return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1), is_bound=True)
 
 
-def at_random(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+def random_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
     """Compute the expected pass@k of m heads drawn without replacement, c of them right: 1 − C(m−c, k)/C(m, k)."""
-    counts = solved_by(outcomes, pool).sum(1)
+    counts = solved_cells(outcomes, pool).sum(1)
     ks = [min(k, len(pool)) for k in range(1, n + 1)]
     return Curve(name, "exact", np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts]))
 
 
-def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
+def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     """Estimate pass@k from a samples file of `lm_eval --log_samples` on a pass@N task, for the outcomes' questions.
 
     Random samples are exchangeable, so the unbiased estimator is used. The tries of a routed run are ordered, so its

@@ -48,7 +48,7 @@ def diversity_term(v: Tensor, s: Tensor) -> Tensor:
     return (s * squared_distances(v, v)).triu(1).sum()
 
 
-def constrained(v: Tensor, diversity: str, radius: float) -> Tensor:
+def constrain(v: Tensor, diversity: str, radius: float) -> Tensor:
     """Project head embeddings into a ball or onto a sphere; leave them if `diversity` is `unbounded`.
 
     As printed, the loss has no minimum for λ > 0: its second term grows without bound as heads move apart.

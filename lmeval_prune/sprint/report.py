@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.curves import Curve, at_random, from_samples, in_hindsight, ordered
+from lmeval_prune.sprint.curves import Curve, oracle_curve, policy_curve, random_curve, samples_curve
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router, text_key
+from lmeval_prune.sprint.router import Router
 
 
 def write_report(options: ReportOptions) -> Path:
@@ -98,7 +98,7 @@ def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | N
 def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Outcomes, Outcomes | None]:
     """Keep the test questions that the router was not fitted on; by default the others train the baselines."""
     fitted = set(router.about.get("seen", []))
-    is_fitted = np.array([text_key(text) in fitted for text in test.texts])
+    is_fitted = np.array([digest(text) in fitted for text in test.texts])
     if not is_fitted.any():
         return test, train
     if is_fitted.all() or not router.about.get("held_out"):
@@ -149,15 +149,15 @@ def _model_identity(model: dict[str, Any]) -> Any:
 def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
     n = options.n
     pool = router.pool if router else test.pool
-    curves = [ordered("SPRINT router", policies.nearest(router), test, n)] if router else []
+    curves = [policy_curve("SPRINT router", policies.nearest(router), test, n)] if router else []
     if train:
         train = train.columns([name for name in train.pool if name in pool])
-        curves.append(ordered("best heads of training", policies.best(train), test, n))
+        curves.append(policy_curve("best heads of training", policies.best(train), test, n))
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
-        curves.append(at_random(f"random of the top {len(top)} heads", top, test, n))
-    curves.append(at_random(f"random of all {len(pool)}", pool, test, n))
-    curves += [from_samples(name, path, test, n) for name, path in options.samples]
-    curves.append(in_hindsight("oracle (not a method)", pool, test, n))
+        curves.append(random_curve(f"random of the top {len(top)} heads", top, test, n))
+    curves.append(random_curve(f"random of all {len(pool)}", pool, test, n))
+    curves += [samples_curve(name, path, test, n) for name, path in options.samples]
+    curves.append(oracle_curve("oracle (not a method)", pool, test, n))
     return curves
 
 

@@ -26,7 +26,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
-from lmeval_prune.sprint.loss import agreement, constrained, contrastive_loss, ranking_losses, squared_distances
+from lmeval_prune.sprint.loss import agreement, constrain, contrastive_loss, ranking_losses, squared_distances
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 
@@ -44,7 +44,7 @@ class Contents(TypedDict):
     model: NotRequired[dict[str, Any]]
     tasks: NotRequired[dict[str, dict[str, Any]]]
     options: NotRequired[dict[str, Any]]
-    seen: NotRequired[list[str]]
+    seen: NotRequired[list[str]]  # digests of the questions that it was fitted on
     held_out: NotRequired[int]
 
 
@@ -146,7 +146,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     try:
         if not options.dense:
             outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
-        groups = numbered(outcomes.texts)
+        groups = number_questions(outcomes.texts)
         _, used = split(groups, options.holdout, [options.seed, 1])
         outcomes = outcomes.rows(used)
         _check(outcomes)
@@ -162,22 +162,17 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
             "answers": outcomes.lengths,
             "unknown_cells": int(z.isnan().sum()),
             "held_out": len(groups) - len(used),
-            "seen": sorted({text_key(text) for text in outcomes.texts}),
+            "seen": sorted({digest(text) for text in outcomes.texts}),
         }
         embeddings = encoders.embed(model, outcomes.texts)
-        return fit_embeddings(embeddings, z, outcomes.pool, encoder, options, about, numbered(outcomes.texts))
+        return fit_embeddings(embeddings, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts))
     except InputError as error:
         if not cut_off:
             raise
         raise InputError(f"{cut_off}, sweep again with more max_gen_toks: {error}") from None
 
 
-def text_key(text: str) -> str:
-    """Return the digest that identifies a question in `router.json`."""
-    return digest(text)
-
-
-def numbered(texts: Sequence[str]) -> list[int]:
+def number_questions(texts: Sequence[str]) -> list[int]:
     """Number the questions; equal texts have the same number."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(text, len(numbers)) for text in texts]
@@ -210,7 +205,7 @@ def fit_embeddings(
         raise InputError("no training question is solved by any head; sweep more or easier questions")
     candidates = []
     for size, weight in product(options.sizes, options.weights):
-        theta, heads, curve = _descend(x, z, training, validation, size, weight, options)
+        theta, heads, curve = _optimise(x, z, training, validation, size, weight, options)
         router = Router(theta, heads, pool, encoder)
         candidate: dict[str, Any] = {
             "p": size,
@@ -254,7 +249,7 @@ def _check(outcomes: Outcomes) -> None:
         )
 
 
-def _descend(
+def _optimise(
     x: Tensor, z: Tensor, training: list[int], validation: list[int], size: int, weight: float, options: FitOptions
 ) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
     """Return θ and V at the lowest validation loss (without validation: training loss), and the curve."""
@@ -271,11 +266,11 @@ def _descend(
     for epoch in range(options.epochs):
         for batch in rows[torch.randperm(len(rows), generator=generator)].split(options.batch):
             optimiser.zero_grad()
-            heads = constrained(raw, options.diversity, options.radius)
+            heads = constrain(raw, options.diversity, options.radius)
             contrastive_loss(x[batch] @ theta.T, heads, z[batch], s, weight).backward()
             optimiser.step()
         with torch.no_grad():
-            heads = constrained(raw, options.diversity, options.radius)
+            heads = constrain(raw, options.diversity, options.radius)
             full = float(contrastive_loss(x[training] @ theta.T, heads, z[training], s, weight))
             losses = ranking_losses(x[validation] @ theta.T, heads, z[validation])
             held = float(losses.mean()) if len(losses) else full
@@ -285,7 +280,7 @@ def _descend(
             best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), held, 0
         if epochs_since >= options.patience or not np.isfinite(full):
             break
-    return best[0], constrained(best[1], options.diversity, options.radius).detach(), curve
+    return best[0], constrain(best[1], options.diversity, options.radius).detach(), curve
 
 
 def _passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:

@@ -33,7 +33,7 @@ def other_folds(data: str, test: str | None) -> list[str]:
     return [name for name in folds if name != test]
 
 
-def without_test(
+def drop_test_questions(
     rows: Iterable[Document], test: Iterable[Document], names: str, test_name: str
 ) -> tuple[list[Any], int]:
     """Drop the training rows whose question is also in the test; return the other rows and the number of dropped rows.

@@ -27,7 +27,7 @@ class _TrainerState(TypedDict):
     global_step: int
 
 
-def settings_of(options: Any) -> dict[str, Any]:
+def result_settings(options: Any) -> dict[str, Any]:
     """Return the options that the result depends on, as JSON: all except paths."""
     return {
         name: value
@@ -36,7 +36,7 @@ def settings_of(options: Any) -> dict[str, Any]:
     }
 
 
-def refuse_other(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
+def check_same_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
     """Raise an `InputError` if a folder was made with other options."""
     differ = [name for name in settings if stored.get(name) != settings[name]]
     if differ:
@@ -47,7 +47,7 @@ def refuse_other(settings: Mapping[str, Any], stored: Mapping[str, Any], folder:
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a folder of checkpoints has other options."""
     if (work / OPTIONS).is_file():
-        refuse_other(settings, read_options(work), work)
+        check_same_settings(settings, read_options(work), work)
 
 
 def read_options(work: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def last_checkpoint(work: Path) -> str | None:
 
 
 @contextmanager
-def full_disk_refused(work: Path) -> Iterator[None]:
+def report_full_disk(work: Path) -> Iterator[None]:
     """Turn errors of torch and safetensors on a full disk into an `InputError` with one line."""
     try:
         yield

@@ -86,18 +86,18 @@ class Progress(TrainerCallback):
             per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
             minutes = (per_step * steps + self.following * self.preparation) / 60
             text = (
-                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_listed(row, self.TERMS)}, "
+                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_format_row(row, self.TERMS)}, "
                 f"{row['seconds']:.0f} s; at most about {minutes:.1f} min left"
             )
         elif "eval_loss" in row:
-            text = f"  validation: {_listed(row, self.FIGURES)}"
+            text = f"  validation: {_format_row(row, self.FIGURES)}"
         else:
             return
         if state.is_world_process_zero:
             print(text, flush=True)
 
 
-def _listed(row: dict[str, Any], names: Sequence[str]) -> str:
+def _format_row(row: dict[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
 
 

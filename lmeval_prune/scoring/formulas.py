@@ -1,0 +1,186 @@
+r"""Reading formulas: those that a statement gives, and those that a text ends with.
+
+A formula is an atom, taken whole or not at all. In prose without dollar signs the longest runs of mathematical signs are formulas.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
+from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences, flat
+from lmeval_prune.scoring.vocabulary import phrases
+
+# By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
+_FORMULA = re.compile(
+    r"\$\$((?:\\.|[^$\\])+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)"
+    r"|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
+    r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{\w+\*?\}"
+)
+_TOKEN = (
+    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|{phrases('mathematical_words')}(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
+    r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π\\(A-Za-z]))"
+)
+_RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
+ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
+_LIST = re.compile(rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*")
+_CONDITION = re.compile(rf"\b{phrases('conditions_before')}\b[A-Za-z\s]{{0,20}}$", re.IGNORECASE)
+_SUPPOSED = re.compile(
+    rf"^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}", re.IGNORECASE
+)
+_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
+_NEGATES = re.compile(
+    rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
+    re.IGNORECASE,
+)
+_REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)
+_AFTERTHOUGHT = re.compile(rf"(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$")
+_NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
+_WORDS = re.compile(
+    r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
+)
+_IN_BRACES = re.compile(r"\\(?:begin|end|math\w+|text\w*|operatorname)\s*\{[^{}]*\}")
+_SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|split)\*?\}|&")
+_INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
+_SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
+    rf"^(?:[\w\s]|\\text\s*\{{[^{{}}]*)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
+    rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
+    re.IGNORECASE,
+)
+_UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")
+_MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
+
+
+def _content(formula: re.Match[str]) -> str:
+    return str(next(group for group in formula.groups() if group is not None))
+
+
+def _result(formula: str) -> str:
+    r"""Return what a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
+    if _ROWS.search(formula):
+        kept = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+        rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
+        formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
+        formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
+    return re.sub(r"(?:[ .,]|\\[,;:! ]?)*$", "", flat(formula))
+
+
+def is_formula(text: str) -> bool:
+    """Return whether a text computes or names something outside its words, and so is no number in prose."""
+    return bool(_SIGNS.search(_WORDS.sub("", text)))
+
+
+class Atoms:
+    """A text in which a letter of Yi stands for each formula.
+
+    Attributes:
+        text: the text with these letters.
+        formulas: the formulas, in their order.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.formulas: list[str] = []
+        self.text = _FORMULA.sub(lambda match: self._atom(_content(match)), re.sub(ATOM, " ", text))
+
+    def _atom(self, formula: str) -> str:
+        self.formulas.append(formula)
+        return chr(0xA000 + len(self.formulas) - 1)
+
+    def with_runs(self, sentence: str) -> str:
+        """Return a sentence with letters for its runs of mathematical signs, too."""
+        return _RUN.sub(lambda run: self._run(run.group()), sentence)
+
+    def _run(self, run: str) -> str:
+        formula = run.lstrip("=:,*/ ").rstrip("=:,-+*/ ") if run.strip("(").strip(" =") else ""
+        unclosed = formula.count(")") - formula.count("(")
+        formula = formula[: len(formula) - unclosed] if unclosed > 0 and formula.endswith(")" * unclosed) else formula
+        is_formula = re.search(r"\w|[√π∞]", formula) and _MATHEMATICAL.search(formula) and not _NAME.fullmatch(formula)
+        return run.replace(formula, f" {self._atom(formula)} ", 1) if is_formula else run
+
+    def formula(self, letter: str) -> str:
+        """Return the formula of a letter."""
+        return self.formulas[ord(letter) - 0xA000]
+
+    def joined(self, letters: str) -> str:
+        """Return what formulas with joints between them say: all of them, or the last, if they give values to several names."""
+        formulas = [self.formula(letter) for letter in re.findall(ATOM, letters)]
+        names = {flat(formula.rpartition("=")[0]) for formula in formulas} - {""}
+        return _result(
+            formulas[-1] if len(names) > 1 else re.sub(ATOM, lambda letter: self.formula(letter.group()), letters)
+        )
+
+
+@dataclass(frozen=True)
+class FormulaReader:
+    """Reads a formula, or several that are joined; of a sentence without one, its words.
+
+    Attributes:
+        words: the answer is words, so formulas count only where the statement begins with one.
+        runs: at the end of a text, mathematical signs in prose are formulas, too.
+    """
+
+    words: bool = False
+    runs: bool = True
+
+    def read(self, content: str, how: str) -> str | None:
+        """Return the formula; None of a remark that holds none."""
+        if how == "boxed":
+            return _SAYING.sub("", flat(content)) or None
+        content = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", content).replace("`", " ").strip()
+        atoms = Atoms(content)
+        why = _WHY.search(atoms.text)
+        until = why.start() if why and PROSE.search(atoms.text[: why.start()]) else len(atoms.text)
+        first = re.match(ATOM, atoms.text) if self.words else re.search(ATOM, atoms.text[:until])
+        if first:
+            denied = _NEGATES.search(atoms.text[: first.start()])
+            return None if denied else atoms.joined("".join(_LIST.findall(atoms.text, first.start())[:1]))
+        words = _SAYING.sub("", REASON.split(content, maxsplit=1)[0]).strip(" $*_").rstrip(" .$!。")
+        if not self.words and _MATHEMATICAL.search(words):
+            return _UNITS.sub("", words)
+        return words if self.words or len(PROSE.findall(words)) <= MAX_WORDS else None
+
+    def is_bare(self, content: str) -> bool:
+        """Return whether it is a formula, or a few words."""
+        if len(content) > MAX_END:
+            return False
+        if _FORMULA.search(content):
+            return not PROSE.search(_FORMULA.sub("", REASON.split(content, maxsplit=1)[0]).replace("and", ""))
+        return len(PROSE.findall(content)) <= MAX_WORDS
+
+    def read_end(self, text: str) -> str | None:
+        """Return a last line that is nothing but a formula, or what the last sentence with a formula states."""
+        atoms = Atoms(text[-MAX_END:])
+        line = next((line.strip() for line in reversed(atoms.text.splitlines()) if line.strip()), "")
+        if not PROSE.search(_IN_BRACES.sub("", line)) and not re.search(ATOM, line) and _MATHEMATICAL.search(line):
+            return None if _is_doubted(line) else self.read(line, "end")
+        for sentence in concluding_sentences(atoms.text):
+            if _is_doubted(sentence):
+                return None
+            if re.search(rf"\d|[√π∞]|{ATOM}", sentence):
+                return self._stated(atoms, sentence)
+        return None
+
+    def _stated(self, atoms: Atoms, sentence: str) -> str | None:
+        """Return the last formulas of a sentence that are no name, no condition and not rejected."""
+        if self.runs and not re.search(ATOM, sentence):
+            sentence = atoms.with_runs(sentence)
+        sentence = _AFTERTHOUGHT.sub("", sentence)
+        lists = [m for m in _LIST.finditer(sentence) if not _NAME.fullmatch(atoms.formula(m.group()[-1]))]
+        lists = [m for m in lists if not _REJECTED.match(sentence, m.end())]
+        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
+        for formulas in (meant or lists)[-1:]:
+            before, formula, after = (
+                sentence[: formulas.start()],
+                atoms.joined(formulas.group()),
+                sentence[formulas.end() :],
+            )
+            is_other = self.words and "\\text" not in formula and PROSE.search(after)
+            return None if is_other or _NEGATES.search(before) or re.search(r"\d", after) else formula
+        return None
+
+
+def _is_doubted(sentence: str) -> bool:
+    cut_off = CUT_OFF.search(sentence) and len(PROSE.findall(sentence)) > 2
+    return bool(cut_off or any(doubt.search(sentence) for doubt in (GIVES_UP, DENIED)) or _SUPPOSED.search(sentence))

@@ -1,0 +1,173 @@
+r"""Reading answers in words: yes or no, a time, a ratio, a date, several numbers, or words.
+
+The last sentence that concludes something decides, and of it the main clause: without what is aside, a condition or a reason.
+It states what it says of its subject ('the winner is Kim') or, where it compares or ranks ('Kim is older than Lee'), its subject.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lmeval_prune.scoring.latex import plain
+from lmeval_prune.scoring.prose import number_of, numbers_in
+from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
+from lmeval_prune.scoring.vocabulary import pattern, phrases
+
+MAX_WORDS = 4  # of a bare answer in words
+PROSE = re.compile(rf"(?<![\\A-Za-z])(?!{phrases('mathematical_words')}\b)[A-Za-z]{{2,}}|[\u4e00-\u9fff]")
+REASON = re.compile(rf"[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}", re.IGNORECASE)
+GIVES_UP = pattern("given_up")
+_BEGINS_ASIDE = re.compile(
+    rf"\W*(?:{phrases('checks')}|{phrases('checks', 'zh')}|{phrases('courtesies')}\b)", re.IGNORECASE
+)
+_UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
+_YES_OR_NO = re.compile(
+    rf"(?:.*[:,]\s)?(?:{phrases('conclusions')}\b,?\s+)?(yes|no)\b"
+    r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
+    re.IGNORECASE,
+)
+_TIME = re.compile(
+    r"\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)", re.IGNORECASE
+)  # or a ratio
+_DATE = re.compile(
+    rf"{phrases('months')}(?: \d{{1,2}}(?:st|nd|rd|th)?)?\b|{phrases('weekdays')}\b"
+    rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\([A-J]\)|\b[A-J]\b(?=\W*$)", re.IGNORECASE)
+_RANGE = re.compile(rf"\b(?:{phrases('ranges')}|\w+n't)\b", re.IGNORECASE)
+_GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)
+_NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–=]")
+_CONCLUSION = re.compile(
+    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|which means(?: that)?)\b,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
+    re.IGNORECASE,
+)
+_CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)
+_ASIDE = re.compile(
+    rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
+    re.IGNORECASE,
+)
+_CLEFT = re.compile(r"it(?:'s| is| was| will be) (.+?) (?:who|that|which)\b", re.IGNORECASE)
+_COPULA = re.compile(
+    r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
+)
+_PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
+_RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)
+_PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)
+_ARTICLES = frozenset(["the", "a", "an"])
+
+
+def flat(text: str) -> str:
+    """Return a text with single spaces."""
+    return " ".join(text.split())
+
+
+def concluding_sentences(text: str) -> Iterator[str]:
+    """Yield the sentences at the end of a text, the last first, without checks and courtesies."""
+    return (sentence for sentence in reversed(sentences(text)) if not _BEGINS_ASIDE.match(sentence))
+
+
+def main_clause(sentence: str) -> str:
+    """Return what a sentence concludes, without what stands aside, conditions and reasons."""
+    clause = _CONDITION.sub("", _CONCLUSION.sub("", sentence))
+    return _ASIDE.sub("", clause).rstrip(" .!。")
+
+
+def stated_words(sentence: str, length: int) -> str:
+    """Return the words that a sentence states: where it ranks its subject, `length` words of that; else what it says of it."""
+    clause = main_clause(sentence)
+    if cleft := _CLEFT.match(clause):
+        return cleft[1]
+    copula = _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
+    subject, predicate = copula.groups() if copula else (clause, clause)
+    ranked, pronoun = _RANKED.match(predicate) if copula else _RANKED.search(predicate), _PRONOUN.match(subject)
+    if predicate.startswith("neither "):
+        return "neither"
+    if pronoun and not copula and not ranked:
+        return " ".join(predicate.split()[-length:])
+    if not ranked:
+        return _PREPOSITION.sub("", predicate)
+    first, than, _ = predicate.partition(" than ")
+    if than and pronoun:  # more red than blue
+        return " ".join(first.split()[-length:])
+    words = _without_article(subject.split())
+    alone = words[length : length + 1] not in (["and"], ["or"], ["of"])
+    return " ".join(words[:length]) if alone and " and " not in first else clause
+
+
+def _without_article(words: list[str]) -> list[str]:
+    return words[1:] if len(words) > 1 and words[0].lower() in _ARTICLES else words
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads yes or no, a time, ratio or date, several numbers (`3; 4`), or words; unmarked, from the last sentence.
+
+    Attributes:
+        gold: the gold answer, which says which of them.
+    """
+
+    gold: str
+
+    def read(self, content: str, how: str) -> str | None:
+        """Return that part of the statement; the whole of it, if it has none."""
+        text = REASON.split(flat(plain(content)).strip(" *_").rstrip(" .。!"), maxsplit=1)[0]
+        return self._part(text) or text or None
+
+    def is_bare(self, content: str) -> bool:
+        """Return whether it is a few words."""
+        return bool(self._part(content)) or len(PROSE.findall(content)) <= MAX_WORDS
+
+    def read_end(self, text: str) -> str | None:
+        """Return what the last sentence states; of several numbers, the last line."""
+        lines = [line for line in text.splitlines() if line.strip()]
+        if self._is_yes_or_no or ";" in self.gold:
+            line = lines[-1][-MAX_PHRASE:] if lines else ""
+            ends = [line] if ";" in self.gold else concluding_sentences(line)
+            return next((part for end in ends if (part := self._part(flat(plain(end)).strip(" *_")))), None)
+        sentence = next(concluding_sentences(text), "")
+        words = flat(plain(sentence[-MAX_PHRASE:])).strip(" *_")
+        clause = main_clause(words)
+        if not words or words.endswith("?") or DENIED.search(clause) or GIVES_UP.search(words):
+            return None
+        if self._pattern:
+            return self._part(clause)
+        return None if _NEGATED.search(clause) else stated_words(words, len(_without_article(self.gold.split())))
+
+    @property
+    def _is_yes_or_no(self) -> bool:
+        return self.gold.strip().lower() in ("yes", "no")
+
+    @property
+    def _pattern(self) -> re.Pattern[str] | None:
+        """Return what a time, a ratio or a date looks like, if the gold answer is one."""
+        return next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(self.gold.strip())), None)
+
+    def _part(self, text: str) -> str | None:
+        if self._is_yes_or_no:
+            answer = _YES_OR_NO.match(text)
+            return answer[1].lower() if answer else None
+        if self._pattern:
+            return _last_free(self._pattern, text)
+        golds, numbers = [number_of(part) for part in self.gold.split(";")], numbers_in(text)
+        if len(golds) < 2 or not all(golds) or len(numbers) != len(golds) or _UNSAID.search(text):
+            return None
+        between = re.split("|".join(map(re.escape, numbers)), text)[1:-1]
+        return None if any(map(_NO_LIST.search, between)) else "; ".join(numbers)
+
+
+def _last_free(kind: re.Pattern[str], text: str) -> str | None:
+    """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
+    found = list(kind.finditer(text))
+    starts = [0, *(match.end() for match in found)]
+    before = [text[start : match.start()] for start, match in zip(starts, found, strict=False)]
+    if (
+        " or " in text
+        or any(map(_RANGE.search, before))
+        or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:])
+    ):
+        return None
+    free = (match.group() for match, gap in zip(found[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
+    return next(free, None)

@@ -13,7 +13,7 @@ from lmeval_prune.scoring.latex import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_PHRASE, Reader, sentences
-from lmeval_prune.scoring.text import TextReader, concluding_sentences
+from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -97,6 +97,8 @@ class NumberReader:
             words = _NOT_BUT.sub("", plain(words))
             if DENIED.search(_main_clause(words)) or (_PLANS.search(words) and not _STATES.search(words)):
                 return None
+            if self.algebra and len(PROSE.findall(words)) > 1:
+                words = re.sub(r"(?<=\d)!\s*$", "", words)  # It is 9!
             if _DIGIT.search(words):
                 return self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
         return None

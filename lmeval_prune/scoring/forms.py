@@ -30,7 +30,21 @@ class Form:
 
 
 _Rule = Callable[[str, int], "Form | str | None"]
-_JOINTS = (",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee")
+_JOINTS = (
+    ",",
+    ";",
+    r"\text{ and }",
+    r"\text{and}",
+    r"\text{ or }",
+    r"\text{or}",
+    " and ",
+    " or ",
+    r"\lor",
+    r"\vee",
+    "或",
+    "和",
+    "、",
+)
 _JOINT_WORDS = re.compile(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")
@@ -51,7 +65,7 @@ _LETTER = re.compile(r"[A-Za-z]")
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
 # What may stand before = as the name of a value.
 _NAMES = (
-    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([^()=]*\)|'*)?",  # x, x_1, f(x), f^{-1}(x), f''
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?'*(?:\s*\([^()=]*\))?",  # x, x_1, f(x), f^{-1}(x), f''
     r"\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)",  # (x, y)
     r"\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*",
     r"m\s*\\angle[^=<>]*",

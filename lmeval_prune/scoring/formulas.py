@@ -169,8 +169,7 @@ class FormulaReader:
         if self.runs and not re.search(ATOM, sentence):
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if not _NAME.fullmatch(atoms.formula(m.group()[-1]))]
-        lists = [m for m in lists if not _REJECTED.match(sentence, m.end())]
+        lists = [m for m in _LIST.finditer(sentence) if _is_value(atoms, m)]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
         if not lists:
             return None
@@ -178,6 +177,13 @@ class FormulaReader:
         formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
+
+
+def _is_value(atoms: Atoms, formulas: re.Match[str]) -> bool:
+    """Return whether formulas end with no mere name, and are not rejected."""
+    return not (
+        _NAME.fullmatch(atoms.formula(formulas.group()[-1])) or _REJECTED.match(formulas.string, formulas.end())
+    )
 
 
 def _is_doubted(sentence: str) -> bool:

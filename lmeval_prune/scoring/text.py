@@ -160,14 +160,14 @@ class TextReader:
 
 def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
-    found = list(kind.finditer(text))
-    starts = [0, *(match.end() for match in found)]
-    before = [text[start : match.start()] for start, match in zip(starts, found, strict=False)]
+    matches = list(kind.finditer(text))
+    starts = [0, *(match.end() for match in matches)]
+    before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
     if (
         " or " in text
         or any(map(_RANGE.search, before))
         or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:])
     ):
         return None
-    free = (match.group() for match, gap in zip(found[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
+    free = (match.group() for match, gap in zip(matches[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
     return next(free, None)

@@ -132,7 +132,10 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
             ("--ratio", 0.25, "--parts", "both", "--scores", "heads.json"),
             "has no scores of channels; give --parts heads, --ffn_method",
         ),
-        (("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"), "or give --budget heads, by which ratio counts"),
+        (
+            ("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"),
+            "or give --budget heads, with which ratio counts",
+        ),
         (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
         (("--method", "random"), "the options remove nothing; give --ratio (of the parameters), or --budget heads"),

@@ -28,7 +28,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
+    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}}(?:{MONEY}\s?)?)",
     re.I,
 )
 _MAGNITUDE = re.compile(
@@ -214,16 +214,15 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
         return True
-    more_exact = gold_digits and gold_digits > 3 and (not digits or digits > gold_digits)
-    if more_exact and abs(answer - gold) <= Fraction(1, 2 * 10 ** (gold_digits or 0)):
-        return True
-    if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
+    shown = gold_digits or 0
+    if shown > 3 and (not digits or digits > shown) and abs(answer - gold) <= Fraction(1, 2 * 10**shown):
+        return True  # a more exact answer
+    if digits is None or (_ends(gold) and not _is_cut(gold, shown)):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
-    if answer * gold <= 0 or digits < 2 or written < 100:
-        return False
     exact = abs(gold) * 10**digits
-    return abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+    is_rounded = abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+    return is_rounded and answer * gold > 0 and digits > 1 and written >= 100
 
 
 def rounds_to(value: Fraction, gold: Number) -> bool:
@@ -239,8 +238,4 @@ def _is_cut(value: Fraction, digits: int) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    bottom = value.denominator
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    return bottom == 1
+    return 10 ** value.denominator.bit_length() % value.denominator == 0

@@ -174,12 +174,11 @@ class KVCache:
             offsets = ((lengths - (new.cumsum(0) - new))[row] + stored.cumsum(0) - 1).to(offsets.device)
             ends = self.lengths[layer][slots] = lengths + new
             stored_positions[layout.slots[stored_mask], offsets[stored_mask]] = layout.positions[stored_mask].int()
-        on_device = attends.to(offsets.device)
         rows = zip(slots.tolist(), ends.tolist(), count_by_slot(attends).tolist(), strict=True)
         spans = spans_of((row for row in rows if row[2]), self.block)
-        attending = (layout.slots[on_device], offsets[on_device], layout.positions[on_device])
-        stored_offsets = offsets if stored_mask is None else offsets[stored_mask]
-        return stored_offsets, on_device, Layout(spans, *attending, stored_positions)
+        attends = attends.to(offsets.device)
+        attending = Layout(spans, layout.slots[attends], offsets[attends], layout.positions[attends], stored_positions)
+        return offsets if stored_mask is None else offsets[stored_mask], attends, attending
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:

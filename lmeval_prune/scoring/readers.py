@@ -12,7 +12,7 @@ from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
 from lmeval_prune.scoring.latex import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_PHRASE, Reader, sentences
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
@@ -156,7 +156,7 @@ class ExpressionReader(FormulaReader):
 
     def read_end(self, text: str) -> str | None:
         """Return the last that computes something; else the last."""
-        atoms = Atoms(text)
+        atoms = Atoms(text[-MAX_END:])
         expressions = []
         for sentence in concluding_sentences(atoms.text):
             letters = re.findall(ATOM, sentence)

@@ -23,6 +23,12 @@ _BEGINS_ASIDE = re.compile(
     rf"\W*(?:{phrases('checks')}|{phrases('checks', 'zh')}|{phrases('courtesies')}\b)", re.IGNORECASE
 )
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
+_EXPLAINED = re.compile(  # an explanation after a name
+    r"\s?\((?!or\b)[^()]{5,}\)$|\s[—–-]\s.*$|,\s(?:who|whose|he|she|it|they)\b.*$"
+    r"|,(?=[^,]{0,3}[\u4e00-\u9fff][^,]{3})(?![^,]*和).*$",
+    re.IGNORECASE,
+)
+_LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
 _YES_OR_NO = re.compile(
     rf"(?:.*[:,]\s)?(?:{phrases('conclusions')}\b,?\s+)?(yes|no)\b"
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
@@ -114,18 +120,20 @@ class TextReader:
     def read(self, content: str, how: str) -> str | None:
         """Return that part of the statement; the whole of it, if it has none."""
         text = REASON.split(flat(plain(content)).strip(" *_").rstrip(" .。!"), maxsplit=1)[0]
+        if not self._pattern and ";" not in self.gold and not _EXPLAINED.search(self.gold):
+            text = _EXPLAINED.sub("", text, count=1)
         return self._part(text) or text or None
 
     def is_bare(self, content: str) -> bool:
         """Return whether it is a few words."""
-        return bool(self._part(content)) or len(PROSE.findall(content)) <= MAX_WORDS
+        return bool(self._part(content)) or (";" not in self.gold and len(PROSE.findall(content)) <= MAX_WORDS)
 
     def read_end(self, text: str) -> str | None:
         """Return what the last sentence states; of several numbers, the last line."""
         lines = [line for line in text.splitlines() if line.strip()]
         if self._is_yes_or_no or ";" in self.gold:
             line = lines[-1][-MAX_PHRASE:] if lines else ""
-            ends = [line] if ";" in self.gold else concluding_sentences(line)
+            ends = [self._labelled(lines), line] if ";" in self.gold else concluding_sentences(line)
             return next((part for end in ends if (part := self._part(flat(plain(end)).strip(" *_")))), None)
         sentence = next(concluding_sentences(text), "")
         words = flat(plain(sentence[-MAX_PHRASE:])).strip(" *_")
@@ -135,6 +143,13 @@ class TextReader:
         if self._pattern:
             return self._part(clause)
         return None if _NEGATED.search(clause) else stated_words(words, len(_without_article(self.gold.split())))
+
+    def _labelled(self, lines: list[str]) -> str:
+        """Return the values of the last lines, if as many as the gold answer has begin with a label, and no more."""
+        count = self.gold.count(";") + 1
+        labelled = [_LABELLED.fullmatch(flat(plain(line[:MAX_PHRASE])).strip(" *_")) for line in lines[-count - 1 :]]
+        values = [match[1] for match in labelled[-count:] if match]
+        return "; ".join(values) if len(values) == count and not any(labelled[:-count]) else ""
 
     @property
     def _is_yes_or_no(self) -> bool:

@@ -51,6 +51,7 @@ _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing
 
 # --------------------------------------------------------------------------- clauses
 
+# Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
 _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
@@ -69,7 +70,7 @@ _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IG
 _CONDITIONS = words("conditions")
 _WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
-_COMPUTES = re.compile(
+_COMPUTES = re.compile(  # with a variable
     rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"
 )
 

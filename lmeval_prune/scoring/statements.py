@@ -64,6 +64,7 @@ class Statement(NamedTuple):
 
 # --------------------------------------------------------------------------- marks
 
+# What stands between `answer` and its value: emphasis, a key of JSON, a verb, a colon or arrow, a dash.
 _EMPHASIS = r"[*_ \t]{0,4}"
 _KEY = rf"[\"'](?:(?:\w{{1,20}}[ _])?{phrases('answer_keys')}|{phrases('answer_keys', 'zh')})[\"']\s*:"
 _IS = rf"\b{phrases('announcing_verbs')}\b(?:\s+{phrases('announcing_adverbs')})*\s*[:：]?"
@@ -86,6 +87,7 @@ _MARK = re.compile(  # the signs that any mark begins with are looked for first:
     re.IGNORECASE | re.MULTILINE,
 )
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
+# Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
@@ -153,13 +155,13 @@ _SENTENCE = re.compile(
     r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s+/×÷^=]|[\s*_\"')]*$)"
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
-_PLACEHOLDER = re.compile(
+_PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, an empty box
     rf"[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
     r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
 _REMARK = re.compile(phrases("remarks"), re.IGNORECASE)
-_NEXT_QUESTION = re.compile(
+_NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
     rf"(?:^|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]", re.MULTILINE
 )
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
@@ -176,9 +178,11 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
     r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
+# Where an assumed statement ends; `would` in one, and what it depends on.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
 _WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
 _IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
+# An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
 _NOT_BUT = re.compile(
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
@@ -189,6 +193,7 @@ _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")
 _OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
+# `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)
 

@@ -181,8 +181,11 @@ class Intervention(Settings, ABC):
         """Restore counters and state after a block of trial passes."""
         return nullcontext()
 
-    def self_check(self) -> AbstractContextManager[None]:
-        """Preserve state in a block, and fix decisions that rounding could change: the engine compares logits in it."""
+    def fixed_decisions(self) -> AbstractContextManager[None]:
+        """Preserve state, and fix decisions that rounding could change, inside a block.
+
+        The engine compares logits with the model's own in such a block.
+        """
         return self.preserve_state()
 
     def merged_with(self, other: Intervention) -> Self | None:

@@ -366,7 +366,7 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"base_url": None}, "name a server"),
         ({"heads": "L1H1"}, "has no adapter L1H1, or no /v1/completions .status 404"),
         ({"heads": "L9H1"}, "no attention in layer 9"),
-        ({"model": "llama"}, "serves tiny, not llama; another base model"),
+        ({"model": "llama"}, "serves tiny, not llama; give the served model"),
         ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp; did you mean 'vllm'"),
         ({"server": "llamacpp"}, r"/lora-adapters lists no models .status 404[^\n]*give another base_url or server="),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
@@ -419,7 +419,9 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:
         stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
-        with pytest.raises(InputError, match=r"splits a text into \d+ tokens, this tokenizer into \d+ different ones"):
+        with pytest.raises(
+            InputError, match=r"splits a text into \d+ tokens, the tokenizer of this run into \d+ different ones"
+        ):
             served(tiny_folder, stub)
 
 
@@ -616,7 +618,7 @@ def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
             heads = super().heads(payload)
             return self.adapters[-1] if heads and self.waiting > 1 else heads
 
-    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: two names"):
+    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: both names"):
         served(tiny_folder, stub, heads=None, **{**ROUTED, "router_pool": "L0H1+L0H2"})
     with (
         Mixed(tiny_folder, HEADS, delay=0.05) as stub,

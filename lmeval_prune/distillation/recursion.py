@@ -57,7 +57,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         The fields of `distillation.json`.
 
     Raises:
-        InputError: an option is unusable (before any weights are read, if possible), or `output` has other options.
+        InputError: an option is invalid (before any weights are read, if possible), or `output` has other options.
     """
     target, host = Path(options.output), make_host(options)
     settings = result_settings(options)

@@ -42,10 +42,9 @@ def gguf_architecture(model_map: ModelMap) -> str:
     has_factors = rope_of(config)["rope_type"] == "llama3"
     is_stock = is_uniform and not has_biases and not has_factors
     if family == "qwen3" and not is_stock:
+        obstacle = "rope is llama3's" if is_uniform else "layers differ"
         if has_biases:
             obstacle = "projections have biases"
-        else:
-            obstacle = "rope is llama3's" if is_uniform else "layers differ"
         hint = "" if has_factors else ", or prune the same numbers of heads and channels in all layers, without biases"
         raise InputError(
             f"llama.cpp's qwen3 does not support a model whose {obstacle}; write a checkpoint instead of GGUF{hint}"

@@ -34,7 +34,7 @@ class Adapter(TypedDict):
     format: str
     dtype: str
     rank: int
-    hash: str  # of everything that the adapter's weights depend on
+    hash: str  # digest of weights, modules and dtype
     base: Base
     modules: dict[str, list[int]]
     files: dict[str, str]

@@ -510,7 +510,7 @@ def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.Cap
         head = "decoder.L0H0" if family == "t5" else "L0H0"
         arguments = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
         (line,) = lines_of(capsys, *arguments, "--heads", head)
-        assert line.startswith("for PEFT") and f"no server supports adapters of {family} models" in line
+        assert line.startswith("only PEFT") and f"no server supports adapters of {family} models" in line
     saved("llama", tmp_path / "wide")
     arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
     (line,) = lines_of(capsys, *arguments)

@@ -839,6 +839,19 @@ def test_unknown_training_options_are_refused(athena: DistillOptions, dense: Tra
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["data", "train"])
+def test_incomplete_training_options_are_refused(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path, name: str
+) -> None:
+    """Defaults in place of missing options would train on other questions than the model's own."""
+    model = checkpoint.read(dense.output)
+    del model.about["options"][name]
+    checkpoint.write(model, tmp_path / "other")
+    with pytest.raises(InputError, match=rf"other/athena\.json is damaged.*{name}") as raised:
+        distill(replace(athena, pretrained=str(tmp_path / "other")))
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -22,6 +22,7 @@ _CHINESE = "[\u4e00-\u9fff]"
 
 # --------------------------------------------------------------------------- the outline
 
+_SPACES = re.compile(r"[ \t]{2,}")
 _ARROW = re.compile(r"[-=]{1,3}>")
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
@@ -109,7 +110,7 @@ class Prose:
     """
 
     def __init__(self, text: str) -> None:
-        text = re.sub(r"[ \t]{2,}", " ", text.replace("#", " ").replace("@", " "))
+        text = _SPACES.sub(" ", text.replace("#", " ").replace("@", " "))
         found = find_numbers(text)
         ends = [0, *(end for _, end, _ in found)]
         starts = [*(start for start, _, _ in found), len(text)]
@@ -120,7 +121,7 @@ class Prose:
         if "-" in outline or "–" in outline or "=>" in outline:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
-        places = [match.start() for match in re.finditer("#", outline)]
+        places = [at for at, sign in enumerate(outline) if sign == "#"]
         self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, found, strict=True)}
         self.written = {at: text[start:end] for at, (start, end, _) in zip(places, found, strict=True)}
 

@@ -96,7 +96,7 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     if power := _POWER.match(text, end):
         exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("({ )}")
         value, decimals, end = value * Fraction(10) ** int(exponent), None, power.end()
-    value *= (-1) ** (lead.group().count("-") + bool(lead["word"]))
+    value = (value, -value)[(lead.group().count("-") + bool(lead["word"])) % 2]
     if percent := percent or _PERCENT.match(text, end):
         return Number((value, value / 100), decimals), max(end, percent.end())
     if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
@@ -186,7 +186,7 @@ def _digits(text: str) -> tuple[Fraction, int]:
         return Fraction(text + "0") + _repeated(cycle, decimals), decimals
     if exponent:
         return Fraction(text) * Fraction(10) ** int(exponent), 0
-    return Fraction(text), decimals
+    return Fraction(text if decimals else int(text)), decimals
 
 
 def _repeated(cycle: str, decimals: int) -> Fraction:

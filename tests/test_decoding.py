@@ -21,7 +21,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
 from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.sampling import Sampler
+from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -228,7 +228,7 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 14, "max_window_layers": 1},
-            "do not say how wide their window is",
+            "sliding-window attention without a window size",
         ),
         (
             "llama",
@@ -738,6 +738,20 @@ def test_near_ties_of_draws_are_all_found(temperature: float, draws: int) -> Non
                 assert close or not parts
     assert changed > 0 and 0 < ties < draws / 50
     assert SAMPLER.near_tie(logits, Request((1,), params=SamplingParams(do_sample=True, top_k=5)), [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 100.0])
+def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: float) -> None:
+    """For greedy answers they are found in one pass over the batch, by the same bound."""
+    logits = (scale * torch.randn(200, 30, generator=torch.Generator().manual_seed(0))).to(dtype)
+    logits[0] = logits[0].sort().values[torch.arange(30).clamp(max=28)]  # two equal ones
+    expected = []
+    for line in logits:
+        best, second = line.float().topk(2).values.tolist()
+        expected.append(best - second < max(1e-3, 32 * torch.finfo(dtype).eps * abs(best)))
+    assert near_tied_argmax(logits) == expected == [SAMPLER.near_tie(line, Request((1,)), []) for line in logits]
+    assert expected[0] and not all(expected)
 
 
 @pytest.mark.parametrize("prompts", [200, pytest.param(667, marks=pytest.mark.long)])

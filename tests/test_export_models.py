@@ -133,7 +133,7 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         saved(family, tmp_path / family, dtype=torch.float32)
         assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
         printed = capsys.readouterr().out.splitlines()
-        comment = "# without --trust-remote-code where lmeval-prune is installed"
+        comment = "# --trust-remote-code is not needed if lmeval-prune is installed"
         assert (comment in printed) == ((family, options) == ("llama", code))
         lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
         plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]

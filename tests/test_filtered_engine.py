@@ -366,7 +366,7 @@ def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -
     inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
     with filtered, torch.inference_mode():
         (one,) = interventions_on(model)
-        with one.self_check():
+        with one.fixed_decisions():
             model(inputs, use_cache=False)
         assert len(one.skipped) == 2
         for skipped in one.skipped.values():

@@ -130,6 +130,20 @@ def test_generation_follows_the_rows_and_repeats_them_for_several_returned_seque
         assert torch.equal(beams[2:], model.generate(prompt[1:], num_beams=2, num_return_sequences=2, **settings))
 
 
+def test_row_masks_that_no_model_has_are_refused() -> None:
+    """Also by a table that was resolved while they were applied: it would prune nothing."""
+    model, rows, masks = tiny("llama"), RowMasks(), [HeadMask("L0H1")]
+    with rows.applied_to(model):
+        table = rows.table(masks)
+        with rows.using(table):
+            pass
+    for unapplied in (lambda: rows.using(masks), lambda: rows.using(table)):
+        with pytest.raises(InputError, match="apply the RowMasks to a model first"), unapplied():
+            pass
+    with pytest.raises(InputError, match="apply the RowMasks to a model first"):
+        rows.table(masks)
+
+
 def test_masks_compose_by_union_nested_or_joined() -> None:
     model, inputs = tiny("qwen3"), tokens()
     first, second = HeadMask("L0H1"), HeadMask("L0H1+L1H2")

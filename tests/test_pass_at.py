@@ -383,7 +383,7 @@ def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> 
     [
         ("Yes, there is no shortage.", "No", 0), ("Yes, there is no shortage.", "Yes", 1), ("The answer is no, because they have 3.", "No", 1),
         (r"\boxed{Yes, they do}", "Yes", 1), (r"\boxed{There is no shortage}", "No", 0), ("It is so.\nNo.", "No", 1),
-        ("So John has more.", "John", 0), ("So:\n**John**", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
+        ("So John has more.", "John", 1), ("So:\n**John**", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
         ("They have the same, so neither has more than John.", "John", 0), ("The answer is John because Ted has 3.", "John", 1),
         (r"\boxed{Ted or John}", "John", 0), ("The answer is 3 and 4.", "3; 4", 1), ("The answer is 18, because 20 - 2 is.", "18", 1),
         ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Baker wedding.", "The Baker wedding", 1), ("", "John", 0),

@@ -22,7 +22,7 @@ SLICE = 2**24  # largest number of anchor values in memory
 def similarities(
     key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule
 ) -> torch.Tensor:
-    """Return the similarity S of each token to its anchors (eqs. 1, 2), (rows, tokens); update the memory.
+    """Return the similarity S of each token (eqs. 1, 2), (rows, tokens); update `started` and the anchors.
 
     Arguments as in `ops.decide`. The first token of a row gets NaN; values of padding are undefined.
     """

@@ -143,8 +143,8 @@ def _report_full_disk(path: PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if refusal := disk_error(error, path):
-            raise refusal from error
+        if full_disk := disk_error(error, path):
+            raise full_disk from error
         raise
 
 

@@ -19,10 +19,8 @@ def near_tied_argmax(logits: torch.Tensor) -> list[bool]:
     `logits` are (lines, vocabulary). The assumed error of a logit is half of 1e-3, or half of 32 roundings of the
     largest logit if that is more.
     """
-    best, second = logits.float().topk(2).values.double().unbind(-1)
-    error = (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
-    near: list[bool] = (best - second < error).tolist()
-    return near
+    rounding = 32 * torch.finfo(logits.dtype).eps
+    return [best - second < max(1e-3, rounding * abs(best)) for best, second in logits.float().topk(2).values.tolist()]
 
 
 class Sampler:

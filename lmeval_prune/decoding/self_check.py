@@ -45,7 +45,7 @@ def _check(model_map: ModelMap) -> None:
     hidden: list[Any] = []
     with torch.inference_mode(), ExitStack() as stack:
         for intervention in interventions_on(model):
-            stack.enter_context(intervention.self_check())
+            stack.enter_context(intervention.fixed_decisions())
         expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
         with ModelRunner.attached(model_map, KVCache(2, 12), [None]) as runner:
 

@@ -43,13 +43,13 @@ class PromptGroup:
     leader: Sequence
     followers: deque[Sequence]  # not started, by first pruned layer, highest first
     unanswered: int  # number of requests without an answer
-    leader_tokens: list[int] = field(default_factory=list)  # prompt and answer of the leader, for followers to check
-    layer_inputs: dict[int, list[torch.Tensor]] = field(
-        default_factory=dict
-    )  # at `leader_tokens`: pieces (tokens, width)
-    leader_cache: list[SlotCopy] = field(
+    leader_tokens: list[int] = field(
         default_factory=list
-    )  # of the layers below the highest `first_layer` that follows
+    )  # the prompt and answer to check (if `follow=0`: the prompt); set for followers
+    # Inputs of `kept_layers` of the leader at its tokens, in pieces (tokens, width).
+    layer_inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    # The leader's keys and values in the layers below the highest `first_layer` of a follower.
+    leader_cache: list[SlotCopy] = field(default_factory=list)
 
 
 def prompt_groups(

@@ -2,7 +2,7 @@
 
 The probe is the tokens with the largest hidden-state norms at a layer's input. Their activations f alone, at the inputs
 of the output and down projections, score the columns: a head or channel weighs ‖(Σ_t f_tj · W_ij²)_{i, j∈head}‖. The
-lowest heads and channels are masked for the whole text. Nothing runs faster: it measures such a choice.
+lowest heads and channels are masked for the whole text. Nothing runs faster: this measures the quality only.
 """
 
 from __future__ import annotations

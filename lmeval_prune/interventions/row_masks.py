@@ -87,9 +87,7 @@ class RowMasks(Intervention):
 
     def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
         """Resolve masks once for many `using` blocks; they must fit the model that these RowMasks are applied to."""
-        if self._state.model_map is None:
-            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
-        return MaskTable(masks, self._state.model_map)
+        return MaskTable(masks, self._applied_map())
 
     @contextmanager
     def using(
@@ -111,7 +109,8 @@ class RowMasks(Intervention):
             InputError: a mask does not fit the model, `index` is out of range, or (in the forward pass) its shape does
                 not fit the batch.
         """
-        table = masks if isinstance(masks, MaskTable) else self.table(masks)
+        model_map = self._applied_map()  # a table, too, has no effect without a model
+        table = masks if isinstance(masks, MaskTable) else MaskTable(masks, model_map)
         index = torch.arange(table.count) if index is None else torch.as_tensor(index)
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         used = set(index.flatten().tolist()) if whole else set()
@@ -124,6 +123,12 @@ class RowMasks(Intervention):
             yield
         finally:
             self._state.block = before
+
+    def _applied_map(self) -> ModelMap:
+        """Return the map of the model that these RowMasks are applied to; refuse to work without one."""
+        if self._state.model_map is None:
+            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
+        return self._state.model_map
 
     def _drop(self, layer: LayerKey, x: torch.Tensor) -> torch.Tensor:
         """Zero the pruned heads of each row in the input of a layer's output projection."""

@@ -125,7 +125,7 @@ class TokenFilter(Intervention):
         return self.attention.preserve_state() if self.attention else nullcontext()
 
     @contextmanager
-    def self_check(self) -> Iterator[None]:
+    def fixed_decisions(self) -> Iterator[None]:
         """Skip fixed tokens inside the block: rounding could change decisions near the threshold."""
         with self.preserve_state(), self.attention.skipping() if self.attention else nullcontext():
             yield

@@ -52,8 +52,8 @@ def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> li
             unreachable.append(InputError(str(error)))
     if not servers:
         raise unreachable[0]
-    for refusal in unreachable:
-        logger.warning("%s; continuing with the other servers", refusal)
+    for failure in unreachable:
+        logger.warning("%s; continuing with the other servers", failure)
     return servers
 
 

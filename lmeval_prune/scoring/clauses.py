@@ -9,17 +9,20 @@ expression, a comparison, a list, a time, or of words such as `half of 18` and `
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lmeval_prune.scoring.numbers import VULGAR, Number, find_numbers, same_number
 from lmeval_prune.scoring.vocabulary import phrases, words
 
+MAX_WORDS = 200  # characters beside a number that are looked at
 UNIT_LETTERS = "".join(words("unit_letters"))
 _NAME = rf"(?<![A-Za-z\\])(?![aAI{UNIT_LETTERS}])[A-Za-z](?![A-Za-z_])"  # a letter that is a variable
 _CHINESE = "[\u4e00-\u9fff]"
 
 # --------------------------------------------------------------------------- the outline
 
+_SPACES = re.compile(r"[ \t]{2,}")
 _ARROW = re.compile(r"[-=]{1,3}>")
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
@@ -29,14 +32,14 @@ _MINUS = re.compile(  # between operands, before a command, between operands of 
 
 # --------------------------------------------------------------------------- parts of something larger
 
-_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−]"
-_OTHER = rf"[+*^×·⋅÷−]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
+_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−∶]"
+_OTHER = rf"[+*^×·⋅÷−∶]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
 _PART = re.compile(  # the number is an @, others are #
     rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+|\#)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
     | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
     | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
     | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
-    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ :\ \# | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
+    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
     | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
     re.VERBOSE,
 )
@@ -52,7 +55,7 @@ _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii(
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
-    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}|\bi(?=\.)"
+    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}"
     rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
     re.IGNORECASE,
 )
@@ -107,16 +110,18 @@ class Prose:
     """
 
     def __init__(self, text: str) -> None:
-        text = re.sub(r"[ \t]{2,}", " ", text.replace("#", " ").replace("@", " "))
+        text = _SPACES.sub(" ", text.replace("#", " ").replace("@", " "))
         found = find_numbers(text)
         ends = [0, *(end for _, end, _ in found)]
         starts = [*(start for start, _, _ in found), len(text)]
         outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
-        outline = outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=")
+        outline = (
+            outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
+        )
         if "-" in outline or "–" in outline or "=>" in outline:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
-        places = [match.start() for match in re.finditer("#", outline)]
+        places = [at for at, sign in enumerate(outline) if sign == "#"]
         self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, found, strict=True)}
         self.written = {at: text[start:end] for at, (start, end, _) in zip(places, found, strict=True)}
 
@@ -139,31 +144,31 @@ class Prose:
 
     def clauses(self) -> list[Clause]:
         """Return the clauses that hold a number."""
-        cuts: list[tuple[int, int, str]] = []  # start, end, stop before
+        return [self._clause(*cut) for cut in self._cuts() if self.within(*cut[:2])]
+
+    def _cuts(self) -> Iterator[tuple[int, int, str]]:
+        """Yield where each clause starts and ends, and the stop before it."""
         start, opener, depth = 0, "", 0
         for boundary in _BOUNDARY.finditer(self.outline):
-            at, sign = boundary.start(), boundary.group()
+            at = boundary.start()
             seen = "#" in self.outline[start:at]
             if boundary["open"]:
-                ends = (
-                    depth == 0
-                    and seen
-                    and bool(_REMARK.match(self.outline, at))
-                    and not _FACTOR.search(self.outline[:at])
-                )
+                ends = depth == 0 and seen and self._is_remark(at)
             elif boundary["close"]:
                 ends = depth <= 1 and opener == "("
             else:
                 ends = (depth == 0 or opener == "(") and (seen or bool(boundary["stop"]))
             depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
-                cuts.append((start, at, opener))
+                yield start, at, opener
                 in_remark = depth > 0 and opener == "(" and not boundary["open"]
-                named = self.outline[start:at].strip() or not opener
-                opener = sign.lower() if named and not in_remark else opener
+                opener = opener if in_remark else boundary.group().lower()
                 start = boundary.end()
-        cuts.append((start, len(self.outline), opener))
-        return [self._clause(*cut) for cut in cuts if "#" in self.outline[cut[0] : cut[1]]]
+        yield start, len(self.outline), opener
+
+    def _is_remark(self, at: int) -> bool:
+        """Return whether a bracket opens a remark: it is no factor, and has a space before it or words or an equation in it."""
+        return bool(_REMARK.match(self.outline, at)) and not _FACTOR.search(self.outline[max(0, at - 40) : at])
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
         signs = [i for i in range(start, stop) if self.outline[i] in "=→"]
@@ -182,17 +187,18 @@ class Prose:
             or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
         ):
             return None
-        side = self.words(last_side, verb.start())
-        if side.startswith("#"):
-            if last_side > start and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
-                return None
-            if re.match(r"# and (?!#)", side):  # 18 and the change is 7
-                return None
+        is_counted = (
+            last_side > start
+            and self.words(last_side, stop).startswith("#")
+            and self.words(last_side, verb.start()) != "#"
+        )
+        if is_counted and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
+            return None
         return verb.span()
 
     def governed(self, at: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""
-        return _GOVERNED.search(self.words(start, at)) is not None
+        return _GOVERNED.search(self.words(max(start, at - MAX_WORDS), at)) is not None
 
     def free(self, start: int, stop: int) -> list[int]:
         """Return the numbers of a range that nothing governs."""
@@ -222,9 +228,9 @@ class Prose:
         following = _NEXT.match(after)
         if following and not self._is_restated(at, at + following.end()):
             return True
-        if _CHANGED_BEFORE.search(self.words(start, at)):
+        if _CHANGED_BEFORE.search(self.words(max(start, at - MAX_WORDS), at)):
             return True
-        changed = _CHANGED_AFTER.match(self.words(at + 1, stop))
+        changed = _CHANGED_AFTER.match(self.words(at + 1, min(stop, at + MAX_WORDS)))
         alternative = changed and re.match(r"\s*or #", changed.group())
         return bool(changed) and not (alternative and self.same(at, at + 1 + self.outline[at + 1 :].index("#")))
 

@@ -40,7 +40,10 @@ def _mixed(match: re.Match[str]) -> str:
 _WHOLE_TEXT = rules(
     (r"[$;]", " "),
     (rf"\((?:[\u4e00-\u9fff/]+|{_NO_UNIT}[A-Za-z]{{2,}}[^()]*)\)", " "),  # a remark in brackets
-    (rf"^(?:[\sA-Za-z,]|[\u4e00-\u9fff])*(?:[:,]|[为是]|\b{phrases('before_an_expression')}\b)", ""),
+    (
+        rf"^(?:[\sA-Za-z,]|[\u4e00-\u9fff])*(?:[:,]|[\u4e00-\u9fff](?=\s*[\d(n])|\b{phrases('before_an_expression')}\b)",
+        "",
+    ),
     (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
     (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
     (r"\{\s*([-+*/])\s*\}", r"\1"),

@@ -30,7 +30,21 @@ class Form:
 
 
 _Rule = Callable[[str, int], "Form | str | None"]
-_JOINTS = (",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee")
+_JOINTS = (
+    ",",
+    ";",
+    r"\text{ and }",
+    r"\text{and}",
+    r"\text{ or }",
+    r"\text{or}",
+    " and ",
+    " or ",
+    r"\lor",
+    r"\vee",
+    "或",
+    "和",
+    "、",
+)
 _JOINT_WORDS = re.compile(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")
@@ -51,7 +65,7 @@ _LETTER = re.compile(r"[A-Za-z]")
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
 # What may stand before = as the name of a value.
 _NAMES = (
-    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([^()=]*\)|'*)?",  # x, x_1, f(x), f^{-1}(x), f''
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?'*(?:\s*\([^()=]*\))?",  # x, x_1, f(x), f^{-1}(x), f''
     r"\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)",  # (x, y)
     r"\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*",
     r"m\s*\\angle[^=<>]*",
@@ -204,19 +218,25 @@ def _interval(text: str) -> Form | None:
     """Read `3 < x \\le 4` as the interval (3,4], `x \\ge 2` as [2, ∞), `x \\ne 3` as two."""
     sides = [side.strip() for side in _RELATION.split(text)]
     signs = [{r"\le": "<=", r"\ge": ">="}.get(sign, sign) for sign in _RELATION.findall(text)]
-    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
-        sides, signs = sides[::-1], [signs[0].translate(_TURNED)]
-    if len(sides) == 2 and sides[1] and _VARIABLE.fullmatch(sides[0]):
-        if signs == [r"\ne"]:
-            return _union(rf"(-\infty,{sides[1]})\cup({sides[1]},\infty)", 0)
-        sides = [r"-\infty" if signs[0][0] == "<" else r"\infty", *sides]  # x < 2 is -∞ < x < 2
-        signs = [signs[0][0], *signs]
-    if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]) or {sign[0] for sign in signs} not in ({"<"}, {">"}):
+    if len(sides) == 2:
+        sides, signs = _between_bounds(sides, signs[0])
+    if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]):
         return None
-    if signs[0][0] == ">":
-        sides, signs = sides[::-1], signs[::-1]
-    closed = ["=" in sign for sign in signs]
-    return Form("tuple", _forms((sides[0], sides[2]), 0), ("(["[closed[0]], ")]"[closed[1]]))
+    low, high = (sides[0], sides[2]) if signs[0][0] == "<" else (sides[2], sides[0])
+    if r"\ne" in signs:
+        return _union(rf"(-\infty,{low})\cup({low},\infty)", 0)
+    if signs[0][0] != signs[1][0]:
+        return None
+    closed = ["=" in sign for sign in (signs if signs[0][0] == "<" else signs[::-1])]
+    return Form("tuple", _forms((low, high), 0), ("(["[closed[0]], ")]"[closed[1]]))
+
+
+def _between_bounds(sides: list[str], sign: str) -> tuple[list[str], list[str]]:
+    """Return a variable between two bounds: `x < 2` as -∞ < x < 2."""
+    if _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+        sides, sign = sides[::-1], sign.translate(_TURNED)
+    bound = r"-\infty" if sign[0] == "<" else r"\infty"
+    return ([bound, *sides] if sides[1] else []), [sign if sign == r"\ne" else sign[0], sign]
 
 
 # --------------------------------------------------------------------------- equations

@@ -20,7 +20,7 @@ _FORMULA = re.compile(
 )
 _TOKEN = (
     rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|{phrases('mathematical_words')}(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
-    r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π\\(A-Za-z]))"
+    r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
 ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
@@ -35,7 +35,9 @@ _NEGATES = re.compile(
     re.IGNORECASE,
 )
 _REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)
-_AFTERTHOUGHT = re.compile(rf"(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$")
+_AFTERTHOUGHT = re.compile(
+    rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
+)
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
 _WORDS = re.compile(
     r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
@@ -94,8 +96,8 @@ class Atoms:
 
     def _run(self, run: str) -> str:
         formula = run.lstrip("=:,*/ ").rstrip("=:,-+*/ ") if run.strip("(").strip(" =") else ""
-        unclosed = formula.count(")") - formula.count("(")
-        formula = formula[: len(formula) - unclosed] if unclosed > 0 and formula.endswith(")" * unclosed) else formula
+        if len(re.findall(r"[)\]]", formula)) > len(re.findall(r"[(\[]", formula)):
+            formula = formula.rstrip(")] ")
         is_formula = re.search(r"\w|[√π∞]", formula) and _MATHEMATICAL.search(formula) and not _NAME.fullmatch(formula)
         return run.replace(formula, f" {self._atom(formula)} ", 1) if is_formula else run
 
@@ -167,18 +169,21 @@ class FormulaReader:
         if self.runs and not re.search(ATOM, sentence):
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if not _NAME.fullmatch(atoms.formula(m.group()[-1]))]
-        lists = [m for m in lists if not _REJECTED.match(sentence, m.end())]
+        lists = [m for m in _LIST.finditer(sentence) if _is_value(atoms, m)]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
-        for formulas in (meant or lists)[-1:]:
-            before, formula, after = (
-                sentence[: formulas.start()],
-                atoms.joined(formulas.group()),
-                sentence[formulas.end() :],
-            )
-            is_other = self.words and "\\text" not in formula and PROSE.search(after)
-            return None if is_other or _NEGATES.search(before) or re.search(r"\d", after) else formula
-        return None
+        if not lists:
+            return None
+        stated = (meant or lists)[-1]
+        formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
+        is_other = self.words and "\\text" not in formula and PROSE.search(after)
+        return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
+
+
+def _is_value(atoms: Atoms, formulas: re.Match[str]) -> bool:
+    """Return whether formulas end with no mere name, and are not rejected."""
+    return not (
+        _NAME.fullmatch(atoms.formula(formulas.group()[-1])) or _REJECTED.match(formulas.string, formulas.end())
+    )
 
 
 def _is_doubted(sentence: str) -> bool:

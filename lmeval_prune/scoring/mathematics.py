@@ -63,6 +63,8 @@ def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
 def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """Compare the values of assignments, unless their names say different things: x = 5 is not y = 5."""
     pair, gold_pair = (assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold))
+    if pair is None and gold.kind != "equation":  # an identity
+        return _every(compare(form_of(str(side)), gold, leaf) for side in answer.parts)
     if pair is None or gold_pair is None:
         equations = ("=".join(map(str, form.parts)) for form in (answer, gold))
         return leaf(*equations) if answer.kind == gold.kind else False

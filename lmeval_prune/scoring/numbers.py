@@ -28,7 +28,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
+    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}}(?:{MONEY}\s?)?)",
     re.I,
 )
 _MAGNITUDE = re.compile(
@@ -96,7 +96,7 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     if power := _POWER.match(text, end):
         exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("({ )}")
         value, decimals, end = value * Fraction(10) ** int(exponent), None, power.end()
-    value *= (-1) ** (lead.group().count("-") + bool(lead["word"]))
+    value = (value, -value)[(lead.group().count("-") + bool(lead["word"])) % 2]
     if percent := percent or _PERCENT.match(text, end):
         return Number((value, value / 100), decimals), max(end, percent.end())
     if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
@@ -186,7 +186,7 @@ def _digits(text: str) -> tuple[Fraction, int]:
         return Fraction(text + "0") + _repeated(cycle, decimals), decimals
     if exponent:
         return Fraction(text) * Fraction(10) ** int(exponent), 0
-    return Fraction(text), decimals
+    return Fraction(text if decimals else int(text)), decimals
 
 
 def _repeated(cycle: str, decimals: int) -> Fraction:
@@ -214,16 +214,15 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
         return True
-    more_exact = gold_digits and gold_digits > 3 and (not digits or digits > gold_digits)
-    if more_exact and abs(answer - gold) <= Fraction(1, 2 * 10 ** (gold_digits or 0)):
-        return True
-    if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
+    shown = gold_digits or 0
+    if shown > 3 and (not digits or digits > shown) and abs(answer - gold) <= Fraction(1, 2 * 10**shown):
+        return True  # a more exact answer
+    if digits is None or (_ends(gold) and not _is_cut(gold, shown)):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
-    if answer * gold <= 0 or digits < 2 or written < 100:
-        return False
     exact = abs(gold) * 10**digits
-    return abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+    is_rounded = abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+    return is_rounded and answer * gold > 0 and digits > 1 and written >= 100
 
 
 def rounds_to(value: Fraction, gold: Number) -> bool:
@@ -239,8 +238,4 @@ def _is_cut(value: Fraction, digits: int) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    bottom = value.denominator
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    return bottom == 1
+    return 10 ** value.denominator.bit_length() % value.denominator == 0

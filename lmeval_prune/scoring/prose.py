@@ -28,9 +28,10 @@ _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
 _DIGITS = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?", re.ASCII)  # no need to read those
 _NOT_THE_NUMBER = re.compile(r"\d\s*!|radians?\b|\d\s*(?:['′″…](?!\d))")
+_PIECE = re.compile(r"\w+|[^\w\s]")
 # Nothing but a number: a name and `=` may stand before it, and its unit after it.
 _BARE = re.compile(
-    r"(?:(?:[^#=\w]*[\w.]+){0,3}[^#=\w]*=)?(?P<before>[A-Za-z'’\u4e00-\u9fff(\[{\s,;:.!?，。：！？…–—-]*)#(?P<after>[^#=→\\<>≤≥≠]*)"
+    r"(?P<name>[^#=]{0,60}=)?(?P<before>[A-Za-z'’\u4e00-\u9fff(\[{\s,;:.!?，。：！？…–—-]*)#(?P<after>[^#=→\\<>≤≥≠]*)"
 )
 
 
@@ -89,8 +90,6 @@ def _last_number(prose: Prose) -> int | None:
     stated = [clause for clause in clauses if not _is_reason(prose, clause)]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
-    if len(clauses) > 1 and re.fullmatch(r"#, ?#", prose.words(clauses[-2].start, clauses[-1].stop)):  # 15, 12
-        return None
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
 
 
@@ -143,7 +142,7 @@ def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     if len(free) > 1 and prose.words(start, free[0] + 1) == "#" and _counts_others(prose, free[0], start, stop):
         free = free[1:]
     if len(free) > 1 and re.search("[\u4e00-\u9fff]", prose.outline[start:stop]):
-        free = _chinese_numbers(prose, free, start, stop)
+        free = free if any(prose.is_part(at, start, stop) for at in free[:-1]) else free[-1:]  # all of 5小时30分
     elif len(free) > 1 and _SHARED.search(prose.words(start, free[1])):
         free = free[1:]
     number = next(iter(free or numbers), None)
@@ -155,14 +154,6 @@ def _counts_others(prose: Prose, at: int, start: int, stop: int) -> bool:
     return bool(re.match(r"of\b|[\u4e00-\u9fff](?<!的)", prose.words(at + 1, stop))) and not prose.is_part(
         at, start, stop
     )
-
-
-def _chinese_numbers(prose: Prose, free: list[int], start: int, stop: int) -> list[int]:
-    """Return, of several numbers of a Chinese clause, the last one, before 才 if there is one; all of 5小时30分."""
-    counted = [at for at in free if prose.outline[at - 1] != "第"] or free
-    if any(prose.is_part(at, start, stop) for at in counted[:-1]):
-        return counted
-    return ([at for at in counted if "才" in prose.outline[at:stop]] or counted)[-1:]
 
 
 def _is_one_of_several(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:
@@ -205,7 +196,7 @@ def is_bare_number(text: str) -> bool:
     bare = _BARE.fullmatch(prose.outline)
     if (
         not bare
-        or text.lstrip().startswith("--")
+        or len(_PIECE.findall(bare["name"] or "")) > 5
         or len(re.findall(r"[(\[{]", prose.outline)) != len(re.findall(r"[)\]}]", prose.outline))
     ):
         return False

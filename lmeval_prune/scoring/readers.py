@@ -2,6 +2,7 @@ r"""Reading what a statement says, by what kind of answer is expected: one numbe
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
 from lmeval_prune.scoring.latex import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_PHRASE, Reader, sentences
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
@@ -27,11 +28,10 @@ def _flat(text: str) -> str:
 
 _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")
-_COURTESY = re.compile(rf"\W*{phrases('courtesies')}\b", re.IGNORECASE)
 _ASIDE = re.compile(rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE)
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)
 _FOOTNOTE = re.compile(
-    r"(?<=[\w.%)]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
+    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
 )
 _STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)
@@ -44,10 +44,9 @@ _CLAUSE = re.compile(
 )
 _NOT_BUT = re.compile(
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+"
-    r"|^.{0,30}?不是(?:[^，,]|,(?=\d)){1,30}[，,](?:而是|是)"
 )
+_BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
-_UNFINISHED = re.compile(r"[.!?。\n]\s*(?:Next|First|Now|Then)\b[^.!?。\d]*[^.!?。\d\s*)]\s*$")
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.
 _ALGEBRA = (
     r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$|\s*…|°?\s*(?:and\s*)?(?:\d+\s*)?['′″]|\s*radians?\b"
@@ -73,13 +72,15 @@ class NumberReader:
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
-        content = _FACTORIAL.sub(r" \\factorial", content[:MAX_PHRASE])
-        text = plain(content if how == "boxed" else _FOOTNOTE.sub("", content)).strip()
-        if how == "boxed":
-            text = re.sub(r"(?<=[\d)])\s?!", r" \\factorial ", _flat(text))
-        number = None if _GIVES_UP.search(text) or _NOTHING.match(text) else self._number(text)
-        says_something = how == "boxed" or _NOTHING.match(text) or _GIVES_UP.search(text) or re.search(r"\d", text)
-        return number or (text if text and says_something else None)
+        text = _FACTORIAL.sub(r" \\factorial ", content[:MAX_PHRASE])
+        text = (
+            _flat(plain(_BOXED_FACTORIAL.sub(r" \\factorial ", text)))
+            if how == "boxed"
+            else plain(_FOOTNOTE.sub("", text)).strip()
+        )
+        says_nothing = bool(_GIVES_UP.search(text) or _NOTHING.match(text))
+        number = None if says_nothing else self._number(text)
+        return number or (text if how == "boxed" or says_nothing or re.search(r"\d", text) else None) or None
 
     def is_bare(self, content: str) -> bool:
         """Return whether it is a number with its unit."""
@@ -87,23 +88,19 @@ class NumberReader:
         return is_bare_number(text) or bool(_NOTHING.match(text))
 
     def read_end(self, text: str) -> str | None:
-        """Return the number of the last sentence that has one, unless doubts follow it."""
-        cut_off = CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])
-        if cut_off or _UNFINISHED.search(text[-300:]) or _GIVES_UP.search(text[-300:]):
+        """Return the number of the last sentence that has one and is no aside, unless doubts follow it."""
+        if (CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])) or _GIVES_UP.search(text[-300:]):
             return None
-        stated = [sentence for sentence in sentences(text) if not _ASIDE.search(sentence)]
-        stated = stated if any(map(_DIGIT.search, stated)) else sentences(text)
-        for sentence in reversed([_FACTORIAL.sub(r" \\factorial", _FOOTNOTE.sub("", sentence)) for sentence in stated]):
-            if _COURTESY.match(sentence) and not _DIGIT.search(sentence):
-                continue
-            words = _NOT_BUT.sub("", plain(CONSENT.sub("", sentence)))
+        parts = sentences(text)[::-1]
+        for sentence in itertools.chain(itertools.filterfalse(_ASIDE.search, parts), filter(_ASIDE.search, parts)):
+            words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
+            words = _NOT_BUT.sub("", plain(words))
             if DENIED.search(_main_clause(words)) or (_PLANS.search(words) and not _STATES.search(words)):
                 return None
-            words = _IN_ALL.sub(", so ", words)
             if self.algebra and len(PROSE.findall(words)) > 1:
                 words = re.sub(r"(?<=\d)!\s*$", "", words)  # It is 9!
             if _DIGIT.search(words):
-                return self._number(_BULLET.sub("", words), last=True)
+                return self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
         return None
 
     def _number(self, text: str, last: bool = False) -> str | None:
@@ -159,7 +156,7 @@ class ExpressionReader(FormulaReader):
 
     def read_end(self, text: str) -> str | None:
         """Return the last that computes something; else the last."""
-        atoms = Atoms(text)
+        atoms = Atoms(text[-MAX_END:])
         expressions = []
         for sentence in concluding_sentences(atoms.text):
             letters = re.findall(ATOM, sentence)

@@ -69,16 +69,19 @@ _IS = rf"\b{phrases('announcing_verbs')}\b(?:\s+{phrases('announcing_adverbs')})
 _COLON = r"[\"'”)*_\]]{0,4}\s?(?:[:：→|]|=(?!>))+"
 _DASH = r"[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s)"
 _MARKS = {
-    "box": r"(?:\\?\b(?:boxed|framebox|fbox)|(?<![A-Za-z])oxed|\\(?:answer|ans))\s*\{|\\(?:boxed|fbox)\s*(?=[^{\s])",
+    "box": r"(?:\\?\b(?:boxed|framebox|fbox)|(?<![A-Za-z])oxed|\\(?:answer|ans))\s*\{",
+    "bare": r"\\(?:boxed|fbox)\s*(?P<word>\$?-?[\w.,/]+)",
     "hashes": r"^[ \t>*-]{0,4}#{4,6}(?=[ \t]|\S)|#{4}",
-    "tag": r"<(?:final_answer|finalanswer|answer|ans|result)>|\[(?:answer|ans)\]",
-    "call": r"\b(?:(?:finish|final_?answer|answer)\[[^\[\]\n]{1,100}\]|(?:final_?answer|answer)\([^()\n]{1,100}\)|print\([^()\n]{1,100}\)$)",
+    "tag": r"[<\[](?P<name>final_?answer|answer|ans|result)[>\]]"
+    r"(?:(?P<tagged>[\s\S]{0,2000}?)[<\[]/(?P=name)[>\]]|\s*(?P<line>[^\n]*))",
+    "call": r"\b(?:finish|final_?answer|answer)(?:\[(?P<finished>[^\[\]\n]{1,100})\]|\((?P<called>[^()\n]{1,100})\))"
+    r"|\bprint\((?P<printed>[^()\n]{1,100})\)$",
     "phrase": rf"{_KEY}|\b(?:answers?|ans)\b[^.\n\d=:：？?;]{{0,60}}?(?:(?P<is>{_IS})|{_COLON}|{_DASH})"
-    rf"|\bfinal answer\b{_EMPHASIS}(?=\n)|^A:(?=\s)|{phrases('announced', 'zh')}",
+    rf"|^[^\w\n]{{0,9}}(?:\w+ )?final answer\b{_EMPHASIS}(?=\n)|^A:(?=\s)|{phrases('announced', 'zh')}",
 }
+_INSIDE = ("word", "tagged", "line", "finished", "called", "printed")
 _MARK = re.compile("|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()), re.IGNORECASE | re.MULTILINE)
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
-_WORD = re.compile(r"\$?-?[\w.,/]+")
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
@@ -97,20 +100,13 @@ def statements(text: str) -> list[Statement]:
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
     start, end = mark.span()
-    if mark["box"] and mark["box"].endswith("{"):
-        closing = pairs.get(end - 1)
-        return (
-            None if closing is None else Statement("boxed", start, closing + 1, text[end : min(closing, end + MAX_BOX)])
-        )
     if mark["box"]:
-        word = _WORD.match(text[end : end + 40])
-        return Statement("boxed", start, end + word.end(), word[0]) if word else None
-    if tag := mark["tag"]:
-        closing = text.lower().find(f"{tag[0]}/{tag[1:]}".lower(), end, end + 5 * MAX_PHRASE)
-        stop = closing if closing >= 0 else end + len(text[end:].lstrip().partition("\n")[0]) + 1
-        return Statement("phrase", start, stop, text[end:stop][:MAX_PHRASE].strip())
-    if call := mark["call"]:
-        return Statement("phrase", start, end, re.split(r"[\[(]", call, maxsplit=1)[1][:-1])
+        closing = pairs.get(end - 1)
+        content = text[end : min(closing or 0, end + MAX_BOX)]
+        return None if closing is None else Statement("boxed", start, closing + 1, content)
+    inside = next((mark[name] for name in _INSIDE if mark[name] is not None), None)
+    if inside is not None:
+        return Statement("boxed" if mark["word"] else "phrase", start, end, inside[:MAX_PHRASE].strip())
     stop, content = _following(text, end)
     how = "hashes" if mark["hashes"] is not None else "phrase"
     return Statement(how, start, stop, content, bool(mark["is"] or mark["shi"]))

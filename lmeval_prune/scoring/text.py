@@ -36,12 +36,12 @@ _DATE = re.compile(
     rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b",
     re.IGNORECASE,
 )
-_CHOICE = re.compile(r"\([A-J]\)|\b[A-J]\b(?=\W*$)", re.IGNORECASE)
+_CHOICE = re.compile(r"\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)", re.IGNORECASE)
 _RANGE = re.compile(rf"\b(?:{phrases('ranges')}|\w+n't)\b", re.IGNORECASE)
 _GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)
-_NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–=]")
+_NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–<>]|(?<![A-Za-z] )=")
 _CONCLUSION = re.compile(
-    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|which means(?: that)?)\b,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
+    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which means(?: that)?)\b,?\s|\si\.e\.,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
     re.IGNORECASE,
 )
 _CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)
@@ -92,7 +92,7 @@ def stated_words(sentence: str, length: int) -> str:
     first, than, _ = predicate.partition(" than ")
     if than and pronoun:  # more red than blue
         return " ".join(first.split()[-length:])
-    words = _without_article(subject.split())
+    words = _without_article(re.sub(r"^\w+ing (?=the\b|an?\b)", "", subject, flags=re.IGNORECASE).split())
     alone = words[length : length + 1] not in (["and"], ["or"], ["of"])
     return " ".join(words[:length]) if alone and " and " not in first else clause
 
@@ -160,14 +160,14 @@ class TextReader:
 
 def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
-    found = list(kind.finditer(text))
-    starts = [0, *(match.end() for match in found)]
-    before = [text[start : match.start()] for start, match in zip(starts, found, strict=False)]
+    matches = list(kind.finditer(text))
+    starts = [0, *(match.end() for match in matches)]
+    before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
     if (
         " or " in text
         or any(map(_RANGE.search, before))
         or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:])
     ):
         return None
-    free = (match.group() for match, gap in zip(found[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
+    free = (match.group() for match, gap in zip(matches[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
     return next(free, None)

@@ -122,6 +122,8 @@ def _read_sample(sample: Any, path: str, field: str, n: int) -> tuple[str, str, 
     """Return a sample's question, prompt, settings, and pass@k for k = 1 … n."""
     try:
         ((prompt, settings),) = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
+        if not isinstance(settings, dict):
+            raise TypeError("generation settings are not a dictionary")
         tries = len(sample["filtered_resps"][0])  # excludes the copies that pad ranks
         right = round(float(sample["pass@1_unbiased"]) * tries)
         if not 0 <= right <= tries:

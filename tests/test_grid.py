@@ -225,6 +225,16 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
+def test_a_failure_that_another_run_clears_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GridFolder(tmp_path)
+    for key in ("aa", "bb"):
+        folder.record_failure(key, "no room", "")
+    listed = list((tmp_path / "failed").glob("*.json"))
+    folder.clear_failure("aa")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(listed))
+    assert folder.failures() == {"bb": "no room"}
+
+
 def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
     preparations = {path.name for path in (whole / "prepared").iterdir()}
     cells = [json.loads(path.read_text()) for path in whole.glob("cells/*/cell.json")]

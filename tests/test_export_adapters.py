@@ -500,7 +500,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines that say how to serve."""
     assert main(["export", "adapter", *words]) == 0
     shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
-    return [line for line in shown.splitlines() if line and not line.startswith("# adapter slots")]
+    return [line for line in shown.splitlines() if line and not line.startswith("# vLLM's adapter slots")]
 
 
 def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -701,7 +701,7 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
             },
             "stage 2 of 2 has nothing left to remove: 0 of 8 heads and 32 of 96 channels",
         ),
-        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
+        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing to train on"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
         ({"ratio": 1.0}, "ratio=1.0 must be a number, at least 0 and below 1"),
         ({"stages": 0}, "stages=0 must be a whole number, at least 1"),

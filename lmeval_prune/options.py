@@ -161,9 +161,9 @@ def _with_recipe(
     overridden = {*typed_names, *exclusive} if set(exclusive) & set(typed_names) else set(typed_names)
     recipe = {name: value for name, value in recipe.items() if name not in overridden and value is not None}
     rest = [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
-    _check_file(getattr(function, "first_argument", None), rest)
     required = [action.dest for action in parser._actions if action.required]
     if missing := [f"--{name}" for name in required if name not in {*typed_names, *recipe}]:
+        _check_file(getattr(function, "first_argument", None), rest)
         raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
     return rest
 

@@ -132,11 +132,11 @@ def begin() -> None:
 
 def _equal(gold: str, answer: str, seconds: float) -> bool:
     """Compare, in a worker. Should the parent be killed, which keeps the time, SIGALRM ends the worker later."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
     alarm = getattr(signal, "alarm", lambda seconds: None)  # not on Windows
     alarm(1 + math.ceil(2 * seconds))
-    configuration = [LatexExtractionConfig(), ExprExtractionConfig()]
+    configuration = [LatexExtractionConfig()]  # without its plain-text fallback, which reads a part as the whole
     try:
         # no timeouts inside, which would use the same alarm
         parsed = [parse(f"${text}$", configuration, parsing_timeout=None) for text in (gold, answer)]

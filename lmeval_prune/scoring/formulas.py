@@ -48,7 +48,7 @@ _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](
 _ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
-    rf"^(?:[\w\s]|\\text\s*\{{[^{{}}]*)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
+    rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
     rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
     re.IGNORECASE,
 )

@@ -1,7 +1,7 @@
-"""Choice between the Triton kernel of an operation and its PyTorch version.
+"""Choose between the Triton kernel of an operation and its PyTorch version.
 
-Kernels run on CUDA devices; tests run them on a CPU in Triton's interpreter. A kernel that cannot serve a case is
-replaced by PyTorch, with one warning for each reason.
+Kernels run on CUDA devices; tests run them on a CPU in Triton's interpreter. If a kernel does not support its inputs,
+PyTorch runs instead, with one warning per reason.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 KERNELS_ON_CPU = False  # set by tests, with TRITON_INTERPRET=1 before triton is imported
-DISPATCHED: Counter[str] = Counter()  # number of calls by choice: `decide: triton`, `decide: torch`
-WIDEST = 256  # head width: a wider head does not fit into a program's registers
+DISPATCHED: Counter[str] = Counter()  # number of calls by operation and choice, such as `decide: triton`
+MAX_HEAD_WIDTH = 256  # a wider head does not fit into the registers of a Triton program
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on a device that runs kernels."""
+    """Return whether a tensor is on a device that runs Triton kernels."""
     return tensor.is_cuda or KERNELS_ON_CPU
 
 
 def use_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> bool:
-    """Return whether an operation runs as a kernel on a tensor's device, and count the choice.
+    """Return whether to run an operation as a kernel on a tensor's device, and count the choice.
 
-    `obstacles` are reasons why the kernel cannot serve this case, or None.
+    Each of `obstacles` is a reason why the kernel does not support the inputs, or None.
     """
     if not on_device(tensor):
         return False
@@ -44,30 +44,32 @@ def use_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> 
 
 @cache
 def _triton_missing() -> str | None:
+    """Return a reason if Triton is not installed."""
     return None if find_spec("triton") else "triton is not installed (pip install triton)"
 
 
 @cache
 def _warn_once(operation: str, reason: str) -> None:
+    """Warn that PyTorch replaces a kernel; the cache leaves out repetitions."""
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
 
 
-def mixed_types(*tensors: torch.Tensor) -> str | None:
-    """Return why one kernel cannot take these tensors: their types, devices, or gradients."""
+def unsupported_tensors(*tensors: torch.Tensor) -> str | None:
+    """Return a reason if the dtypes, devices or gradients of these tensors do not allow a kernel."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1 or not types <= {torch.float32, torch.float16, torch.bfloat16}:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
-        return f"it takes one type of float32, float16 and bfloat16, not {' and '.join(names)}"
+        return f"its inputs must all be float32, float16 or bfloat16, not {' and '.join(names)}"
     if len({tensor.device for tensor in tensors}) > 1:
-        return "its tensors are on several devices"
+        return "its inputs are on several devices"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no gradients"
+        return "the kernel computes no gradients"
     return None
 
 
 def too_wide(*widths: int) -> str | None:
-    """Return a message if heads are wider than the kernels' limit."""
-    return f"heads are {max(widths)} wide, more than {WIDEST}" if max(widths) > WIDEST else None
+    """Return a reason if heads are wider than the kernels' limit."""
+    return f"heads are {max(widths)} wide, more than {MAX_HEAD_WIDTH}" if max(widths) > MAX_HEAD_WIDTH else None
 
 
 def launch_on(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ class InputError(ValueError):
 
 
 class DiskError(InputError):
-    """A disk that is full or accepts no files. The computation is fine and can be resumed."""
+    """A file that cannot be written because the disk is full or read-only. The run can be resumed."""
 
 
 _RETRY = "and run the same command again"
@@ -34,8 +34,8 @@ _DISK_REMEDIES = {
 def disk_error(error: BaseException, path: object) -> DiskError | None:
     """Convert the error of a full or read-only disk to a `DiskError`; return None for any other error.
 
-    `path` is the written file, for errors that name none. Libraries in Rust (safetensors, tokenizers) have the error
-    number in their message.
+    `path` names the file in the message if the error has no file name. Rust libraries (safetensors, tokenizers) put the
+    error number into the message.
     """
     if isinstance(error, DiskError):
         return error
@@ -43,21 +43,21 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
     if in_message := re.search(r"\(os error (\d+)\)", str(error)):
         number = int(in_message[1])
     file = getattr(error, "filename", None) or path
-    if "/.lmeval-prune-" in str(file):  # a temporary file
+    if "/.lmeval-prune-" in str(file):  # a temporary file; name the file that it would replace
         file = path
     return DiskError(f"{file} cannot be written: {_DISK_REMEDIES[number]}") if number in _DISK_REMEDIES else None
 
 
 @contextmanager
 def report_write_errors(path: object) -> Iterator[None]:
-    """Convert errors of a block that writes `path` to an `InputError`, of a full or protected disk to a `DiskError`."""
+    """Convert errors of writing `path` to an `InputError`, or to a `DiskError` if the disk accepts no files."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if refusal := disk_error(error, path):
-            raise refusal from error
+        if full_disk := disk_error(error, path):
+            raise full_disk from error
         if not isinstance(error, OSError):
             raise
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -72,7 +72,7 @@ def first_line(error: BaseException, length: int = 150) -> str:
 
 
 def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str:
-    """Join at most `most` names by commas and count all; return `none` if there are no names."""
+    """Join the first `most` names with commas, and add the total if there are more; return `none` for no names."""
     texts = [str(name) for name in names]
     return (", ".join(texts[:most]) + (f", … ({len(texts)} in all)" if len(texts) > most else "")) or none
 
@@ -98,15 +98,15 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError:
     """Return the error for tasks that do not exist."""
-    first, *others = names = list(names)
-    hint = "" if others else did_you_mean(first, known)
+    names = list(names)
+    hint = did_you_mean(names[0], known) if len(names) == 1 else ""
     return InputError(f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them){hint}")
 
 
 def print_input_errors(function: F) -> F:
     """Decorate a function that lm-eval calls: an uncaught `InputError` is printed as one line.
 
-    Programs can catch the error as usual (it is a `ValueError`): `sys.excepthook` changes when it has left `function`.
+    Python programs can still catch the error: only `sys.excepthook`, which prints uncaught errors, is replaced.
     """
 
     @functools.wraps(function)

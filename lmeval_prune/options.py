@@ -60,11 +60,10 @@ def read_options(
     section = command.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)
-    exclusive = getattr(function, "mutually_exclusive", ())
     words = _name_first_words(parser, function, words)
     try:
         if not {"-h", "--help"} & set(words):
-            words = _with_recipe(parser, command, words, exclusive, [command, *commands])
+            words = _with_recipe(parser, command, words, function, [command, *commands])
         options = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
         raise InputError(_one_line(str(error))) from None
@@ -133,16 +132,24 @@ def _name_first_words(parser: Parser, function: Callable[..., int], words: Seque
         return list(words)
     if "names" in parser.known:
         return ["--names", ",".join(words[:count]), *words[count:]]
-    path = getattr(function, "first_argument", None)
-    if path and not Path(words[0]).exists() and not {"-h", "--help"} & set(words):
-        raise InputError(f"no such file: {words[0]}")
-    return [f"--{path or 'name'}", *words] if path or "name" in parser.known else list(words)
+    name = getattr(function, "first_argument", "name")
+    return [f"--{name}", *words] if name in parser.known else list(words)
+
+
+def _check_file(name: str | None, words: Sequence[str]) -> None:
+    """Refuse a missing file or folder of the option `name`; it is named before missing options."""
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        option, equals, value = word.partition("=")
+        path = value if equals else following
+        if option == f"--{name}" and not path.startswith("--") and not Path(path).exists():
+            raise InputError(f"no such file: {path}")
 
 
 def _with_recipe(
-    parser: Parser, command: str, words: Sequence[str], exclusive: Sequence[str], commands: Sequence[str]
+    parser: Parser, command: str, words: Sequence[str], function: Callable[..., int], commands: Sequence[str]
 ) -> list[str]:
     """Check the options of the recipe and of the command line, and put the recipe's before the command line's."""
+    exclusive = getattr(function, "mutually_exclusive", ())
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     config_parser.add_argument("--config")
     options, rest = config_parser.parse_known_args([_underscored(word) for word in words])
@@ -153,10 +160,12 @@ def _with_recipe(
     _check_names(parser, command, typed_names, exclusive, "")
     overridden = {*typed_names, *exclusive} if set(exclusive) & set(typed_names) else set(typed_names)
     recipe = {name: value for name, value in recipe.items() if name not in overridden and value is not None}
+    rest = [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
     required = [action.dest for action in parser._actions if action.required]
     if missing := [f"--{name}" for name in required if name not in {*typed_names, *recipe}]:
+        _check_file(getattr(function, "first_argument", None), rest)
         raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
-    return [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
+    return rest
 
 
 def _check_names(parser: Parser, command: str, names: Iterable[str], exclusive: Sequence[str], source: str) -> None:

@@ -17,12 +17,13 @@ from lmeval_prune.errors import InputError, unknown_task_error
 from lmeval_prune.pruners.table import check_pruner
 from lmeval_prune.settings import resolve_device
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# names of the numbers of layers and heads in config.json
+LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse pruners, models, heads, tasks, files and devices that do not exist; `options` are the command's."""
+    """Refuse pruners, models, heads, tasks, files and devices in a command's options that do not exist."""
     for name in _values(options, "method", "ffn_method"):
         check_pruner(name)
     model = {**(options.get("model_args") or {}), **options}
@@ -30,8 +31,8 @@ def check(options: Mapping[str, Any]) -> None:
     for name in filter(None, [pretrained, model.get("teacher"), *(options.get("names") or ())]):
         embedded.check_name(str(name), model if name == pretrained else {})
     for heads in _values(options, "heads", "each"):
-        in_stack = any("." in name for name in head_names(heads))
-        if pretrained and not in_stack and (layers := outline(str(pretrained), model)):
+        names_a_stack = any("." in name for name in head_names(heads))  # of an encoder-decoder: `decoder.L5H3`
+        if pretrained and not names_a_stack and (layers := outline(str(pretrained), model)):
             Head.parse(heads, layers)
     for name in _values(options, "task", "tasks"):
         check_task(name)
@@ -54,9 +55,10 @@ def check_task(name: str) -> None:
 
 
 def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
-    """Return the layers and heads of a model's configuration in the form of a `ModelMap`, or None if it is unusual.
+    """Return the layers and heads in a model's config.json, with the attributes of `ModelMap` that `Head.parse` reads.
 
-    The model itself may have layers without attention or with fewer heads.
+    Returns None if the configuration is missing, or may not describe the layers. Even with a result, single layers of
+    the loaded model can have fewer heads or no attention.
     """
     try:
         path = _config_file(name, options)
@@ -67,22 +69,22 @@ def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
         return None
     if config.get("is_encoder_decoder") or "text_config" in config or "pruned_modules" in config:
         return None
-    layers, heads = _first(config, LAYERS), _first(config, HEADS)
+    layers, heads = _first_value(config, LAYER_FIELDS), _first_value(config, HEAD_FIELDS)
     if type(layers) is not int or type(heads) is not int or layers < 1:
         return None
     attention = [SimpleNamespace(stack="", index=index, heads=heads) for index in range(layers)]
     return SimpleNamespace(stacks=("",), attention=attention, by_key={("", index): None for index in range(layers)})
 
 
-def _first(config: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _first_value(config: Mapping[str, Any], names: Iterable[str]) -> Any:
     """Return the value of the first name that a configuration has."""
     return next((config[name] for name in names if name in config), None)
 
 
 def _values(options: Mapping[str, Any], *names: str) -> Iterator[str]:
-    """Iterate over the values of options, some of which can be repeated."""
+    """Yield all values of the named options; an option is missing, a text, or a list of texts."""
     for value in map(options.get, names):
-        yield from [value] if isinstance(value, str) else value or ()
+        yield from [value] if isinstance(value, str) else (value or ())
 
 
 def _config_file(name: str, options: Mapping[str, Any]) -> Path | None:

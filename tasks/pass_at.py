@@ -1,7 +1,7 @@
 """pass@k, maj@N and the number of distinct answers for tasks with `repeats: N`.
 
 ```yaml
-include: [prune_gsm8k.yaml, ../_pass] # or, for another N: include: prune_gsm8k_pass8.yaml
+include: [prune_gsm8k.yaml, ../_pass] # `include: prune_gsm8k_pass8.yaml` is enough to change only N
 task: prune_gsm8k_pass8
 repeats: 8
 ```
@@ -23,9 +23,9 @@ class PassAtTask(ScoredTask):
     """A generative task with N responses per document.
 
     Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for ordered candidates of a
-    router) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k); for exchangeable samples). Also `maj@N`; `distinct`, the
-    number of different answers; and for each part of the documents (`level_1`, `algebra`, …) `pass@N_PART`, which is
-    the same for both estimators.
+    router) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k); for exchangeable samples). Further metrics: `maj@N`;
+    `distinct`, the number of different answers; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
+    `algebra`, …). With k = N both estimators are equal.
 
     Raises:
         InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
@@ -40,17 +40,17 @@ class PassAtTask(ScoredTask):
             raise InputError(f"task {config.get('task')}: repeats must be a whole number above 0, not {count!r}")
         self.attempts = count
         self.main = f"pass@{count}"
-        self.prefix = f"{self.main}_"
-        # lm-eval pads ranks with copies of the last request, so exactly N responses are kept; other filters stay.
-        filters = (config.get("filter_list") or [{"filter": []}])[0]["filter"]
-        filters = [step for step in filters if step["function"] != "take_first"]
+        self.prefix = f"{self.main}_"  # of the metrics of subsets
+        # Replace `take_first` by `take_first_k`: keep N responses, without the copies with which lm-eval pads ranks.
+        pipelines = config.get("filter_list")
+        filters = [step for step in pipelines[0]["filter"] if step["function"] != "take_first"] if pipelines else []
         keep = {"function": "take_first_k", "k": count}
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
 
     @property
     def ks(self) -> list[int]:
-        """Return the reported values of k."""
+        """Return the values of k for which pass@k is reported."""
         return attempts(self.attempts)
 
     @property
@@ -61,10 +61,10 @@ class PassAtTask(ScoredTask):
 
     @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Return the metrics of N responses, which are scored one by one and then together.
+        """Score each of the N responses, and return the metrics of all of them together.
 
         Raises:
-            InputError: there are fewer than N.
+            InputError: there are fewer than N responses.
         """
         responses = list(response)[: self.attempts]
         if len(responses) < self.attempts:
@@ -73,11 +73,11 @@ class PassAtTask(ScoredTask):
         scored = [self.score(doc, [text]) for text in responses]
         correct = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
-        vote, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
+        winner, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
         return {
             **{f"pass@{k}": float(pass_ordered(correct, k)) for k in self.ks},
             **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
-            f"maj@{self.attempts}": float(vote is not None and correct[vote]),
+            f"maj@{self.attempts}": float(winner is not None and correct[winner]),
             "distinct": float(distinct),
             "extracted": answers,
             "how": [score["how"] for score in scored],

@@ -91,7 +91,7 @@ def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 
-# For each function: whether two extracted answers are equal.
+# By scoring function: how to compare two answers that it extracted.
 EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
     number: numbers_equal,
     text_or_number: same_text,

@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
         name: its name in the table of methods, or of the class, if it is none of model_args.
-        value: what a user gives for it, `name=value`; None if it is none of model_args.
+        value: what a user gives for it, `name=value`; None if it is none of model_args. It changes the last of two layers.
         others: values that must give other answers, or at least other identities.
         same: values that mean the same.
         wrong: (value, message) that do not fit the tiny Llama of 2 layers × 4 heads; refused before weights are loaded.

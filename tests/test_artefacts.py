@@ -925,6 +925,7 @@ def test_a_response_of_another_type_is_refused(response: Any, compacted: bool, t
 
 BROKEN = [
     ("generate_until", 5),
+    ("generate_until", "half a character \ud83d"),
     ("loglikelihood", (math.nan, False)),
     ("loglikelihood", (-1.0,)),
     ("loglikelihood_rolling", math.inf),

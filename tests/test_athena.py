@@ -207,7 +207,7 @@ def test_gradients_reach_all_weights_except_attention_to_a_single_key(model: Ath
     one_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
     shifts = tuple(name for name in still if name.endswith("key.bias"))  # add the same to every score
     assert {name for name in still if not name.startswith((*one_key, *shifts, "encoder.pooler"))} == set()
-    assert {name for name in still if name.startswith(one_key)} >= {f"{item}.weight" for item in one_key}
+    assert {name for name in still if name.startswith(one_key)} >= {f"{name}.weight" for name in one_key}
 
 
 def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> None:
@@ -261,13 +261,13 @@ def test_saved_model_round_trip(tmp_path: Path, family: str) -> None:
     assert (again.settings, again.about) == (model.settings, model.about)
     inputs = collated(model, examples(model))
     with torch.no_grad():
-        item, other = model(**inputs), again(**inputs)
-    assert torch.equal(item.reason, other.reason)
-    assert torch.equal(item.answer, other.answer)
+        before, after = model(**inputs), again(**inputs)
+    assert torch.equal(before.reason, after.reason)
+    assert torch.equal(before.answer, after.answer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder", "host"]
     assert map_model(again.encoder).weights == map_model(model.encoder).weights
     (tmp_path / "host" / "head.safetensors").write_bytes(b"cut off")
-    with pytest.raises(InputError, match="does not belong"):
+    with pytest.raises(InputError, match="does not belong to the artefact beside it"):
         read(tmp_path / "host")
     with pytest.raises(InputError, match=r"no athena.json"):
         read(tmp_path)
@@ -294,7 +294,7 @@ def test_attention_maps_are_optional(tmp_path: Path) -> None:
     inputs = collated(model, examples(model)[:2])
     maps = model(**inputs, output_attentions=True).attentions
     length = inputs["input_ids"].shape[1]
-    assert [tuple(item.shape) for item in maps] == [(2, 4, length, length)] * 2
+    assert [tuple(layer.shape) for layer in maps] == [(2, 4, length, length)] * 2
     assert model(**inputs).attentions is None
 
 

@@ -178,13 +178,13 @@ def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path
     result = []
     for batch, accumulate in ((4, 2), (8, 1)):
         folder = str(tmp_path / str(batch))
-        item = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
+        variant = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
         with (
             pytest.MonkeyPatch.context() as patch
         ):  # Adam would turn the rounding of gradients that are zero into steps
             patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
             patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
-            training.train(replace(item, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
+            training.train(replace(variant, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
         result.append(weights(folder))
     for key, value in result[0].items():
         torch.testing.assert_close(result[1][key], value, rtol=0, atol=1e-5)
@@ -378,7 +378,7 @@ def test_training_questions_in_a_test_are_reported(
         lm.loglikelihood([])
     with pytest.raises(InputError, match="leave out --apply_chat_template"):
         evaluate(f"pretrained={trained}", options, apply_chat_template=True)
-    with pytest.raises(InputError, match="--use_cache"):
+    with pytest.raises(InputError, match="--use_cache would mix the answers"):
         lm.set_cache_hook(SimpleNamespace(dbdict={}))
 
 

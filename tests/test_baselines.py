@@ -453,7 +453,7 @@ def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCa
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
         provenance = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
-        lines = [value.getMessage() for value in caplog.records]
+        lines = [record.getMessage() for record in caplog.records]
         assert provenance.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
         assert all(text in line and "\n" not in line for line in lines)

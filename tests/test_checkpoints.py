@@ -269,7 +269,7 @@ def test_weights_that_change_nothing_are_left_out_and_said(
     edit(tmp_path / "m", **changes)
     caplog.clear()
     assert same(load_pretrained(tmp_path / "m"), model)
-    lines = [value.message for value in caplog.records if "leaves out" in value.message]
+    lines = [record.message for record in caplog.records if "leaves out" in record.message]
     assert len(lines) == named and all(key in line for key in keys for line in lines)
 
 
@@ -422,8 +422,8 @@ def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> N
     model, other = (load_pretrained(tmp_path / str(number) / "model") for number in (0, 1))
     HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
     mask = HeadMask.load(tmp_path / "mask.json")
-    for value in (model, other):
-        cpu_offload(value, torch.device("cpu"))
+    for offloaded in (model, other):
+        cpu_offload(offloaded, torch.device("cpu"))
     with mask.applied_to(model):
         pass
     with pytest.raises(InputError, match="other weights"), mask.applied_to(other):

@@ -228,7 +228,7 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 14, "max_window_layers": 1},
-            "do not say how wide their window is",
+            "sliding-window attention without a window size",
         ),
         (
             "llama",

@@ -121,11 +121,11 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_pretrained(folder).state_dict()
 
 
-def assert_same(item: str, other: str, tolerance: float = 1e-6) -> None:
-    for stage, again in zip(losses(item), losses(other), strict=True):
+def assert_same(output: str, other: str, tolerance: float = 1e-6) -> None:
+    for stage, again in zip(losses(output), losses(other), strict=True):
         assert [name for name, _ in stage] == [name for name, _ in again]
         assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
-    expected, got = weights(item), weights(other)
+    expected, got = weights(output), weights(other)
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
@@ -155,9 +155,9 @@ def test_two_stages_of_athena(
 ) -> None:
     monkeypatch.setattr(recursion, "draw", curves.draw)
     note = distill(athena)
-    message = capsys.readouterr().out
-    assert "stage 2 of 2, epoch 2.00 of 2" in message
-    assert "at most about" in message
+    stdout = capsys.readouterr().out
+    assert "stage 2 of 2, epoch 2.00 of 2" in stdout
+    assert "at most about" in stdout
     first, second = note["stages"]
     assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
     left = {label: len(heads) for label, heads in second["heads"].items()}
@@ -218,11 +218,11 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     assert answer.startswith(" \\boxed{")
     assert answer.endswith("}</s>")
     inputs = host.collate(material.train[:3])
-    counted = sum(len(item.ids) - item.start for item in material.train[:3])
+    counted = sum(len(text.ids) - text.start for text in material.train[:3])
     assert host.items(inputs) == counted
     in_chat = make_host(replace(language, chat=True))
-    selected = in_chat.examples().train[0]
-    prompt = in_chat.tokenizer.decode(selected.ids[: selected.start])  # type: ignore[attr-defined]
+    text = in_chat.examples().train[0]
+    prompt = in_chat.tokenizer.decode(text.ids[: text.start])  # type: ignore[attr-defined]
     assert prompt.startswith("u: ")
     assert prompt.endswith("a:")
 
@@ -341,7 +341,7 @@ def test_student_heads_are_compared_with_their_teacher_heads(
     athena: DistillOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start of each stage, query weights of student heads equal those of their teacher heads."""
-    collected: list[int] = []
+    compared_heads: list[int] = []
 
     def compared(self: DistillTrainer) -> Any:
         maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
@@ -353,7 +353,7 @@ def test_student_heads_are_compared_with_their_teacher_heads(
                     student_rows.module.weight[student_rows.start : student_rows.stop],
                     teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop],
                 )
-                collected.append(head)
+                compared_heads.append(head)
         with torch.no_grad():  # as if it had been trained, so that stages differ
             for parameter in self.student.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape))
@@ -361,7 +361,7 @@ def test_student_heads_are_compared_with_their_teacher_heads(
 
     monkeypatch.setattr(DistillTrainer, "run", compared)
     note = distill(athena)
-    assert len(collected) == 6 + 4
+    assert len(compared_heads) == 6 + 4
     base = map_model(checkpoint.read(athena.pretrained).encoder).attention
     last = map_model(checkpoint.read(athena.output).encoder).attention
     for layer, original in zip(last, base, strict=True):
@@ -550,7 +550,7 @@ def test_missing_models_are_refused_without_leftovers(
             distill(replace(athena, pretrained=str(folder)))
     with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
-    with pytest.raises(InputError, match="is not a fold"):
+    with pytest.raises(InputError, match=r"is not a fold of asdiv_a; give a fold, e\.g\. test=fold0"):
         distill(replace(language, test=None))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
@@ -599,14 +599,14 @@ def test_accumulated_batches_are_one_large_batch(
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
     if kind == "athena":
         options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
-    result = []
+    outputs = []
     for batch, accumulate in ((2, 3), (6, 1)):
-        item = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
+        variant = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
         with pytest.MonkeyPatch.context() as patch:
             plain_descent(patch)
-            distill(item)
-        result.append(item.output)
-    assert_same(result[0], result[1], 1e-6 if kind == "athena" else 1e-9)
+            distill(variant)
+        outputs.append(variant.output)
+    assert_same(outputs[0], outputs[1], 1e-6 if kind == "athena" else 1e-9)
 
 
 @pytest.mark.parametrize("batch", [3, 4, 5, 7])
@@ -623,19 +623,20 @@ def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_pa
         list(BatchSamplerShard(BatchSampler(PaddedOrder(order, len(dataset)), batch, False), 2, process))
         for process in (0, 1)
     ]
-    assert sorted(index for shard in shards for item in shard for index in item if index < 20) == list(range(20))
+    assert sorted(index for shard in shards for indices in shard for index in indices if index < 20) == list(range(20))
     alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
-    created = [
-        [collate_with_padding(host, examples[0], [dataset[x] for x in item]) for item in shard] for shard in shards
+    processes = [
+        [collate_with_padding(host, examples[0], [dataset[x] for x in indices]) for indices in shard]
+        for shard in shards
     ]
-    for update, pair in enumerate(zip(*created, strict=True)):
-        expected = [host.collate([examples[x] for x in item]) for item in alone[2 * update : 2 * update + 2]]
-        assert trainer.counts(pair).tolist() == trainer.counts(expected).tolist()
-    idle = [item for shard in created for item in shard if "idle" in item]
+    for update, batches in enumerate(zip(*processes, strict=True)):
+        expected = [host.collate([examples[x] for x in indices]) for indices in alone[2 * update : 2 * update + 2]]
+        assert trainer.counts(batches).tolist() == trainer.counts(expected).tolist()
+    idle = [inputs for batches in processes for inputs in batches if "idle" in inputs]
     assert len(idle) == len(alone) % 2
     trainer.model.eval()
-    for item in idle:
-        assert float(trainer.compute_loss(trainer.model, item)) == 0
+    for inputs in idle:
+        assert float(trainer.compute_loss(trainer.model, inputs)) == 0
         assert {name: float(over) for name, (_, over) in trainer._validation_sums.items()} == dict.fromkeys(
             ("task", "response"), 0.0
         )
@@ -700,7 +701,7 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
             },
             "stage 2 of 2 has nothing left to remove: 0 of 8 heads and 32 of 96 channels",
         ),
-        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
+        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing to train on"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
         ({"ratio": 1.0}, "ratio=1.0 must be a number, at least 0 and below 1"),
         ({"stages": 0}, "stages=0 must be a whole number, at least 1"),
@@ -779,9 +780,9 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: Disti
     ):
         with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
             distill(replace(last, **changes))
-    pair = read_note(second.output)["material"]["trained_on"]
-    assert len(pair) == 12
-    assert (read_manifest(second.output) or {})["trained_on"] == pair
+    trained_on = read_note(second.output)["material"]["trained_on"]
+    assert len(trained_on) == 12
+    assert (read_manifest(second.output) or {})["trained_on"] == trained_on
 
 
 def test_training_questions_of_athena_are_refused_as_test(
@@ -823,10 +824,10 @@ def test_an_older_host_draws_its_validation_split_again(
     model = checkpoint.read(dense.output)
     expected = model.about.pop("validated_on")
     checkpoint.write(model, tmp_path / "older")
-    collected = make_host(athena).questions_of(str(tmp_path / "older"))
-    assert collected.to_artefact()["validated_on"] == expected
+    questions = make_host(athena).questions_of(str(tmp_path / "older"))
+    assert questions.to_artefact()["validated_on"] == expected
     assert len(expected) == 4
-    assert collected == make_host(athena).questions_of(dense.output)
+    assert questions == make_host(athena).questions_of(dense.output)
 
 
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
@@ -835,6 +836,19 @@ def test_unknown_training_options_are_refused(athena: DistillOptions, dense: Tra
     checkpoint.write(model, tmp_path / "newer")
     with pytest.raises(InputError, match=r"newer/athena\.json has no setting 'momentum'") as raised:
         distill(replace(athena, pretrained=str(tmp_path / "newer")))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["data", "train"])
+def test_incomplete_training_options_are_refused(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path, name: str
+) -> None:
+    """Defaults in place of missing options would train on other questions than the model's own."""
+    model = checkpoint.read(dense.output)
+    del model.about["options"][name]
+    checkpoint.write(model, tmp_path / "other")
+    with pytest.raises(InputError, match=rf"other/athena\.json is damaged.*{name}") as raised:
+        distill(replace(athena, pretrained=str(tmp_path / "other")))
     assert "\n" not in str(raised.value)
 
 
@@ -934,10 +948,10 @@ def test_trainer_arguments_of_transformers(
     result = []
     for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
         recomputed.clear()
-        item = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
-        distill(item)
+        variant = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
+        distill(variant)
         assert any(recomputed) == ("gradient_checkpointing" in trainer)
-        result.append([value for name, value in losses(item.output)[0] if name in ("task", "response", "feature")])
+        result.append([value for name, value in losses(variant.output)[0] if name in ("task", "response", "feature")])
     assert result[1] == pytest.approx(result[0], abs=1e-6)
     assert result[2] == pytest.approx(result[0], rel=0.1, abs=0.05)
     assert result[2] != result[0]
@@ -983,8 +997,8 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
         f"  stages: 1\n  epochs: 0\n  ratio: 0.25\n  options: {{alpha: 1.0}}\n"
     )
     assert main(["distill", "--config", str(recipe)]) == 0
-    message = capsys.readouterr().out
-    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in message and "leave less" not in message
+    stdout = capsys.readouterr().out
+    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in stdout and "less than" not in stdout
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
@@ -1024,11 +1038,11 @@ def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tm
         "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
     )
     for processes, accumulate in ((1, 2), (2, 1)):
-        item = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
-        message = subprocess.run(
+        variant = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
+        completed = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-             str(script), json.dumps(asdict(item))],
+             str(script), json.dumps(asdict(variant))],
             check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
-        assert message.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
+        assert completed.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
     assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

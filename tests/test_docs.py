@@ -76,6 +76,22 @@ def test_commands_exist(page: Path) -> None:
         assert words in COMMANDS or words.split()[0] in COMMANDS, words
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_options_and_tasks_of_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of our commands that stand in blocks; an example's own tasks are shown on the same page."""
+    tasks = {path.stem for path in (ROOT / "tasks").glob("*/*.yaml")}
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in "\n".join(block for name, block in BLOCK.findall(text) if not name).splitlines():
+        for names in re.findall(r"--tasks? (prune_[\w,]+)", line):
+            assert all(name in tasks or f"task: {name}\n" in text for name in names.split(",")), line
+        if found := re.match(r"lmeval-prune ([a-z-]+(?: [a-z]+)?)([^#]*)", line):
+            words = found[1] if found[1] in COMMANDS else found[1].split()[0]
+            with pytest.raises(SystemExit):
+                main([*words.split(), "--help"])
+            options = set(re.findall(r"--[\w-]+", capsys.readouterr().out.replace("_", "-")))
+            assert {name.replace("_", "-") for name in re.findall(r"(?<!\S)--\w[\w-]*", found[2])} <= options, line
+
+
 def test_arguments_and_families_of_the_readme_are_those_of_the_code() -> None:
     readme = ROOT / "README.md"
     rows = re.findall(r"^\| (`.+?) \|", section(readme, "Arguments of `pruned-hf`"), re.MULTILINE)

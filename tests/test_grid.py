@@ -225,6 +225,16 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
+def test_a_failure_that_another_run_clears_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GridFolder(tmp_path)
+    for key in ("aa", "bb"):
+        folder.record_failure(key, "no room", "")
+    listed = list((tmp_path / "failed").glob("*.json"))
+    folder.clear_failure("aa")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(listed))
+    assert folder.failures() == {"bb": "no room"}
+
+
 def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
     preparations = {path.name for path in (whole / "prepared").iterdir()}
     cells = [json.loads(path.read_text()) for path in whole.glob("cells/*/cell.json")]
@@ -634,19 +644,19 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
     [
         ({"variants": {"v": {"head": "L0H1"}}}, "unknown axis or setting 'head'; did you mean 'heads'"),
         ({"variants": {"v": {"colour": {"each": [1, 2]}}}}, "unknown axis or setting 'colour'"),
-        ({"variants": {"v": {"heads": {"each": []}}}}, "a list that is not empty"),
+        ({"variants": {"v": {"heads": {"each": []}}}}, "must be the only key, with a list of values"),
         (
             {"variants": {"v": {key: {"each": list(range(1000))} for key in MANY}}},
             "1,000,000,000,000 variants",
         ),
-        ({"variants": {"v {x}": {"heads": {"each": ["L0H1"]}}}}, "no axis 'x'"),
+        ({"variants": {"v {x}": {"heads": {"each": ["L0H1"]}}}}, "{x} is not an axis"),
         ({"variants": {"v": {"heads": "L9H0"}}}, "variant 'v': .*no attention in layer 9"),
         ({"variants": {"v": {}, "w": {"seed": 5}}}, "two cells are the same: 'v' and 'w' on prune_tiny_words"),
         ({"variants": {"v": {"heads": "L0H1"}, "w": {"heads": [[0, 1]]}}}, "two cells are the same"),
         ({"variants": {"v": {"prepare": "random_head"}}}, "no preparation 'random_head'; did you mean"),
         ({"variants": {"v": {"prepare": {"random_heads": {"share": 2}}}}}, "share=2"),
         ({"variants": {"v": {"prepare": {"random_heads": {}}}}}, "random_heads needs share"),
-        ({"variants": {"v": {"batch_size": 3}}}, "batch_size is no axis"),
+        ({"variants": {"v": {"batch_size": 3}}}, "batch_size cannot be set for a variant"),
         ({"variants": {"v": {"pretrained": "./nothing"}}}, "there is no such folder"),
         ({"variants": {}}, "has `variants:` and `tasks:`"),
         pytest.param(

@@ -252,6 +252,10 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("fit --outcomes a --output b --epochs 0", "--epochs=0 must be a whole number, at least 1"),
         ("prune --pretrained smollm2-135m --output b --method flapp", "--method='flapp' is not known"),
         ("grid run gone.yaml", "no such file: gone.yaml"),
+        ("grid run --grid gone.yaml", "no such file: gone.yaml"),
+        ("grid compare --folder=gone", "no such file: gone"),
+        ("grid run", "grid run needs --grid, --output"),
+        ("grid run --grid --output x", "--grid: expected one argument"),
         ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
     ],
 )

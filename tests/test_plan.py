@@ -27,11 +27,11 @@ def test_plans_that_compensate_compose(family: str, first: str, second: str) -> 
     """Nested, merged, and as a cut of a cut: biases add up, later weights replace earlier ones."""
     model = tiny(family)
     plans = []
-    for seed, (arguments, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
+    for seed, (kinds, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
         tensors = {}
         for name, width in (("L0.o_proj", 32), ("L1.down", map_model(model).feed_forward[1].channels)):
-            tensors |= {f"{name}.weight": drawn(32, width, seed=seed)} if "w" in arguments else {}
-            tensors |= {f"{name}.bias": drawn(32, seed=seed + 7)} if "b" in arguments else {}
+            tensors |= {f"{name}.weight": drawn(32, width, seed=seed)} if "w" in kinds else {}
+            tensors |= {f"{name}.bias": drawn(32, seed=seed + 7)} if "b" in kinds else {}
         plans.append(Plan(heads, channels, compensation=tensors))
     earlier, later = plans
     with earlier.applied_to(model), later.applied_to(model):
@@ -47,17 +47,17 @@ def test_plans_that_compensate_compose(family: str, first: str, second: str) -> 
 def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: Path) -> None:
     model_map = map_model(tiny("llama"))
     mine = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
-    for value in mine:
-        value.write_bytes(b"mine")
+    for file in mine:
+        file.write_bytes(b"mine")
     path = tmp_path / "model.json"
-    actual = []
+    written: list[set[str]] = []
     for seed in (0, 1, None):
         scores = {} if seed is None else {"heads.L0": drawn(4, seed=seed)}
         Plan("L0H1", scores=scores).save(path, model_map)
         assert Plan.load(path).scores.keys() == scores.keys()
-        actual.append({value.name for value in tmp_path.glob("*.safetensors")} - {value.name for value in mine})
-    assert [len(value) for value in actual] == [1, 1, 0] and actual[0] != actual[1]
-    assert all(value.read_bytes() == b"mine" for value in mine)
+        written.append({file.name for file in tmp_path.glob("*.safetensors")} - {file.name for file in mine})
+    assert [len(names) for names in written] == [1, 1, 0] and written[0] != written[1]
+    assert all(file.read_bytes() == b"mine" for file in mine)
 
 
 @pytest.mark.parametrize("file", ["mine.safetensors", "../mine.safetensors", 3, None])
@@ -265,18 +265,18 @@ def test_ranges_are_compared_with_the_model_before_they_are_expanded(
     model_map = map_model(tiny("llama"))
 
     def short(*ends: int) -> range:
-        actual = range(*ends)
-        if actual.start >= 0 and actual.stop - actual.start > 10**6:
-            iterated.append(actual)
-        return actual
+        numbers = range(*ends)
+        if numbers.start >= 0 and numbers.stop - numbers.start > 10**6:
+            iterated.append(numbers)
+        return numbers
 
     iterated: list[range] = []
     monkeypatch.setattr("lmeval_prune.interventions.plan.range", short, raising=False)
     with pytest.raises(InputError, match=reason) as error:
         plan = Plan(**fields)
-        for item in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
+        for each in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
             with pytest.raises(InputError, match=reason):
-                item.resolve(model_map)
+                each.resolve(model_map)
         plan.resolve(model_map)
     assert not iterated and len(str(error.value)) < 300
 

@@ -54,8 +54,8 @@ def literal_loss(q: list, v: list, z: list, weight: float) -> float:
             terms.append(-math.log(positive / every))
     total = sum(terms) / len(terms)
     for j, k in itertools.combinations(range(len(v)), 2):
-        pair = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
-        s = sum(row[j] == row[k] for row in pair) / len(pair) if pair else 0.0
+        observed = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
+        s = sum(row[j] == row[k] for row in observed) / len(observed) if observed else 0.0
         total -= weight * s * distance(v[j], v[k])
     return total
 
@@ -222,10 +222,10 @@ def test_policies_order_the_pool_without_repeats() -> None:
     oracle = policies.oracle(known)
     assert [row[0] for row in oracle.order(questions)] == ["L5H0", "L5H0", "L5H2", "dense"]
     assert oracle.note
-    item, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
-    assert item.order(questions) == item.order(questions) != two.order(questions)
-    assert item.order(questions[2:]) == item.order(questions)[2:]  # a question's order is its own
-    for policy in (item, oracle, policies.best(known)):
+    first, second = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
+    assert first.order(questions) == first.order(questions) != second.order(questions)
+    assert first.order(questions[2:]) == first.order(questions)[2:]  # a question's order is its own
+    for policy in (first, oracle, policies.best(known)):
         assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
 
 
@@ -423,7 +423,7 @@ def test_router_round_trip(tmp_path: Path) -> None:
     other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(0.0,), epochs=2, seed=5))
     other.save(tmp_path / "o")
     (tmp_path / "r/router.safetensors").write_bytes((tmp_path / "o/router.safetensors").read_bytes())
-    with pytest.raises(InputError, match="does not belong"):
+    with pytest.raises(InputError, match="does not belong to the artefact beside it"):
         Router.load(tmp_path / "r")
     with pytest.raises(InputError, match="not a router"):
         Router.load(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.kernels.dispatch import launch_on, mixed_types, too_wide, use_kernel
+from lmeval_prune.kernels.dispatch import launch_on, too_wide, unsupported_tensors, use_kernel
 from lmeval_prune.kernels.filtered_attention import naive
 
 
@@ -48,7 +48,7 @@ def decode(
     if not query.numel() or not keys.shape[2]:
         return query.new_zeros(*query.shape[:2], values.shape[-1])
     width = too_wide(query.shape[-1], values.shape[-1])
-    if not use_kernel("filtered decode", query, mixed_types(query, keys, values), width):
+    if not use_kernel("filtered decode", query, unsupported_tensors(query, keys, values), width):
         return naive.decode(query, keys, values, lengths, skipped, scaling, window, positions, softcap)
     from lmeval_prune.kernels.filtered_attention import triton
 

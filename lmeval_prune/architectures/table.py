@@ -54,9 +54,7 @@ class Family:
     may hold alternatives, separated by `|`; the first one that exists in a live module counts.
     """
 
-    layer: (
-        str  # regular expression for the end of a layer's name, with groups `layer` and, with several stacks, `stack`
-    )
+    layer: str  # pattern of the end of a layer's name, with the groups `layer` and, for several stacks, `stack`
     attention: str
     output: str = "o_proj"  # output projection; a head is a slice of its input
     width: str = "head_dim"  # attribute that holds the width of a head's slice

@@ -12,7 +12,7 @@ from typing import Any
 from lmeval_prune.errors import InputError, first_line
 
 _MAX_JSON_BYTES = 2**28
-NONFINITE_REMEDY = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
+NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
 PathLike = str | os.PathLike[str]
 
 

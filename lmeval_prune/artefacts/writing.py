@@ -21,7 +21,7 @@ PathLike = str | os.PathLike[str]
 
 
 def write_artefact(path: PathLike, schema: str, version: int, content: dict[str, Any]) -> None:
-    """Write a JSON artefact: `content` with the names and versions of its schema and of this program."""
+    """Write a JSON artefact: `content`, its schema and schema version, and the version of this package."""
     envelope = {"schema": schema, "schema_version": version, "created_by": CREATED_BY, **content}
     write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
 
@@ -36,7 +36,7 @@ def write_bytes(path: PathLike, content: bytes) -> None:
 
     Raises:
         InputError: the path is a folder, or its folder cannot be created or written.
-        DiskError: the disk is full or refuses files.
+        DiskError: the disk is full or read-only.
     """
     with new_file(path) as temporary, report_write_errors(path):
         temporary.write_bytes(content)
@@ -50,14 +50,14 @@ def check_writable(path: PathLike, folder: bool = False) -> None:
 
 @contextmanager
 def new_file(path: PathLike) -> Iterator[Path]:
-    """Write a large file atomically: the file appears when the block ends.
+    """Write a large file atomically: the file appears when the `with` block ends.
 
     Yields:
-        A temporary path to write to. If the block raises, the old file stays.
+        A temporary path to write to. If the `with` block raises, the old file stays.
 
     Raises:
         InputError: the path cannot be written.
-        DiskError: the disk is full or refuses files.
+        DiskError: the disk is full or read-only.
     """
     with _temporary_path(Path(path)) as temporary:
         with _report_full_disk(path):
@@ -69,21 +69,21 @@ def new_file(path: PathLike) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """Write a folder atomically: the folder appears, or replaces an existing folder, when the block ends.
+    """Write a folder atomically: it appears, or replaces an existing folder, when the `with` block ends.
 
-    On systems that cannot exchange two names in one call, a kill between two renames leaves the old folder as
-    `.NAME.before`; the next call restores it. The path is locked during the block.
+    The path is locked until then. Where the system cannot exchange two folders in one call, the old folder is renamed
+    to `.NAME.before` for a moment. If the process is killed in this moment, the next call restores the old folder.
 
     Args:
         path: the folder, or a link to it.
         check: called with the path at the beginning and just before the replacement; raises to refuse the path.
 
     Yields:
-        A temporary path to write to. If the block raises, the old folder stays.
+        A temporary path to write to. If the `with` block raises, the old folder stays.
 
     Raises:
         InputError: the folder cannot be written, or another process is writing it.
-        DiskError: the disk is full or refuses files.
+        DiskError: the disk is full or read-only.
     """
     path = Path(path).resolve()
     with _temporary_path(path, folder=True) as temporary, output_lock(path):
@@ -125,7 +125,7 @@ def open_append(path: Path) -> IO[str]:
 
 @contextmanager
 def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a path of the same name in a temporary folder of this process."""
+    """Yield a path with the name of `path` in a temporary folder of this process, next to `path`."""
     with ExitStack() as stack:
         with report_write_errors(path):
             if path.is_dir() and not folder:
@@ -143,8 +143,8 @@ def _report_full_disk(path: PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if refusal := disk_error(error, path):
-            raise refusal from error
+        if full_disk := disk_error(error, path):
+            raise full_disk from error
         raise
 
 
@@ -152,7 +152,7 @@ def _replace_folder(temporary: Path, path: Path) -> None:
     """Move a temporary folder to its final path, replacing an existing folder."""
     if not path.exists() or not any(path.iterdir()):
         temporary.replace(path)
-    elif not _exchange(temporary, path):  # no such call on this system: for a moment the path does not exist
+    elif not _exchange(temporary, path):  # rename twice; in between, the path does not exist
         shutil.rmtree(_backup(path), ignore_errors=True)
         path.replace(_backup(path))
         try:
@@ -164,20 +164,22 @@ def _replace_folder(temporary: Path, path: Path) -> None:
 
 
 def _backup(path: Path) -> Path:
+    """Return the path of the old folder while a new one replaces it."""
     return path.parent / f".{path.name}.before"
 
 
 def _exchange(path: Path, other: Path) -> bool:
-    """Exchange two names in one call; return False where the system cannot."""
+    """Exchange two files or folders in one system call; return False if the system has no such call."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
-    at_cwd, exchange = -100, 2
-    return call(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), exchange) == 0
+    at_cwd, rename_exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    return call(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), rename_exchange) == 0
 
 
 def _sync(path: Path) -> None:
+    """Write a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

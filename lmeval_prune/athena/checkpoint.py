@@ -39,12 +39,19 @@ class RequiredSettings(TypedDict):
     max_length: int
 
 
+class TrainingRecord(TypedDict):
+    """Training options that a distillation must not replace by their defaults."""
+
+    data: str
+    train: list[str]
+
+
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
     settings: RequiredSettings
     head_sha256: str
-    options: NotRequired[dict[str, Any]]  # of `TrainOptions`
+    options: NotRequired[TrainingRecord]  # fields of `TrainOptions`
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
     validated_on: NotRequired[list[str]]

@@ -32,11 +32,12 @@ from lmeval_prune.training.resuming import (
 )
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
+# curves of the plot: key in the log, and label, colour and line style
 LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLOURS[1], "-")}
 
 
 def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
-    """Return the binary cross-entropy of all `reason` and `answer` logits: the sum over `items`, default the mean."""
+    """Return the binary cross-entropy of all `reason` and `answer` logits: their sum over `items`, or their mean."""
     assert outputs.reason is not None and outputs.answer is not None
     logits = torch.cat([outputs.reason, outputs.answer])
     total = binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
@@ -57,14 +58,14 @@ class AthenaTrainer(ResumableTrainer):
 
     Args:
         model: the model.
-        arguments: arguments of transformers.
+        arguments: training arguments of transformers; their learning rate is the encoder's.
         train: training examples.
         validation: validation problems.
-        head_rate: learning rate of the head part; that of `arguments` is the encoder's.
+        head_rate: learning rate of all parameters above the encoder.
         patience: validations without improvement before training stops; 0: no early stopping.
 
     Raises:
-        InputError: all training or all validation problems are unusable.
+        InputError: no training problem, or no validation problem, can be used.
     """
 
     def __init__(
@@ -102,22 +103,22 @@ class AthenaTrainer(ResumableTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW with separate learning rates for encoder and head part; norms and biases have no weight decay."""
+        """Create AdamW with separate learning rates for encoder and head; norms and biases have no weight decay."""
         if self.optimizer is None:
-            decayed = set(self.get_decay_parameter_names(self.host))
+            decayed_names = set(self.get_decay_parameter_names(self.host))
             groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
             for name, parameter in self.host.named_parameters():
                 if parameter.requires_grad:
-                    groups.setdefault((name.startswith("encoder."), name in decayed), []).append(parameter)
+                    groups.setdefault((name.startswith("encoder."), name in decayed_names), []).append(parameter)
             optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer = optimizer_class(
                 [
                     {
                         "params": parameters,
                         "lr": self.args.learning_rate if in_encoder else self.head_rate,
-                        "weight_decay": self.args.weight_decay if decays else 0.0,
+                        "weight_decay": self.args.weight_decay if is_decayed else 0.0,
                     }
-                    for (in_encoder, decays), parameters in groups.items()
+                    for (in_encoder, is_decayed), parameters in groups.items()
                 ],
                 **settings,
             )
@@ -129,12 +130,13 @@ class AthenaTrainer(ResumableTrainer):
 
 
 def train(options: TrainOptions) -> Athena:
-    """Train a model and write it with a plot of its losses; resume an interrupted training.
+    """Train an ATHENA model, and write it with a plot of its losses; resume an interrupted training.
 
-    Checkpoints are in `OUTPUT.training` until the output is complete. A complete output is read.
+    Checkpoints are in `OUTPUT.training` until the output is complete. If the output is already complete, it is read
+    instead of trained again.
 
     Raises:
-        InputError: an option is unusable, or `output` has other options.
+        InputError: an option is invalid, or `output` was trained with other options.
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
@@ -151,6 +153,7 @@ def train(options: TrainOptions) -> Athena:
 
 
 def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
+    """Train a model with checkpoints in `work`."""
     check_resumable(work, settings)
     split = ProblemSplit.load(options)
     set_seed(options.seed)
@@ -168,9 +171,10 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
         f"{split.ungrounded} without an equation over their numbers, {split.repeated} that are also in the test",
         flush=True,
     )
-    best_by = (ACCURACY, True) if options.validation else None
-    others = {"per_device_eval_batch_size": 32}
-    arguments = training_arguments(options, work, options.encoder_rate, options.seed, best_by, others=others)
+    best_by = (ACCURACY, True) if options.validation else None  # metric of the best epoch, and whether higher is better
+    arguments = training_arguments(
+        options, work, options.encoder_rate, options.seed, best_by, others={"per_device_eval_batch_size": 32}
+    )
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings)
     training = trainer.run()

@@ -19,7 +19,7 @@ from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.errors import InputError, first_few
 
 _logger = logging.getLogger(__name__)
-PREFIX = "Pruned"  # of the names of classes whose layers differ
+PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
 _LANGUAGE_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
 # Tensors in layers that the class does not need: buffers of older transformers versions, and scales of caches.
 _UNUSED = re.compile(

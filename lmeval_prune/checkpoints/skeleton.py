@@ -75,10 +75,10 @@ def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
         raise InputError(f"cannot read the model {pretrained}: {error}") from error
 
 
-def with_weights(skeleton: Any, pretrained: str, revision: str | None = None) -> Any:
+def with_weights(model: Any, pretrained: str, revision: str | None = None) -> Any:
     """Load the model of `skeleton_of` with its weights in their own dtype; raise `InputError` if that fails."""
     with as_input_error(f"the weights of {pretrained} cannot be loaded"):
-        return load_weights(type(skeleton), embedded.resolve(pretrained), revision=revision, dtype="auto")
+        return load_weights(type(model), embedded.resolve(pretrained), revision=revision, dtype="auto")
 
 
 def is_quantised(model: Any) -> bool:

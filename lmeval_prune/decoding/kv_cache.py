@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -25,15 +25,15 @@ from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Slo
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring slots with the same number of attending new tokens."""
+    """Neighbouring slots whose queries are computed together: each slot has the same number of queries."""
 
     slot: int  # the first slot
-    ends: tuple[int, ...]  # number of tokens in each slot, including the new ones
-    tokens: int  # number of attending new tokens of each slot
+    ends: tuple[int, ...]  # end of each slot's tokens, the new ones included
+    tokens: int  # number of queries in each slot
 
 
 def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
-    """Join rows (slot, end, tokens), sorted by slot, into spans that do not cross blocks."""
+    """Join rows (slot, end, number of queries), sorted by slot, into spans that do not cross blocks."""
     spans: list[Span] = []
     for slot, end, tokens in rows:
         last = spans[-1] if spans else None
@@ -46,28 +46,30 @@ def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
 
 @dataclass
 class Layout:
-    """Slots and offsets of the attending tokens of a packed batch, span by span."""
+    """Slots and offsets of the tokens with a query in a packed batch, in the order of the spans."""
 
     spans: Sequence[Span]
     slots: torch.Tensor  # (tokens,), like offsets and positions
     offsets: torch.Tensor
     positions: torch.Tensor
-    stored_positions: torch.Tensor | None = None  # of all stored tokens, (slots, length); None: the offsets
+    # positions of all stored tokens, (slots, length); None if a token's position is its offset
+    stored_positions: torch.Tensor | None = None
     parts: list[tuple[Span, slice]] = field(init=False)  # each span with the slice of its tokens
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, packed: Packed, block: int, device: torch.device) -> Layout:
-        """Lay out a pass in which all tokens attend, and offsets are positions."""
+        """Lay out a pass in which each token has a query, and its offset is its position."""
         rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
         slots = [slot for slot, _, count in rows for _ in range(count)]
         positions = [position for _, start, count in rows for position in range(start, start + count)]
         index = torch.tensor([slots, positions]).to(device)
-        return cls(spans_of(((slot, a + n, n) for slot, a, n in rows), block), index[0], index[1], index[1])
+        spans = spans_of(((slot, start + count, count) for slot, start, count in rows), block)
+        return cls(spans, index[0], index[1], index[1])
 
     def __post_init__(self) -> None:
-        ends = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
-        self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(ends)), strict=True))
+        bounds = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
+        self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(bounds)), strict=True))
 
     def mask(self, span: Span, tokens: slice, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a span: 0 for visible keys, the lowest number for others.
@@ -86,7 +88,9 @@ class Layout:
                 hidden |= key_positions <= position - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
             mask.masked_fill_(hidden, torch.finfo(dtype).min)
-            self._masks[key] = (mask.repeat(1, group, 1) if span.tokens > 1 else mask)[:, None]
+            if span.tokens > 1:
+                mask = mask.repeat(1, group, 1)
+            self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
 
 
@@ -101,7 +105,7 @@ class SlotCopy:
 
 
 class KVCache:
-    """Keys and values of `count` answers with at most `length` tokens each; a `Store`.
+    """Store the keys and values of `count` answers with at most `length` tokens each (implements `Store`).
 
     Attention runs block by block: `block` slots together, over the length of the longest. A layer's storage, (count,
     key-value heads, length, width) for keys and for values, is allocated when the layer first runs.
@@ -119,7 +123,7 @@ class KVCache:
         self.lengths: dict[int, torch.Tensor] = {}
         self.positions: dict[int, torch.Tensor] = {}
         self.states: defaultdict[int, dict[Hashable, SlotState]] = defaultdict(dict)  # by layer and handler
-        self._begun: set[tuple[int, Hashable]] = set()  # states whose new slots were reset in this pass
+        self._reset_states: set[tuple[int, Hashable]] = set()  # states that this pass has already reset in new slots
 
     # ------------------------------------------------------------------ attention
 
@@ -135,27 +139,28 @@ class KVCache:
                 # zeros, not uninitialised memory: masked numbers must be finite
                 storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
         keys, values = self.keys[layer], self.values[layer]
-        stored_mask, query_mask = call.stored_mask, call.stored_mask if call.query_mask is None else call.query_mask
+        stored_mask = call.stored_mask
+        query_mask = stored_mask if call.query_mask is None else call.query_mask
         if query_mask is None:
             keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
             return _attend(options, layout, query, keys, values).unsqueeze(0), None
-        offsets, attends, attending_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
-        stored = slice(None) if stored_mask is None else stored_mask
-        keys[layout.slots[stored], :, offsets] = key[:, stored].transpose(0, 1)
-        values[layout.slots[stored], :, offsets] = value[:, stored].transpose(0, 1)
-        attended = _attend(options, attending_layout, query[:, attends], keys, values)
+        offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
+        stored_tokens = slice(None) if stored_mask is None else stored_mask
+        keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
+        values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
+        attended = _attend(options, query_layout, query[:, has_query], keys, values)
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
-        out[attends] = attended
+        out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
 
     def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
-        """Lay out a pass in which not all tokens are stored or attend; append stored tokens to their slots.
+        """Lay out a pass in which some tokens are not stored or have no query; append stored tokens to their slots.
 
-        Returns the offsets of the stored tokens, a mask of the attending tokens, (tokens,), and their layout. The only
-        new token of a slot attends in any case: without it, the slot would split a span.
+        Returns the offsets of the stored tokens, a mask of the tokens whose queries are computed, (tokens,), and their
+        layout. A slot with a single new token always computes its query: a gap would split the span of its neighbours.
         """
         offsets, stored_positions = layout.offsets, None
         slots, starts, counts = map(torch.tensor, (self.packed.slots, self.packed.starts, self.packed.counts))
@@ -164,27 +169,31 @@ class KVCache:
         def count_by_slot(mask: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(counts).index_add_(0, row, mask.long())
 
-        ends, attends = starts + counts, query_mask.cpu() | (counts == 1)[row]
+        ends, has_query = starts + counts, query_mask.cpu() | (counts == 1)[row]
         if stored_mask is not None:
             if layer not in self.lengths:
                 self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
                 self.positions[layer] = offsets.new_zeros(self.count, self.length, dtype=torch.int32)
             stored, stored_positions = stored_mask.cpu(), self.positions[layer]
-            lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), count_by_slot(stored)
-            offsets = ((lengths - (new.cumsum(0) - new))[row] + stored.cumsum(0) - 1).to(offsets.device)
+            lengths = torch.where(starts == 0, 0, self.lengths[layer][slots])
+            new = count_by_slot(stored)
+            # offset = length of the slot + number of stored tokens before this one in the same row
+            stored_in_earlier_rows = new.cumsum(0) - new
+            offsets = ((lengths - stored_in_earlier_rows)[row] + stored.cumsum(0) - 1).to(offsets.device)
             ends = self.lengths[layer][slots] = lengths + new
             stored_positions[layout.slots[stored_mask], offsets[stored_mask]] = layout.positions[stored_mask].int()
-        rows = zip(slots.tolist(), ends.tolist(), count_by_slot(attends).tolist(), strict=True)
-        spans = spans_of((row for row in rows if row[2]), self.block)
-        attends = attends.to(offsets.device)
-        attending = Layout(spans, layout.slots[attends], offsets[attends], layout.positions[attends], stored_positions)
-        return offsets if stored_mask is None else offsets[stored_mask], attends, attending
+        rows = zip(slots.tolist(), ends.tolist(), count_by_slot(has_query).tolist(), strict=True)
+        spans = spans_of(((slot, end, queries) for slot, end, queries in rows if queries), self.block)
+        has_query = has_query.to(offsets.device)
+        tokens = (layout.slots[has_query], offsets[has_query], layout.positions[has_query])
+        stored_offsets = offsets if stored_mask is None else offsets[stored_mask]
+        return stored_offsets, has_query, Layout(spans, *tokens, stored_positions)
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
-        """Set the sequences of the forward passes inside the block."""
+        """Set the packed batch of the forward passes in this context."""
         self.packed, self.layout = packed, Layout.of(packed, self.block, device)
-        self._begun.clear()
+        self._reset_states.clear()
         try:
             yield self.layout
         finally:
@@ -197,24 +206,24 @@ class KVCache:
         if owner not in self.states[layer]:
             self.states[layer][owner] = make()
         state: Any = self.states[layer][owner]
-        if (layer, owner) not in self._begun:
-            self._begun.add((layer, owner))
-            if new := [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]:
-                state.begin(new)
-        result: State = state
-        return result
+        if (layer, owner) not in self._reset_states:
+            self._reset_states.add((layer, owner))
+            starts = zip(self.packed.slots, self.packed.starts, strict=True)
+            if new_slots := [slot for slot, start in starts if start == 0]:
+                state.begin(new_slots)
+        return cast(State, state)
 
     # ------------------------------------------------------------------ slots
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens to another slot."""
         for layer in self.keys:
-            stored = self._stored(layer, source, length)
+            end = self._stored_length(layer, source, length)
             for storage in (self.keys[layer], self.values[layer]):
-                storage[target, :, :stored] = storage[source, :, :stored]
+                storage[target, :, :end] = storage[source, :, :end]
             if layer in self.lengths:
-                self.lengths[layer][target] = stored
-                self.positions[layer][target, :stored] = self.positions[layer][source, :stored]
+                self.lengths[layer][target] = end
+                self.positions[layer][target, :end] = self.positions[layer][source, :end]
             for state in self.states[layer].values():
                 state.move(source, target)
 
@@ -222,9 +231,9 @@ class KVCache:
         """Copy a slot with `length` tokens in the first `layers` layers."""
         copies = []
         for layer in range(layers):
-            stored = self._stored(layer, slot, length)
-            keys, values = (storage[layer][slot, :, :stored].clone() for storage in (self.keys, self.values))
-            positions = self.positions[layer][slot, :stored].clone() if layer in self.positions else None
+            end = self._stored_length(layer, slot, length)
+            keys, values = (storage[layer][slot, :, :end].clone() for storage in (self.keys, self.values))
+            positions = self.positions[layer][slot, :end].clone() if layer in self.positions else None
             states = {owner: state.snapshot(slot) for owner, state in self.states[layer].items()}
             copies.append(SlotCopy(keys, values, positions, states))
         return copies
@@ -236,15 +245,15 @@ class KVCache:
         """
         for layer, copied in zip(range(layers), copies, strict=False):
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                stored = min(length, part.shape[1])
-                storage[layer][slot, :, :stored] = part[:, :stored]
+                end = min(length, part.shape[1])
+                storage[layer][slot, :, :end] = part[:, :end]
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions
             for owner, state in copied.states.items():
                 self.states[layer][owner].restore(slot, state)
 
-    def _stored(self, layer: int, slot: int, length: int) -> int:
+    def _stored_length(self, layer: int, slot: int, length: int) -> int:
         """Return how many of a slot's `length` tokens a layer stores."""
         return int(self.lengths[layer][slot]) if layer in self.lengths else length
 
@@ -265,9 +274,9 @@ class _Options:
         for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
             if options.get(name) is not None:
                 raise UnsupportedAttention(name)
-        kinds = getattr(getattr(module, "config", None), "layer_types", None)
-        if kinds and kinds[module.layer_idx] == "sliding_attention" and window is None:
-            raise UnsupportedAttention("its attention modules do not say how wide their window is")
+        layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+        if layer_types and layer_types[module.layer_idx] == "sliding_attention" and window is None:
+            raise UnsupportedAttention("sliding-window attention without a window size")
         if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
             raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
         scaling = options.get("scaling")

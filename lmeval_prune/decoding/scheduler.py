@@ -1,11 +1,12 @@
 """The decoding loop: which sequences run in each forward pass, and the computation that they share.
 
-All requests with the same prompt are a *prompt group*. Its *leader* is the request with the highest first pruned layer
-(the unpruned request, if there is one). The leader decodes like any sequence; the inputs of the first pruned layers of
-the other requests, its *followers*, are kept. While a follower chooses the leader's tokens, its computation below its
-first pruned layer is the leader's. So it runs only the layers from there up, on the prompt and on a stretch of the
-leader's answer in one pass, and compares its choices with the stretch. From the first different token on, it decodes
-like any sequence.
+All requests with the same prompt are a *prompt group*. One of them is the *leader*: the unpruned request, or else the
+one whose first pruned layer is highest. The others are its *followers*.
+
+The leader decodes like any sequence. As long as a follower chooses the leader's tokens, both compute the same below the
+follower's first pruned layer. So the engine keeps the leader's inputs to that layer, and the follower starts there: one
+pass runs the prompt and a few tokens of the leader's answer, and compares the follower's choices with these tokens.
+After the first difference, the follower decodes like any sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.settings import Natural, Settings
 
-PASS = 2048  # largest number of prompt tokens in a pass, unless a single prompt is longer; running rows wait for it
+# Largest number of prompt tokens in a pass, unless a single prompt is longer. It bounds how long new prompts delay the
+# running rows.
+PASS = 2048
 
 
 @dataclass
@@ -36,10 +39,10 @@ class Statistics:
     prompt_tokens: int = 0  # of leaders
     follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
     followed: int = 0  # answer tokens that followers share with their leader
-    steps: int = 0
-    step_rows: int = 0
-    step_tokens: int = 0
-    drafted: int = 0
+    steps: int = 0  # decoding steps of all running rows
+    step_rows: int = 0  # rows, summed over these steps
+    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
+    drafted: int = 0  # proposed draft tokens
     draft_accepted: int = 0
     alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
@@ -55,8 +58,8 @@ class Schedule(Settings):
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
         refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
         drafts: largest number of draft tokens of a row; 0 for none.
-        budget: largest number of tokens in a decoding step with drafts. Default: measured, the number of tokens that
-            take twice as long as one token.
+        budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
+            this many tokens takes twice as long as a step with one token.
     """
 
     share: bool = True
@@ -74,9 +77,9 @@ class Scheduler:
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
     statistics: Statistics
-    schedule: Schedule  # with a budget, and `follow=0` unless `share`
+    schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
     deterministic: bool  # decide near-ties in a batch of one
-    max_leaders: int  # largest number of running leaders with followers
+    max_leaders: int  # largest number of leaders with followers that run at the same time
     on_step: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
@@ -103,10 +106,10 @@ class Scheduler:
         """Fill free slots: first with followers that can start, then with new leaders.
 
         If no group waits and the followers of all running leaders fit into the free slots, they start at once, before
-        their leaders' answers are complete: steps with few rows would cost more than sharing saves. Running rows wait
-        for at most one pass of prompts, and the followers' checks after it.
+        their leaders' answers are complete: steps with few rows would cost more than sharing saves. If rows are
+        running, only one pass with new prompts (and the followers' checks after it) delays them.
         """
-        rows_wait = bool(self.active)
+        was_running = bool(self.active)
         while len(self.active) < self.runner.cache.count:
             if self.ready:
                 self._start_followers()
@@ -118,14 +121,17 @@ class Scheduler:
                 for group in leading:
                     self._release_followers(group)
                 continue
-            if rows_wait:
+            if was_running:
                 return
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
         """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""
-        fits = tokens + len(row.request.prompt) + (self.schedule.follow if logits else 0) <= PASS
-        fits = fits and logits < PASS // 4
-        return len(self.active) < self.runner.cache.count and (fits or not tokens)
+        if len(self.active) >= self.runner.cache.count:
+            return False
+        if not tokens:  # the first row of a pass always fits
+            return True
+        checked = self.schedule.follow if logits else 0  # tokens of the leader's answer
+        return tokens + len(row.request.prompt) + checked <= PASS and logits < PASS // 4
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""
@@ -162,7 +168,7 @@ class Scheduler:
         return True
 
     def _release_followers(self, group: PromptGroup) -> None:
-        """Copy the leader's keys and values for its followers, and let them start."""
+        """Copy the leader's keys and values for its followers, and let them start (once per group)."""
         if group.followers and not group.leader_tokens:
             leader = group.leader
             leader.kept_layers = frozenset()
@@ -174,7 +180,8 @@ class Scheduler:
         """Start followers with the same first pruned layer: run that layer and those above."""
         first = self.ready[0].followers[0].first_layer
         rows: list[Sequence] = []
-        inputs: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at the leader's tokens except the last
+        # by group: inputs of layer `first` at all tokens of the leader but the last one, which the leader never ran
+        inputs: dict[int, torch.Tensor] = {}
         tokens = logits = 0
         for group in self.ready:
             queue = group.followers
@@ -183,38 +190,39 @@ class Scheduler:
                 inputs.setdefault(id(group), torch.cat(group.layer_inputs[first]))
                 tokens += len(rows[-1].request.prompt) + self.schedule.follow
                 logits += 1 + self.schedule.follow
-        following = rows
+        following = rows  # rows that have chosen the leader's tokens until now
         while following:
             following = self._follow(following, first, [inputs[id(row.group)] for row in following])
         for row in rows:
             group = row.group
-            self.runner.cache.restore(row.slot, group.leader_cache, min(row.cached, len(inputs[id(group)])), first)
+            common = min(row.cached, len(inputs[id(group)]))
+            self.runner.cache.restore(row.slot, group.leader_cache, common, first)
             self.statistics.followed += _common_length(row.tokens, group.leader_tokens) - len(row.request.prompt)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
             group.leader_cache, group.layer_inputs = [], {}
 
     def _follow(self, rows: list[Sequence], first: int, inputs: list[torch.Tensor]) -> list[Sequence]:
-        """Run a stretch of the leader's answer in each row; return the rows that chose the same tokens."""
-        stretches, hidden, skips = [], [], []
-        for row, known in zip(rows, inputs, strict=True):
+        """Run the next tokens of the leader in each row; return the rows that chose the same tokens."""
+        leading, hidden, skips = [], [], []
+        for row, layer_inputs in zip(rows, inputs, strict=True):
             prompt, start = len(row.request.prompt), row.cached
-            stop = min(max(start, prompt) + self.schedule.follow, len(known))
-            stretches.append(row.group.leader_tokens[start:stop])
-            hidden.append(known[start:stop])
+            stop = min(max(start, prompt) + self.schedule.follow, len(layer_inputs))
+            leading.append(row.group.leader_tokens[start:stop])
+            hidden.append(layer_inputs[start:stop])
             skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
-        logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
+        logits = self._forward(rows, leading, skips, first, torch.cat(hidden))
         choices = self._argmax(logits, rows)
-        matching, line = [], 0
-        for row, known, stretch, skip in zip(rows, inputs, stretches, skips, strict=True):
-            leader_tokens, stop = row.group.leader_tokens, row.cached + len(stretch)
-            lines = slice(line, line + len(stretch) - skip)
-            line = lines.stop
+        matching, end = [], 0
+        for row, layer_inputs, tokens, skip in zip(rows, inputs, leading, skips, strict=True):
+            leader_tokens, stop = row.group.leader_tokens, row.cached + len(tokens)
+            span = slice(end, end + len(tokens) - skip)
+            end = span.stop
             row.cached += skip + 1
-            self._append_tokens(row, logits, lines, leader_tokens[row.cached : stop], choices)
-            if not row.ended and stop < len(known) and row.tokens == leader_tokens[: stop + 1]:
+            self._append_tokens(row, logits, span, leader_tokens[row.cached : stop], choices)
+            if not row.ended and stop < len(layer_inputs) and row.tokens == leader_tokens[: stop + 1]:
                 matching.append(row)
-        self.statistics.follow_tokens += sum(map(len, stretches))
+        self.statistics.follow_tokens += sum(map(len, leading))
         return matching
 
     def _remove_ended(self) -> list[Sequence]:
@@ -232,13 +240,18 @@ class Scheduler:
         return ended
 
     def _fill_slot(self, slot: int) -> None:
-        """Fill a free slot, so that rows occupy the first slots, and longer rows earlier blocks.
+        """Close the gap at a free slot, so that n running rows are in the first n slots.
 
-        The longest row of each later block moves to the block before it; the last row fills the last block's slot.
+        Longer rows stay in earlier blocks: the longest row of the next block moves to the free slot, then the same for
+        the slot that it leaves. In the last block, the last row moves.
         """
         block = self.runner.cache.block
-        while later := self.active[(slot // block + 1) * block :][:block]:
-            slot = self._move(max(later, key=lambda row: row.cached), slot)
+        while True:
+            start = (slot // block + 1) * block
+            next_block = self.active[start : start + block]
+            if not next_block:
+                break
+            slot = self._move(max(next_block, key=lambda row: row.cached), slot)
         if slot < len(self.active) - 1:
             self._move(self.active[-1], slot)
         self.active.pop()
@@ -277,22 +290,22 @@ class Scheduler:
         self.statistics.step_rows += len(rows)
         self.statistics.step_tokens += len(logits)
         choices = self._argmax(logits, rows)
-        line = 0
+        end = 0
         for row, draft in zip(rows, drafts, strict=True):
-            lines = slice(line, line + 1 + len(draft))
-            line = lines.stop
+            span = slice(end, end + 1 + len(draft))
+            end = span.stop
             row.cached += 1
-            appended = self._append_tokens(row, logits, lines, draft, choices)
+            appended = self._append_tokens(row, logits, span, draft, choices)
             self.statistics.drafted += len(draft)
             self.statistics.draft_accepted += appended - 1
-            for layer in row.kept_layers:  # without the inputs of rejected drafts
+            for layer in row.kept_layers:  # drop the inputs of rejected draft tokens
                 pieces = row.group.layer_inputs[layer]
                 pieces[-1] = pieces[-1][:appended]
 
     def _argmax(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[tuple[int, bool]]:
-        """Return for each line of the logits the argmax, and whether it is a near-tie to decide alone.
+        """Return the argmax of each row of the logits, and whether it is a near-tie to decide in a batch of one.
 
-        Empty if no row takes the argmax.
+        The list is empty if no request takes the argmax.
         """
         if not any(row.request.params.takes_argmax for row in rows):
             return []
@@ -301,16 +314,16 @@ class Scheduler:
         return list(zip(tokens, near_ties, strict=True))
 
     def _append_tokens(
-        self, row: Sequence, logits: torch.Tensor, lines: slice, draft: Items[int], choices: Items[tuple[int, bool]]
+        self, row: Sequence, logits: torch.Tensor, span: slice, draft: Items[int], choices: Items[tuple[int, bool]]
     ) -> int:
         """Choose tokens while they match the draft, append them to the answer, and return their number.
 
-        `lines` are the row's lines of `logits` and of `choices` (see `_argmax`): one after the last token in the cache,
-        and one after each draft token. Accepted draft tokens count as cached.
+        `span` is the sequence's part of `logits` and of `choices` (see `_argmax`): one entry after the last cached
+        token, and one after each draft token. Accepted draft tokens count as cached.
         """
         params, answer = row.request.params, row.answer
-        for i, line in enumerate(range(lines.start, lines.stop)):
-            token = self._choose(row, logits[line], choices[line] if params.takes_argmax else None)
+        for i, entry in enumerate(range(span.start, span.stop)):
+            token = self._choose(row, logits[entry], choices[entry] if params.takes_argmax else None)
             answer.append(token)
             row.ended = token in row.end_tokens or len(answer) >= row.max_tokens
             if params.stop and not row.ended:
@@ -321,8 +334,11 @@ class Scheduler:
         return i + 1
 
     def _choose(self, row: Sequence, logits: torch.Tensor, choice: tuple[int, bool] | None) -> int:
-        """Choose the next token: the argmax of `choice`, or by the sampler; near-ties in a batch of one."""
-        token, near_tie = choice or (-1, self.deterministic and self.sampler.near_tie(logits, row.request, row.answer))
+        """Choose the next token: take `choice` (see `_argmax`) or sample. Recompute a near-tie in a batch of one."""
+        if choice:
+            token, near_tie = choice
+        else:
+            near_tie = self.deterministic and self.sampler.near_tie(logits, row.request, row.answer)
         if near_tie:
             self.statistics.alone += 1
             logits = self.runner.forward_alone(row.tokens, row.mask)

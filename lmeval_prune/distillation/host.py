@@ -148,7 +148,7 @@ class Host(ABC):
 
     @abstractmethod
     def examples(self) -> TrainingExamples:
-        """Load the examples without weights; `InputError` if they are missing or contain the test."""
+        """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:

@@ -21,47 +21,48 @@ class DistillOptions(Settings):
         output: folder of the distilled model; the same command resumes an interrupted distillation
         teacher: teacher of the first stage instead of the unpruned model; it must have the same vocabulary
         task: (language models) task with the training problems, e.g. prune_asdiv_a_equation
-        train: splits to train on (default: those of an ATHENA's training; else the task's own, or the other folds)
-        test: test split; its questions are excluded from training (default: that of an ATHENA's training, or the
-            task's)
-        validation: share of the training problems that chooses the best epoch; 0: the last epoch (default: that of an
-            ATHENA's training, or 0.1)
-        limit: number of training problems, drawn by the seed (default: all)
+        train: splits to train on (default: for an ATHENA, those that it was trained on; for a language model, the
+            task's training split, or all folds but the test fold)
+        test: test split, whose questions are excluded from training (default: for an ATHENA, that of its training; for
+            a language model, the task's)
+        validation: share of the training problems used to choose the best epoch; 0 takes the last epoch (default: for
+            an ATHENA, that of its training; for a language model, 0.1)
+        limit: number of training problems, sampled with the seed (default: all)
         chat: (language models) use the model's chat template
         answer: (language models) template of the answer; {} is replaced by the task's target
         answer_field: (language models) document field with the answer, instead of the task's target
         max_length: (language models) largest number of tokens in a training problem; longer problems are left out
-        ratio: share of all query heads to remove in total; 0 with ffn_ratio 0: only distil or fine-tune
+        ratio: share of all query heads to remove in total; if ratio and ffn_ratio are 0, the model is only trained
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group)
         ffn_ratio: share of all feed-forward channels to remove
         ffn_multiple: the number of remaining channels in each block is a multiple of this
         allocation: global or uniform (default: the method's)
-        p_min: share to remove at the start of the schedule
+        p_min: share at which the schedule starts; after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         growth: exponent of the schedule
         stages: number of stages of pruning and training
         method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy or random; it must score all layers
             at once, unlike slimgpt and wanda_sp
         options: options of the method, e.g. alpha=0.5
-        ffn_method: pruner that scores channels (default: the same)
-        ffn_options: options of this method
-        calibration: number of training problems for the scores
+        ffn_method: pruner that scores channels (default: the same as `method`)
+        ffn_options: options of ffn_method
+        calibration: number of training problems that the pruner reads to compute scores
         response: use the response term: the student learns the teacher's answers
         feature: use the feature term: the student learns the teacher's attention maps
         temperature: temperature τ of the response term
-        distill_weight: λ₁, weight of response and feature; 0: no teacher
+        distill_weight: λ₁, weight of the response and feature terms; 0 trains without a teacher
         task_weight: λ₂, weight of the task loss
-        epochs: largest number of epochs of a stage; 0: only prune
-        patience: epochs without a better validation before a stage ends; 0: no early stopping
+        epochs: largest number of epochs of a stage; 0 only prunes
+        patience: epochs without a better validation metric before a stage ends; 0: no early stopping
         batch: problems per step
         accumulate: steps per update
-        save_steps: updates between checkpoints, validations and logs; 0: an epoch
+        save_steps: updates between checkpoints, validations and logs; 0: once per epoch
         rate: learning rate
         decay: weight decay
         warmup: share of the updates with a rising learning rate
         clip: largest norm of the gradient
-        seed: seed of order, dropout, validation split and draws
+        seed: random seed of the order of problems, dropout, the validation split and sampling
         trainer: further TrainingArguments of transformers, e.g. bf16=true,gradient_checkpointing=true
-        data_dir: folder with the data file (default LMEVAL_PRUNE_DATA, else the public source)
+        data_dir: folder with the data file (default: LMEVAL_PRUNE_DATA, or the public source if it is not set)
     """
 
     pretrained: str
@@ -112,27 +113,27 @@ class DistillOptions(Settings):
         self.pruning()
         if self.test in self.train:
             raise InputError(f"test={self.test} is also a training split; leave it out of train")
-        if not (self.taught or self.task_weight):
-            raise InputError("nothing would be learned: there is no teacher and task_weight is 0; raise task_weight")
+        if not (self.uses_teacher or self.task_weight):
+            raise InputError("there is nothing to train on: no teacher, and task_weight=0; raise task_weight")
         if self.patience and self.validation == 0:
             raise InputError("patience needs a validation split; give validation")
         if "{}" not in self.answer:
-            raise InputError("answer must have {} in the place of the target")
+            raise InputError("answer must contain {}, which is replaced by the target")
         if self.ffn_options and not self.ffn_method:
             raise InputError("ffn_options need ffn_method; give both")
 
     @property
-    def taught(self) -> bool:
+    def uses_teacher(self) -> bool:
         """Whether a teacher is used."""
         return self.distill_weight > 0 and (self.response or self.feature)
 
     @property
-    def compares_maps(self) -> bool:
-        """Whether attention maps are compared."""
+    def uses_attention_maps(self) -> bool:
+        """Whether the loss compares the attention maps of student and teacher (the feature term)."""
         return self.distill_weight > 0 and self.feature
 
     def pruning(self) -> PruneOptions:
-        """Return the pruning of all stages together."""
+        """Return the pruner's options; each stage is one step of its schedule."""
         names = ("ratio", "unit", "ffn_ratio", "ffn_multiple", "allocation", "p_min", "growth")
-        shares: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return PruneOptions(**shares, steps=self.stages, budget="heads", compensation="none")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return PruneOptions(**shared, steps=self.stages, budget="heads", compensation="none")

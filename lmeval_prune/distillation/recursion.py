@@ -57,7 +57,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         The fields of `distillation.json`.
 
     Raises:
-        InputError: an option is unusable (before any weights are read, if possible), or `output` has other options.
+        InputError: an option is invalid (before any weights are read, if possible), or `output` has other options.
     """
     target, host = Path(options.output), make_host(options)
     settings = result_settings(options)
@@ -111,7 +111,7 @@ def check(host: Host) -> None:
     check_arguments(options)
     if options.teacher:
         host.check_teacher(options.teacher)
-    if options.compares_maps:
+    if options.uses_attention_maps:
         check_returns_maps(skeleton)
         if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
             raise InputError(
@@ -171,7 +171,7 @@ class Stage:
         kept = {label: manifest["stages"][-1]["kept_heads"][label] for label in layers}
         training: dict[str, Any] = {"best_epoch": 0, "log": []}
         if options.epochs:
-            teacher = self.host.read(self._teacher()) if options.taught else None
+            teacher = self.host.read(self._teacher()) if options.uses_teacher else None
             heads = list(kept.values())
             training = DistillTrainer(
                 self.host, student, teacher, heads, self.examples, checkpoints, self.number, time.monotonic() - begin

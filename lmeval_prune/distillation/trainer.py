@@ -136,7 +136,7 @@ class DistillTrainer(ResumableTrainer):
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
-            if options.compares_maps:
+            if options.uses_attention_maps:
                 turn_off_map_dropout(model_map)
 
     def run(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class DistillTrainer(ResumableTrainer):
                 "CUDA_VISIBLE_DEVICES to a single GPU"
             )
         with ExitStack() as stack:
-            if self.options.compares_maps:
+            if self.options.uses_attention_maps:
                 for model in (self.student, self.teacher):
                     stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
@@ -188,7 +188,7 @@ class DistillTrainer(ResumableTrainer):
     def losses(self, model: nn.Module, inputs: dict[str, Any], counts: Tensor) -> tuple[Any, dict[str, Tensor]]:
         """Return the student's outputs on a batch and the terms of the loss, divided by the counts."""
         options, (items, pairs) = self.options, counts
-        maps = {"output_attentions": True} if options.compares_maps and self.teacher is not None else {}
+        maps = {"output_attentions": True} if options.uses_attention_maps and self.teacher is not None else {}
         outputs = model(**inputs, **maps)
         terms = {"task": self.host.task_loss(outputs, inputs) / items}
         if self.teacher is None:

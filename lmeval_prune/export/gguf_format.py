@@ -28,38 +28,43 @@ _QWEN2_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_
 def gguf_architecture(model_map: ModelMap) -> str:
     """Return llama.cpp's architecture for a model.
 
-    - `llama` has the same numbers of heads and channels in all layers, `deci` different ones. Both allow biases
-      everywhere and Llama 3's rope factors, and rotate queries and keys in another order of rows.
-    - `qwen2` allows only its own biases, and its heads must fill the width. Any other Qwen2 is written as `llama` or
-      `deci`.
-    - `qwen3` normalises queries and keys, which no other architecture does.
+    - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers. Both allow
+      biases everywhere and Llama 3's rope factors. Their query and key rows have another order (`interleave_rows`).
+    - `qwen2` allows only its own biases, and heads · head_dim must equal the hidden size. Any other Qwen2 is written as
+      `llama` or `deci`.
+    - `qwen3` is the only one that normalises queries and keys.
     """
     family, config = model_map.model_type, model_map.model.config
     if family not in FAMILIES:
         raise InputError(f"{family} models are not written as GGUF yet; supported: {', '.join(FAMILIES)}")
-    layers_alike = _layers_alike(model_map)
+    is_uniform = _is_uniform(model_map)
     has_biases = _has_unusual_biases(model_map)
     has_factors = rope_of(config)["rope_type"] == "llama3"
-    plain = layers_alike and not has_biases and not has_factors
-    if family == "qwen3" and not plain:
-        what = "projections have biases" if has_biases else "rope is llama3's" if layers_alike else "layers differ"
+    is_stock = is_uniform and not has_biases and not has_factors
+    if family == "qwen3" and not is_stock:
+        obstacle = "rope is llama3's" if is_uniform else "layers differ"
+        if has_biases:
+            obstacle = "projections have biases"
         hint = "" if has_factors else ", or prune the same numbers of heads and channels in all layers, without biases"
         raise InputError(
-            f"llama.cpp's qwen3 has no form for a model whose {what}; write a checkpoint instead of GGUF{hint}"
+            f"llama.cpp's qwen3 does not support a model whose {obstacle}; write a checkpoint instead of GGUF{hint}"
         )
     first = model_map.attention[0]
-    heads_fill_width = first.heads * first.head_dim == config.hidden_size
-    if family == "qwen3" or (family == "qwen2" and plain and heads_fill_width):
+    fills_hidden_size = first.heads * first.head_dim == config.hidden_size
+    if family == "qwen3" or (family == "qwen2" and is_stock and fills_hidden_size):
         return family
-    return "llama" if layers_alike else "deci"
+    return "llama" if is_uniform else "deci"
 
 
-def _layers_alike(model_map: ModelMap) -> bool:
+def _is_uniform(model_map: ModelMap) -> bool:
+    """Return whether all layers have the same numbers of heads and channels."""
     heads = {(layer.heads, layer.kv_heads) for layer in model_map.attention}
-    return len(heads) == len({block.channels for block in model_map.feed_forward}) == 1
+    channels = {block.channels for block in model_map.feed_forward}
+    return len(heads) == 1 and len(channels) == 1
 
 
 def _has_unusual_biases(model_map: ModelMap) -> bool:
+    """Return whether a parameter is a bias that the stock model does not have."""
     usual = _QWEN2_BIASES if model_map.model_type.startswith("qwen2") else ()
     names = [name for name, _ in model_map.model.named_parameters()]
     return any(name.endswith(".bias") and not name.endswith(usual) for name in names)
@@ -90,17 +95,18 @@ class GGUFFile:
         self._conversions: list[Callable[[], Any]] = []
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype, heads: int = 0) -> None:
-        """Add a tensor, to be written in a type; a number of heads reorders its rows by `interleave_rows`."""
-        kind = GGUF_TYPES[dtype]
+        """Add a tensor that `write` converts to `dtype`; with `heads`, `interleave_rows` reorders its rows first."""
+        gguf_type = GGUF_TYPES[dtype]
 
         def convert() -> Any:
             values = interleave_rows(tensor, heads) if heads else tensor
             values = values.detach().cpu().to(dtype)
             if not values.isfinite().all():
-                raise InputError(f"{name} has weights that {kind.name} cannot hold; give another --dtype")
-            return quantize(values.to(torch.float32).contiguous().numpy(), kind)
+                raise InputError(f"{name} has weights outside the range of {gguf_type.name}; give another --dtype")
+            return quantize(values.to(torch.float32).contiguous().numpy(), gguf_type)
 
-        self.writer.add_tensor_info(name, list(tensor.shape), np.dtype("f4"), tensor.numel() * dtype.itemsize, kind)
+        size = tensor.numel() * dtype.itemsize
+        self.writer.add_tensor_info(name, list(tensor.shape), np.dtype("f4"), size, gguf_type)
         self._conversions.append(convert)
 
     def write(self) -> None:
@@ -116,6 +122,6 @@ class GGUFFile:
 def interleave_rows(rows: Tensor, heads: int) -> Tensor:
     """Reorder the rows of a query or key projection, shape (heads * d, ...), for llama.cpp's `llama` and `deci`.
 
-    Rope rotates pairs of rows: i and i + d/2 of a head in transformers, 2i and 2i + 1 in these architectures.
+    Rope rotates pairs of a head's rows: rows i and i + d/2 in transformers, rows 2i and 2i + 1 in these architectures.
     """
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

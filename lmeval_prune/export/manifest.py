@@ -34,14 +34,14 @@ class Adapter(TypedDict):
     format: str
     dtype: str
     rank: int
-    hash: str
+    hash: str  # digest of weights, modules and dtype
     base: Base
     modules: dict[str, list[int]]
     files: dict[str, str]
 
 
 def adapter_name(heads: Sequence[str]) -> str:
-    """Return an adapter's name on the server and of its folder: `("L5H3", "L15H0")` is `L5H3+L15H0`."""
+    """Return an adapter's name, which is also its folder's name: `L5H3+L15H0` for `("L5H3", "L15H0")`."""
     name = "+".join(heads)
     return file_name(name) if len(name) <= MAX_NAME_LENGTH else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
 
@@ -62,6 +62,7 @@ def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     adapters = [read_adapter(path) for path in _adapter_folders(Path(folder))]
     if not adapters:
         raise InputError(f"{folder} has no adapters; write some with `lmeval-prune export adapter`")
+    # name lengths come before names, so that L5H3 comes before L15H0
     adapters.sort(key=lambda adapter: (len(adapter["heads"]), [len(x) for x in adapter["heads"]], adapter["heads"]))
     return {adapter["name"]: adapter for adapter in adapters}
 
@@ -72,12 +73,13 @@ def has_adapters(folder: str | os.PathLike[str]) -> bool:
 
 
 def _adapter_folders(folder: Path) -> list[Path]:
-    """Return the folders of adapters, without checkpoints, whose manifests have the same file name."""
+    """Return the folders of adapters. Exported checkpoints, whose manifests have the same file name, are left out."""
     paths = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
     return [path.parent for path in paths if not _is_checkpoint(path)]
 
 
 def _is_checkpoint(manifest: Path) -> bool:
+    """Return whether a manifest belongs to a checkpoint, by its schema."""
     try:
         return bool(read_json(manifest).get("schema", SCHEMA) != SCHEMA)
     except InputError:

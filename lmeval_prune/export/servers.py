@@ -27,44 +27,51 @@ def max_lora_rank(rank: int) -> int:
 
 
 def slot_memory(export: AdapterExport, slots: int, rank: int) -> int:
-    """Return the bytes of vLLM's adapter slots, restricted to the output projections."""
+    """Return the memory of vLLM's adapter slots in bytes, if only output projections have adapters."""
     widths = sum(in_features(layer.o_proj) + out_features(layer.o_proj) for layer in export.model_map.attention)
     return slots * max_lora_rank(rank) * widths * export.torch_dtype.itemsize
 
 
 def vllm_options(config: Any) -> tuple[str, str]:
-    """Return the options with which vLLM loads a model, and a comment line on them; both empty for stock models."""
+    """Return vLLM's options for loading a model, and a comment line about them. Both are empty for stock models."""
     if has_pruned_layers(config):
         is_registered = config.architectures[0].removeprefix("Pruned") in STOCK
-        comment = "# without --trust-remote-code where lmeval-prune is installed\n" if is_registered else ""
+        comment = "# --trust-remote-code is not needed if lmeval-prune is installed\n" if is_registered else ""
         return " --trust-remote-code", comment
     return (" --model-impl transformers" if unusual_head_dim(config) else ""), ""
 
 
 def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
-    """Return the command lines that serve an export's adapters, or a line that says why there are none.
+    """Return the command lines that serve an export's adapters, or one line that says why no server supports them.
 
     The commands include earlier adapters in the folder that the same server can load.
     """
     settings = {"format": export.format, "base": export.base, "dtype": export.dtype}
-    adapters = [each for each in read_adapters(export.output).values() if settings.items() <= each.items()]
-    names = [each["name"] for each in adapters]
+    adapters = [
+        adapter
+        for adapter in read_adapters(export.output).values()
+        if all(adapter.get(name) == value for name, value in settings.items())
+    ]
+    names = [adapter["name"] for adapter in adapters]
     if export.format == "gguf":
         return [_llamacpp_line(export, names)]
     config = export.model_map.model.config
     if config.model_type not in FAMILIES_WITH_ADAPTERS:
         reason = f"no server supports adapters of {config.model_type} models"
-        return [f"for PEFT only (lm_eval --model hf … peft=FOLDER): {reason}"]
+        return [f"only PEFT can load these adapters (lm_eval --model hf … peft=FOLDER): {reason}"]
     if export.dtype not in SERVER_DTYPES:
         reason = f"servers do not compute in {export.dtype}; export with another --dtype"
-        return [f"for PEFT only (lm_eval --model hf … peft=FOLDER): {reason}"]
+        return [f"only PEFT can load these adapters (lm_eval --model hf … peft=FOLDER): {reason}"]
     served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
-    rank, slots = max(each["rank"] for each in adapters), len(names) + 1  # vLLM on a CPU needs an empty slot
-    projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
+    rank = max(adapter["rank"] for adapter in adapters)
+    slots = len(names) + 1  # vLLM on a CPU needs one slot more than adapters
+    first_module = next(iter(adapters[0]["modules"]))
+    projection = first_module.rpartition(".")[2]
     options, comment = vllm_options(config)
     memory = slot_memory(export, slots, rank) / 1e6
     lines = [
-        f"# adapter slots take {memory:.3g} MB in vLLM; with a smaller --max-loras some requests wait\n{comment}"
+        f"# vLLM's adapter slots take {memory:.3g} MB; a smaller --max-loras saves memory, but requests may wait\n"
+        f"{comment}"
         f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(export.output.resolve()))} "
         f"vllm serve {served}{options} --dtype {export.dtype} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
@@ -81,10 +88,11 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
 
 
 def _llamacpp_line(export: AdapterExport, names: Sequence[str]) -> str:
+    """Return the command line of llama-server with adapters."""
     files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
     model, comment = quote(export.served), ""
     if not export.served.endswith(".gguf"):
-        model, comment = "MODEL.gguf", f"# MODEL.gguf: with weights in {export.dtype}, not quantised\n"
+        model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
     return f"{comment}llama-server -m {model} --lora-init-without-apply {files}"
 
 

@@ -31,7 +31,7 @@ class Update:
         columns = [c for head in heads for c in range(layer.columns(head).start, layer.columns(head).stop)]
         if not weight.isfinite().all():
             kind = str(weight.dtype).removeprefix("torch.")
-            raise InputError(f"{module} has weights that {kind} cannot hold; give another --dtype")
+            raise InputError(f"{module} has weights outside the range of {kind}; give another --dtype")
         lora_a = weight.new_zeros(rank, weight.shape[1])
         lora_a[range(len(columns)), columns] = 1
         lora_b = weight.new_zeros(weight.shape[0], rank)

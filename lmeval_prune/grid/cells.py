@@ -1,9 +1,10 @@
-"""Cells of a grid: evaluations by lm-eval, each identified by a hash of what its answers and scores depend on.
+"""Cells of a grid: evaluations by lm-eval, each identified by a hash of everything that can change its scores.
 
-The hash covers the weights, the interventions, the preparation, the task's configuration, code, questions and
-exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, transformers and this
-package. It does not cover names, paths, the device, the runner, or the number of variants in a pass. It covers batch
-size and decoding engine only in half precision, where another order of summation gives other texts.
+The hash includes the weights, the interventions, the preparation, the task's configuration, code, questions and
+few-shot examples, the chat template, the seed (if the task uses random numbers), and the versions of lm-eval,
+transformers and this package. It does not include names, paths, the device, the runner, or the number of variants in a
+pass. Batch size and decoding engine are included only in half precision, where a different order of summation can
+change the generated text.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_
 from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import task_manager
 
+# attributes of `Cell` that are written to `cell.json`
 JSON_FIELDS = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")
 
 
@@ -37,14 +39,14 @@ class Cell:
     """One variant on one task."""
 
     key: str  # hash of `identity`; name of the cell's folder
-    costs: str  # hash of everything that the model's costs depend on
+    costs: str  # hash of everything that the measured costs (memory, speed, FLOPs) depend on
     variant: Variant
     task: GridTask
     evaluation: dict[str, Any]  # arguments of `simple_evaluate`
     metadata: dict[str, Any]  # of lm-eval's task manager
-    identity: dict[str, Any] = field(repr=False)  # everything that answers and scores depend on
-    prepared: str  # key of the preparation's result, or empty
-    answers: str  # folder of its answers among those of the grid
+    identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
+    prepared: str  # key of the preparation's result; empty without a preparation
+    answers: str  # path of the cell's answers in the grid's folder of answers
     batch_size: int | str
     device: str | None
     engine: str
@@ -59,20 +61,22 @@ class Cell:
         """Return the name of lm-eval's model class."""
         return "pruned-server" if self.variant.served else "pruned-hf"
 
-    def model_args(self, prepared: Path) -> dict[str, Any]:
-        """Return all model_args, given the folder of preparations."""
+    def model_args(self, preparations: Path) -> dict[str, Any]:
+        """Return all model_args; `preparations` is the folder with the results of preparations."""
         arguments = dict(self.variant.model_args)
         for name, settings in self.variant.prepare.items():
-            arguments |= make_preparation(name, settings).model_args(prepared / self.prepared)
+            arguments |= make_preparation(name, settings).model_args(preparations / self.prepared)
         if self.variant.served:
             return {**arguments, "seed": self.variant.seed}
         arguments.setdefault("engine", self.engine)
         if arguments["engine"] == "batched":
-            arguments.setdefault("deterministic", True)  # answers do not depend on the other rows of a batch
-        return {name: value for name, value in arguments.items() if (name, value) != ("engine", "generate")}
+            arguments.setdefault("deterministic", True)  # so that other rows of a batch cannot change an answer
+        if arguments["engine"] == "generate":
+            del arguments["engine"]  # the default
+        return arguments
 
     def command(self, model_args: dict[str, Any]) -> str:
-        """Return the `lm_eval` command that evaluates the cell, given the result of `model_args`."""
+        """Return the `lm_eval` command that evaluates the cell; `model_args` is the result of the method."""
         evaluation, template = self.evaluation, self.evaluation["apply_chat_template"]
         options: dict[str, Any] = {
             "model": self.model,
@@ -95,16 +99,17 @@ class Cell:
         return shlex.join([*words, *flags, "--log_samples", "--output_path", "OUT"])
 
     def entry(self, model_args: dict[str, Any]) -> dict[str, Any]:
-        """Return the cell's entry in `grid.json`: everything that `grid compare` needs without opening the cell."""
+        """Return the cell's entry in `grid.json`, so that `grid compare` need not read the cell's own files."""
         return {"key": self.key, **self._settings(), "costs": self.costs, "command": self.command(model_args)}
 
     def to_json(self, model_args: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of `cell.json`."""
-        own = {name: getattr(self, name) for name in JSON_FIELDS}
+        fields = {name: getattr(self, name) for name in JSON_FIELDS}
         command = self.command(model_args)
-        return {**self._settings(), "seed": self.variant.seed, **own, "key": self.key, "command": command}
+        return {**self._settings(), "seed": self.variant.seed, **fields, "key": self.key, "command": command}
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings of variant and task, for `grid.json` and `cell.json`."""
         return {
             "variant": self.variant.name,
             "task": self.task.name,
@@ -116,7 +121,7 @@ class Cell:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of the code that answers and scores depend on."""
+    """Return the versions of all packages that can change answers and scores."""
     return {"lmeval-prune": version("lmeval-prune"), **code_versions()}
 
 
@@ -158,20 +163,20 @@ class _Planner:
             template = checkpoint.chat_template(grid.apply_chat_template)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        answered_by = digest([model, computation] if computation else model)
+        model_digest = digest([model, computation] if computation else model)
         costs = digest(identity)
         for grid_task in grid.tasks:
             task = self._task(grid_task, loading_key, loading)
-            drawn: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
-            drawn |= {"engine": engine} if task.samples else {}
+            random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
+            random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
             prompts = {"system": grid.system_instruction or "", "multiturn": chat}
-            answers = (f"{Path(str(arguments.pretrained)).name}-{answered_by[:8]}", grid_task.name)
+            answers_path = (f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}", grid_task.name)
             cell_identity = {
                 **identity,
                 **computation,
                 "task": {"tasks": task.content, **prompts},
                 "template": template,
-                "drawn": drawn,
+                "drawn": random,
                 "versions": self.versions,
             }
             yield Cell(
@@ -183,19 +188,21 @@ class _Planner:
                 metadata=dict(grid.metadata),
                 identity=cell_identity,
                 prepared=identity["preparation"].get("key", ""),
-                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in answers),
+                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in answers_path),
                 batch_size=grid.batch_size,
                 device=grid.device,
                 engine=engine,
             )
 
     def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+        """Return a checkpoint and its identity, read once per model."""
         if key not in self.models:
             checkpoint = Checkpoint(loading)
             self.models[key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
         return self.models[key]
 
     def _task(self, grid_task: GridTask, loading_key: str, loading: dict[str, Any]) -> TaskIdentity:
+        """Return the identity of a task, read once per task and model."""
         key = loading_key, grid_task.name
         if key not in self.tasks:
             manager = task_manager({**loading, **self.grid.metadata})
@@ -206,18 +213,20 @@ class _Planner:
         self, variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
     ) -> dict[str, Any]:
         """Identify the model, the interventions, the router and the preparation."""
-        routing = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-        applied = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-        prepared: dict[str, Any] = {}
+        router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+        interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+        if interventions:
+            interventions.append(digest(checkpoint.map.signature()))
+        preparation: dict[str, Any] = {}
         for name, settings in variant.prepare.items():
-            prepared = {"name": name, **make_preparation(name, settings).identity()}
-            prepared |= {"seed": variant.seed, "versions": self.versions}
-            prepared["key"] = digest([model, prepared])
+            preparation = {"name": name, **make_preparation(name, settings).identity()}
+            preparation |= {"seed": variant.seed, "versions": self.versions}
+            preparation["key"] = digest([model, preparation])
         return {
             "model": model,
-            "interventions": [*applied, digest(checkpoint.map.signature())] if applied else [],
-            "router": {name: argument_identity(name, value) for name, value in routing.items()},
-            "preparation": prepared,
+            "interventions": interventions,
+            "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
+            "preparation": preparation,
         }
 
 
@@ -235,32 +244,35 @@ def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
 
 
 def _engine(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> str:
-    """Return the kind of server, the variant's own engine, or the fastest engine that gives the same texts."""
+    """Return the server kind, or the variant's engine; by default the fastest engine that generates the same texts."""
     if variant.served:
         return str(variant.model_args.get("server", ServerOptions.server))
     if engine := variant.model_args.get("engine"):
         return str(engine)
-    in_batches = all((each.tokenwise or each.by_sequence) and not each.needs_order for each in arguments.interventions)
-    return "batched" if in_batches and not checkpoint.config.is_encoder_decoder else "generate"
+    can_batch = all(
+        (intervention.tokenwise or intervention.by_sequence) and not intervention.needs_order
+        for intervention in arguments.interventions
+    )
+    return "batched" if can_batch and not checkpoint.config.is_encoder_decoder else "generate"
 
 
 def _computation(
     variant: Variant, arguments: Arguments, checkpoint: Checkpoint, engine: str, batch_size: int | str
 ) -> dict[str, Any]:
-    """Identify how answers are computed, as far as it changes them."""
+    """Identify the settings of the computation that can change answers."""
     if variant.served:
         return {"computation": {"server": engine, **_adapters(variant, arguments, checkpoint)}}
     computation: dict[str, Any] = {}
     if engine == "batched" and variant.model_args.get("deterministic") is not None and not arguments.deterministic:
         computation = {"deterministic": False}
-    if checkpoint.rounds_coarsely:
+    if checkpoint.depends_on_batch:
         computation |= {"engine": engine, "batch_size": str(batch_size)}
         computation |= {"rows": arguments.engine_rows} if engine == "batched" else {}
     return {"computation": computation} if computation else {}
 
 
 def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the hashes of a served variant's adapters if their folder is named; with a router, of all of them."""
+    """Return the hashes of a served variant's adapters (with a router: all adapters) if their folder is given."""
     if "adapters" not in variant.model_args:
         return {}
     known = read_adapters(str(variant.model_args["adapters"]))
@@ -269,5 +281,6 @@ def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) ->
         for mask in arguments.interventions
         for head in mask.heads_of(checkpoint.map)  # type: ignore[attr-defined]
     ]
-    names = list(known) if arguments.router else [adapter_name(heads), *heads] if heads else []
+    variants = [adapter_name(heads), *heads] if heads else []
+    names = list(known) if arguments.router else variants
     return {"adapters": {name: known[name]["hash"] for name in names if name in known}}

@@ -11,8 +11,9 @@ tasks:
   - {task: prune_gsm8k, limit: 200}
 ```
 
-A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`), merged with those of `model`,
-and `prepare`, `seed`, `selected_on`. `each:` spans an axis anywhere in them; several axes are multiplied.
+A variant's settings are `prepare`, `seed`, `selected_on` and model_args, which are merged with those of `model`. The
+model_args belong to `pruned-hf`, or to `pruned-server` if they have a `base_url`. A list under `each:`, anywhere in the
+settings, is an axis: it makes one variant per value. Several axes make one variant per combination of values.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
-MAX_VARIANTS = 10_000  # of one entry of `variants:`
-VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # besides model_args
-SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # that a grid may set for all tasks
-FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # that `hf` passes on
-# settings of the whole run, and what to do instead of setting them for a variant
+MAX_VARIANTS = 10_000  # per entry of `variants:`
+VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # all other settings of a variant are model_args
+SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # a grid may set them for all tasks
+FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # `hf` passes them to from_pretrained
+# Settings that hold for the whole run. A variant that sets one is refused with this remedy.
 RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` once", "device": "set `device:` once"}
 
 
 @dataclass(frozen=True)
 class Variant(Settings):
-    """A model under interventions."""
+    """A model with its interventions."""
 
     name: str  # in tables and on pages
     model_args: dict[str, Any]  # of `pruned-hf` or `pruned-server`
@@ -60,18 +61,18 @@ class Variant(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.model_args.get("pretrained"), str):
-            raise InputError("it names no model; give `model: {pretrained: NAME}`")
+            raise InputError("the model is missing; add `model: {pretrained: NAME}`")
         if self.served and self.prepare:
             raise InputError("a served model cannot be prepared; give its heads or its mask")
         if not self.served and (unserved := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
-            raise InputError(f"{unserved[0]} belongs to a server; name the server, base_url: http://HOST:PORT")
+            raise InputError(f"{unserved[0]} is an option of served models; add base_url: http://HOST:PORT")
         for name, remedy in RUN_ARGUMENTS.items():
             if name in self.model_args:
-                raise InputError(f"{name} is no axis; {remedy}")
+                raise InputError(f"{name} cannot be set for a variant; {remedy}")
 
     @cached_property
     def served(self) -> bool:
-        """Return whether a server answers."""
+        """Return whether a server runs the model."""
         return "base_url" in self.model_args
 
 
@@ -79,12 +80,13 @@ class Variant(Settings):
 class GridTask(Settings):
     """A task or group of lm-eval and its evaluation settings."""
 
-    task: str  # name, or path of its YAML
-    name: str = ""  # in the grid; default the task
+    task: str  # name of the task, or path of its YAML
+    name: str = ""  # name in the grid; by default the task's name
     limit: Positive | None = None  # as for lm_eval: number of questions, or a share below 1
     num_fewshot: Natural | None = None  # as for lm_eval
     gen_kwargs: dict[str, Any] = field(default_factory=dict)  # as for lm_eval
-    metric: str | None = None  # `METRIC` or `METRIC,FILTER`; default `exact_match`, `acc`, `pass@N`, else the first
+    # `METRIC` or `METRIC,FILTER`; by default `exact_match`, `acc` or `pass@N` if the task has it, else its first metric
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +106,7 @@ class Grid(Settings):
     metadata: dict[str, Any] = field(default_factory=dict)  # as for lm_eval
     batch_size: int | str = 8  # as for lm_eval; in half precision it can change an answer by rounding
     device: str | None = None  # as for lm_eval
-    together: Count = 16  # maximum number of masks in one pass of the decoding engine
+    together: Count = 16  # largest number of masks that the decoding engine runs in one batch
     measure: bool = True  # measure parameters, FLOPs, speed and memory of each variant
     baseline: str | None = None  # variant that the others are compared with, unless `grid compare` names another
 
@@ -140,26 +142,28 @@ class Grid(Settings):
         for name in ("variants", "model", "metadata", "gen_kwargs"):
             _check_mapping(name, settings.get(name))
         model, seed = settings.pop("model", None) or {}, settings.pop("seed", SEED)
-        blocks, tasks = settings["variants"].items(), settings["tasks"]
+        tasks = settings["tasks"] if isinstance(settings["tasks"], list) else [settings["tasks"]]
         defaults = {name: settings.pop(name) for name in SHARED_TASK_SETTINGS if name in settings}
         settings["variants"] = tuple(
-            variant for name, block in blocks for variant in _variants(str(name), block, {**model, "seed": seed})
+            variant
+            for name, block in settings["variants"].items()
+            for variant in _variants(str(name), block, {**model, "seed": seed})
         )
-        settings["tasks"] = tuple(_task(task, defaults) for task in (tasks if isinstance(tasks, list) else [tasks]))
+        settings["tasks"] = tuple(_task(task, defaults) for task in tasks)
         return cls.from_dict(settings, "a grid")
 
 
 def _check_mapping(name: str, value: Any) -> None:
-    """Refuse anything but a mapping, such as lm-eval's own `NAME=VALUE`."""
+    """Refuse a value that is not a mapping, for example text in lm-eval's `NAME=VALUE` format."""
     if value is not None and not isinstance(value, dict):
-        raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {value!r}")
+        raise InputError(f"`{name}:` must be {{NAME: VALUE}} pairs, not {value!r}")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses repeated keys; YAML itself keeps the last one."""
+    """A YAML loader that refuses repeated keys; PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the pairs."""
+        """Return the mapping of a node whose keys are all different."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         if duplicate := next((key for key, count in keys.items() if count > 1), None):
             raise InputError(f"the key {duplicate!r} is repeated (line {node.start_mark.line + 1}); leave one out")
@@ -170,7 +174,7 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
     """Read an entry of `tasks:`, a name or a dictionary; its gen_kwargs are merged with those of the grid."""
     settings = {"task": settings} if isinstance(settings, str) else settings
     if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
-        raise InputError(f"a task is a name, or has `task: NAME`, not {settings!r}")
+        raise InputError(f"a task must be a name or a mapping with `task: NAME`, not {settings!r}")
     _check_mapping("gen_kwargs", settings.get("gen_kwargs"))
     merged = {**defaults, **settings}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
@@ -184,34 +188,36 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
 def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant]:
     """Yield the variants of an entry of `variants:`: the product of its axes."""
     if not isinstance(block, dict | None):
-        raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
-    block = {**(block or {}), **{key: value for key, value in shared.items() if key not in (block or {})}}
+        raise InputError(f"variant {name!r} must be {{NAME: VALUE}} pairs, not {block!r}")
+    own = block or {}
+    block = {**own, **{key: value for key, value in shared.items() if key not in own}}  # own settings come first
     try:
         _check_settings(block)
         axes = dict(_axes(block))
         count = math.prod(map(len, axes.values()))
         if count > MAX_VARIANTS:
             raise InputError(
-                f"its `each:` lists multiply to {count:,} variants, more than {MAX_VARIANTS:,}: shorten the lists, or "
-                f"split them into several grids"
+                f"the `each:` lists make {count:,} variants, more than {MAX_VARIANTS:,}: shorten the lists, or split "
+                f"them into several grids"
             )
         labels = _axis_labels(list(axes))
         for values in itertools.product(*axes.values()):
             settings = block
             for path, value in zip(axes, values, strict=True):
-                settings = _replaced(settings, path, value)
+                settings = _with_value(settings, path, value)
             yield _variant(_name(name, dict(zip(labels, values, strict=True))), settings)
     except InputError as error:
         raise InputError(f"variant {name!r}: {error}") from None
 
 
 def _check_settings(block: Mapping[str, Any]) -> None:
+    """Refuse unknown names of settings."""
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
     known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
     known |= SERVER_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:
-            hint = did_you_mean(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
+            hint = did_you_mean(str(name), known) or "; neither pruned-hf nor pruned-server has this model_arg"
             raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
 
 
@@ -227,29 +233,30 @@ def _variant(name: str, settings: dict[str, Any]) -> Variant:
 
 
 def _preparation(value: Any) -> dict[str, dict[str, Any]]:
-    """Read `NAME` or `{NAME: fields}`."""
+    """Convert the value of `prepare:`, either `NAME` or `{NAME: fields}`, to `{NAME: fields}`."""
     value = {value: {}} if isinstance(value, str) else value
-    settings = list(value.values()) if isinstance(value, dict) else [value]
-    if len(settings) > 1 or not isinstance(value, dict) or not all(isinstance(each, dict | None) for each in settings):
-        raise InputError(f"`prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
-    return {str(name): dict(each or {}) for name, each in value.items()}
+    is_valid = isinstance(value, dict) and len(value) <= 1
+    if not is_valid or not all(isinstance(fields, dict | None) for fields in value.values()):
+        raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
+    return {str(name): dict(fields or {}) for name, fields in value.items()}
 
 
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Yield the path and the list of each `each:`."""
+    """Yield the path and the values of each axis (a list under `each:`)."""
     if not isinstance(value, dict):
         return
     if "each" not in value:
         for key, inner in value.items():
             yield from _axes(inner, (*path, key))
     elif len(value) > 1 or not isinstance(value["each"], list) or not value["each"]:
-        raise InputError(f"`each:` at {'.'.join(map(str, path))} is the only key and has a list that is not empty")
+        raise InputError(f"`each:` at {'.'.join(map(str, path))} must be the only key, with a list of values")
     else:
         yield path, value["each"]
 
 
-def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    return new if not path else {**value, path[0]: _replaced(value[path[0]], path[1:], new)}
+def _with_value(settings: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of nested settings with the value at `path` replaced."""
+    return value if not path else {**settings, path[0]: _with_value(settings[path[0]], path[1:], value)}
 
 
 def _axis_labels(paths: list[tuple[Any, ...]]) -> list[str]:
@@ -263,6 +270,6 @@ def _name(template: str, values: dict[str, Any]) -> str:
     texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
     for placeholder in re.findall(r"\{(\w+)\}", template):
         if placeholder not in texts:
-            raise InputError(f"its name has no axis {placeholder!r}{did_you_mean(placeholder, texts)}")
+            raise InputError(f"the name's {{{placeholder}}} is not an axis{did_you_mean(placeholder, texts)}")
     name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
     return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

@@ -153,13 +153,12 @@ class GridFolder:
 
     def failure(self, key: str) -> str | None:
         """Return the reason of a failure in one line; None without a failure."""
-        path = self._failure(key)
-        return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
+        return _reason(self._failure(key))
 
     def failures(self) -> dict[str, str]:
         """Return the reasons of all failures by key."""
-        paths = (self.path / "failed").glob("*.json")
-        return {path.stem: str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) for path in paths}
+        reasons = ((path.stem, _reason(path)) for path in (self.path / "failed").glob("*.json"))
+        return {key: reason for key, reason in reasons if reason is not None}  # another run may clear one meanwhile
 
     def clear_failure(self, key: str) -> None:
         """Delete a failure, so that the work is tried again."""
@@ -183,6 +182,11 @@ class GridFolder:
 
     def _costs(self, key: str) -> Path:
         return self.path / "measures" / f"{file_name(key)}.json"
+
+
+def _reason(path: Path) -> str | None:
+    """Read the reason of a failure; None if the file does not exist."""
+    return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
 
 def costs_failure(key: str) -> str:

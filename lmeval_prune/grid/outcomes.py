@@ -1,7 +1,8 @@
-"""Files of a cell: lm-eval's results and samples, and the samples in columns.
+"""Files of a cell: lm-eval's results and samples, and tables of the samples.
 
 `outcomes.parquet` has a row for each question and a column for each metric; `answers.parquet` has the questions and
-answers. lm-eval's samples files hold whole prompts: a comparison of a thousand cells would read gigabytes of them.
+answers. Comparisons read these tables, because lm-eval's samples files contain whole prompts: gigabytes for a thousand
+cells.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.lengths import Lengths
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
-PREFERRED_METRICS = ("exact_match", "acc")  # compared unless the grid names a metric
+PREFERRED_METRICS = ("exact_match", "acc")  # best first; the default for the compared metric
 
 
 class Pruning(TypedDict):
@@ -63,7 +64,7 @@ def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -
 
 
 def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
-    """Write a cell's outcomes and answers, given lm-eval's samples and configurations by task."""
+    """Write a cell's outcomes and answers from lm-eval's samples and task configurations, both by task."""
     outcomes: dict[tuple[str, int], dict[str, Any]] = {}
     answers: dict[tuple[str, int], dict[str, Any]] = {}
     for task, rows in sorted(samples.items()):
@@ -78,19 +79,20 @@ def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a sample as `METRIC,FILTER`."""
+    """Return the values of a sample's numeric metrics, by `METRIC,FILTER`."""
     values = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
     numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float | np.number)}
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return question and answer as readers see them, and the digest that identifies the question's text."""
-    doc, arguments, likelihood = row["doc"], row["arguments"][0], ""
+    """Return the question and answer for the grid's pages, and a digest of the question's text."""
+    doc, arguments = row["doc"], row["arguments"][0]
+    likelihood = ""
     field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
-    if len(arguments) > 1 and isinstance(arguments[1], str):  # log-likelihoods of the task's texts
+    if len(arguments) > 1 and isinstance(arguments[1], str):  # a log-likelihood task: arguments[1] is a choice
         answers, likelihood = _likeliest(row)
     else:
         answers = [text for responses in row["resps"] for text in responses]
@@ -107,9 +109,12 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
 
 
 def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the choice with the highest log-likelihood (empty for a single text), and its log-likelihood."""
-    first = [responses[0] for responses in row["resps"]]
-    scores = [response[0] if isinstance(response, list | tuple) else response for response in first]
+    """Return the choice with the highest log-likelihood, and that log-likelihood as text.
+
+    The list of choices is empty if the task has a single text, so that nothing is chosen.
+    """
+    responses = [repeats[0] for repeats in row["resps"]]
+    scores = [response[0] if isinstance(response, list | tuple) else response for response in responses]
     best = max(range(len(scores)), key=lambda i: scores[i])
     return [row["arguments"][best][1]] if len(scores) > 1 else [], f"log-likelihood {scores[best]:.2f}"
 
@@ -118,7 +123,7 @@ def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
 class CellOutcomes:
     """The compared metric of one cell."""
 
-    questions: list[tuple[str, int, str]]  # task, number and hash of each
+    questions: list[tuple[str, int, str]]  # task, number in the task (lm-eval's doc_id), and hash
     values: np.ndarray  # shape (questions,)
     columns: dict[str, str]  # `METRIC,FILTER` by task
 
@@ -128,7 +133,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     remedy = f"delete {path.parent} and run the grid"
     try:
         table = artefacts.read_table(path, remedy, columns)
-        table.select(columns or ["task", "doc_id", "question"])
+        table.select(columns or ["task", "doc_id", "question"])  # raises KeyError if one is missing
     except (FileNotFoundError, KeyError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
     return table
@@ -139,44 +144,53 @@ def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | No
 
     Args:
         folder: folder of the cell.
-        metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
-        columns: columns of the baseline's cell by task; they take precedence over `metric`.
+        metric: `METRIC` or `METRIC,FILTER`; None for the default (see `_preference`).
+        columns: the columns compared in the baseline's cell, by task; they take precedence over `metric`.
     """
     table = read_table(folder / OUTCOMES)
     tasks, numbers, hashes = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
     metrics = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if "," in name}
-    values, task_of = np.full(len(tasks), np.nan), np.array(tasks)
+    values = np.full(len(tasks), np.nan)
+    task_column = np.array(tasks)
     chosen: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
-        rows = task_of == task
+        rows = task_column == task
         chosen[task] = _column(task, columns.get(task) if columns else metric, metrics, rows)
         values[rows] = metrics[chosen[task]][rows]
     return CellOutcomes(list(zip(tasks, numbers, hashes, strict=True)), values, chosen)
 
 
 def _column(task: str, name: str | None, metrics: dict[str, np.ndarray], rows: np.ndarray) -> str:
-    """Choose a column with a value for each of a task's questions: the named one, or the preferred one."""
-    named = [column for column in metrics if name in (None, column, _metric(column))]
+    """Choose a metric that has a value for each question of a task: `name` (a metric or column), or the preferred one.
+
+    `rows` is a mask of the task's questions.
+    """
+    named = [column for column in metrics if name is None or name in (column, _metric(column))]
     complete = [column for column in metrics if np.isfinite(metrics[column][rows]).all()]
     if candidates := [column for column in complete if column in named]:
         return max(candidates, key=_preference)
-    known = ", ".join(complete) or "no metric of single questions"
-    partly = " for all questions" if name and named else ""
     advice = "run the grid with `metric: NAME` for the task"
-    raise InputError(f"{task} has {known}, and not {name or 'one to compare'}{partly}; {advice}")
+    if not complete:
+        raise InputError(f"{task} has no metric with a value for each question, so it cannot be compared; {advice}")
+    missing = f"{name} is not known for all questions of {task}" if named else f"{task} has no metric {name}"
+    raise InputError(f"{missing}; it has {', '.join(complete)}; {advice}")
 
 
 def _metric(column: str) -> str:
+    """Return METRIC of `METRIC,FILTER`."""
     return column.partition(",")[0]
 
 
 def _preference(column: str) -> tuple[int, int]:
-    """Rank a column: preferred metrics first, then the pass@N of the largest N; `max` takes the first of equals."""
+    """Return a sort key that ranks `PREFERRED_METRICS` highest, then pass@N by its N, then all others.
+
+    Of equal keys, `max` takes the first column.
+    """
     metric = _metric(column)
     if metric in PREFERRED_METRICS:
         return 2, -PREFERRED_METRICS.index(metric)
-    tries = metric.removeprefix("pass@")
-    return (1, int(tries)) if metric.startswith("pass@") and tries.isdigit() else (0, 0)
+    count = metric.removeprefix("pass@")
+    return (1, int(count)) if metric.startswith("pass@") and count.isdigit() else (0, 0)
 
 
 def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
@@ -186,6 +200,7 @@ def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
 
 
 def _read_results(folder: Path) -> Any:
+    """Read lm-eval's results of a cell."""
     try:
         return read_json(folder / "results.json", Results)
     except InputError as error:
@@ -193,21 +208,25 @@ def _read_results(folder: Path) -> Any:
 
 
 def read_lengths(folder: Path) -> list[Lengths]:
-    """Read the lengths of a cell's answers, one part for each task; empty for log-likelihoods and earlier versions."""
+    """Read the lengths of a cell's answers, one entry per task.
+
+    The list is empty for log-likelihood tasks, and for cells written by earlier versions.
+    """
     return list(_read_results(folder).get("config", {}).get("pruning", {}).get("answers", {}).values())
 
 
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
     """Read from lm-eval's results whether smaller values of the compared `METRIC,FILTER`s are better."""
     higher = _read_results(folder).get("higher_is_better", {})
-    lower = {(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
-    if len(lower) > 1:
+    lower = [(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()]
+    if any(lower) and not all(lower):
         names = ", ".join(f"{column} of {task}" for task, column in columns.items())
         raise InputError(f"higher is better for some of {names}, lower for others; give `metric: NAME`")
-    return lower == {True}
+    return any(lower)
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
     """Read a cell's questions, gold answers, answers and log-likelihoods, by task and number."""
     rows = read_table(folder / ANSWERS).to_pylist()
+    # tables of earlier versions have no likelihood
     return {(row["task"], row["doc_id"]): {"likelihood": "", **row} for row in rows}

@@ -293,8 +293,8 @@ class Worker:
 
     def _raise_disk_error(self, error: Exception) -> None:
         """End the run on a full disk: no cell has failed, and the same command resumes the run."""
-        if refusal := disk_error(error, self.folder.path):
-            raise refusal from error
+        if full_disk := disk_error(error, self.folder.path):
+            raise full_disk from error
 
     def _failed(self, key: str, error: Exception) -> Result:
         self._raise_disk_error(error)

@@ -56,13 +56,13 @@ class Origin:
         path, sha256: the file, and the hash of its content.
         model: the artefact's model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights`
             (fingerprints of the weights, also rounded to smaller types).
-        any_model: accept another model if the intervention fits it.
+        allow_other_model: accept another model if the intervention fits it.
     """
 
     path: str
     sha256: str
     model: dict[str, Any]
-    any_model: bool = False
+    allow_other_model: bool = False
 
     def check(self, model_map: ModelMap) -> None:
         """Refuse a model other than the artefact's.
@@ -70,7 +70,7 @@ class Origin:
         Raises:
             InputError: naming the difference.
         """
-        if self.any_model:
+        if self.allow_other_model:
             return
         subject = f"{self.path} was made for"
         fix = "make one for this model, or give allow_other_model=true if it fits"

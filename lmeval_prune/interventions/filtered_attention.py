@@ -112,8 +112,9 @@ class FilteredAttention:
     def skipping(self) -> Iterator[None]:
         """Skip tokens 5 and 10 (from 0) of each sequence, and no others up to 11, unless all tokens are equal."""
         rule = self.rule
-        # The threshold starts far below all similarities. Each step moves it far above them while more than `share` of
-        # the tokens since the warm-up are skipped, and far below them otherwise: that is before token 10.
+        # The threshold starts far below all similarities, so token 5 skips. Each step then adds `step_size` × (share of
+        # skipped tokens − `share`): the sum of these differences, and with it the threshold, is far above 0 until token
+        # 9, and far below 0 at token 10.
         self.rule = replace(rule, share=0.1325, step_size=1e12, warmup=5, initial=-1e9)
         try:
             yield

@@ -164,8 +164,8 @@ class AnswerStore:
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(json.loads(line), self.path)
-        except InputError:
+            _record(parse_json(line.encode(), self.path), self.path)
+        except (InputError, UnicodeEncodeError):  # half a character is not UTF-8
             raise InputError(
                 f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
                 f"{str(response)[:60]}, which cannot be stored; if it is NaN, {NONFINITE_REMEDY}"

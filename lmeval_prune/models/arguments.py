@@ -169,12 +169,11 @@ class Arguments(Settings):
             raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
         if self.engine == "batched" and (others.get("mixed_precision_dtype") or others.get("tp_plan")):
             raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-        dtype, size = others.get("dtype"), others.get("batch_size")
+        dtype = others.get("dtype")
         torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype not in (None, "auto") and not isinstance(torch_dtype, torch.dtype):
             raise InputError(f"dtype={dtype} is not a torch dtype; use auto, float32, bfloat16 or float16")
-        if size is not None and not re.fullmatch(r"auto(:\d+(\.\d*)?)?|0*[1-9]\d*", str(size)):
-            raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
+        check_batch_size(others.get("batch_size"))
 
 
 _ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
@@ -192,6 +191,12 @@ def _json_example(name: str, missing: list[str]) -> str:
     """Return the end of a message: how to write several settings of a method on the command line."""
     example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
     return f"; on the command line several settings are given as JSON: --model_args '{example}'"
+
+
+def check_batch_size(size: Any) -> None:
+    """Refuse a malformed batch size."""
+    if size is not None and not re.fullmatch(r"auto(:\d+(\.\d*)?)?|0*[1-9]\d*", str(size)):
+        raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
 
 
 def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:

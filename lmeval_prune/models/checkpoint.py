@@ -75,7 +75,7 @@ class Checkpoint:
         return str(dtype or "auto").removeprefix("torch.")
 
     @property
-    def rounds_coarsely(self) -> bool:
+    def depends_on_batch(self) -> bool:
         """Return whether answers can depend on the order of sums, and so on the shape of a batch."""
         return self.dtype not in ("float32", "float64") or bool(self.loading.get("mixed_precision_dtype"))
 

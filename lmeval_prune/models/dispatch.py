@@ -55,8 +55,8 @@ class Job:
     payload: Callable[[], dict[str, Any]]  # builds the request body, without the fields that name the variant
     variant: ServedVariant
     parse: Callable[[dict[str, Any]], Any]  # extracts the result from the response body
-    name: str = "a request"  # for messages
-    index: int = 0  # position of its result
+    name: str  # for messages
+    index: int  # position of its result
     failures: int = 0
 
 
@@ -144,7 +144,7 @@ class _Run:
         self.given_up_variants: dict[ServedVariant, str] = {}
 
     async def run(self) -> None:
-        """Finish all jobs; raise the first error that ends the run."""
+        """Finish all jobs; raise the first error that ends the run, unless all jobs have finished meanwhile."""
         count = min(self.dispatcher.num_concurrent, len(self.jobs))
         async with self.dispatcher.connection.session() as self.session:
             workers = [self._work(server) for server in self.servers for _ in range(count)]
@@ -155,8 +155,9 @@ class _Run:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            task.result()  # raises the error of a worker
+        if not self.finished.is_set():
+            for task in done:
+                task.result()  # raises the error of a worker
         if self.failed_jobs:
             job, reason = self.failed_jobs[0]
             others = "; all others were answered" if len(self.failed_jobs) < len(self.jobs) else ""
@@ -262,7 +263,8 @@ class _Run:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):  # `wait_for` can swallow the cancellation at the end of a run
                     await server.available.wait()
-                continue  # a request that was sent before has been answered
+                start, attempts = time.monotonic(), 0  # an earlier request was answered; the next may have failed
+                continue
             try:
                 await self._check_listing(server)
             except RetryableError as error:

@@ -130,7 +130,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             if adapter["base"]["heads"] != self.model_map.signature()["heads"]:
                 raise InputError(
                     f"adapter {name} was made for {adapter['base']['name']}, whose layers differ from those of {path}; "
-                    f"another base model? Give pretrained= of the served model"
+                    f"set pretrained= to the served model"
                 )
         try:
             local = checkpoint_identity(path, self.options.revision)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
 NO_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 MISSING_TEXT_WARNING = (
-    "a server gives answers without text (content is null), as reasoning parsers do if the thoughts do not end; they "
-    "count as empty and are not stored: give more max_gen_toks, or start the server without the parser"
+    "%s: the server gives an answer without text (content is null), as reasoning parsers do if the thoughts do not "
+    "end; such answers count as empty and are not stored: give more max_gen_toks, or start the server without a parser"
 )
 LogLikelihood = tuple[float, bool]  # and whether the text is what greedy decoding generates
 OnResult = Callable[[int, Any], None]  # called with the index of a request and its result
@@ -51,6 +51,7 @@ class ServerClient:
 
     def __init__(self, lm: Any) -> None:
         self.lm = lm
+        self._warned_missing_text = False
         self._encode = lru_cache(maxsize=4096)(lm.tok_encode)  # each variant has the same prompts
 
     def generate(
@@ -128,7 +129,9 @@ class ServerClient:
         def parse(body: dict[str, Any]) -> GeneratedText:
             answer = self._parse_text(body)
             if answer is None:
-                utils.warning_once(logger, MISSING_TEXT_WARNING)
+                if not self._warned_missing_text:
+                    logger.warning(MISSING_TEXT_WARNING, name)
+                self._warned_missing_text = True
                 return MissingText()
             text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
             text.ending = _parse_ending(body)

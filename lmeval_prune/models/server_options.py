@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lmeval_prune.errors import InputError
+from lmeval_prune.models.arguments import check_batch_size
 from lmeval_prune.models.server_kinds import KINDS, ServerKind
 from lmeval_prune.settings import Count, Positive, Settings
 
@@ -51,7 +52,7 @@ class ServerOptions(Settings):
     max_gen_toks: Count | None = None
     seed: int = 1234  # sampled try i uses a seed derived from `seed` and i
     tokenized_requests: bool = True  # must be true, because prompts are always sent as tokens
-    # ignored; lm-eval passes them
+    # ignored; lm-eval passes them (a malformed batch size is refused)
     batch_size: Any = None
     max_batch_size: Any = None
     device: Any = None
@@ -69,6 +70,7 @@ class ServerOptions(Settings):
                 raise InputError(f"{name}={value!r} is not a dictionary; give model_args as JSON")
         if self.think_end_token and self.think_end_token.isdigit():
             raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
+        check_batch_size(self.batch_size)
         if not self.tokenized_requests:
             raise InputError("prompts are always sent as tokens, as in pruned-hf; leave out tokenized_requests")
         if self.ca_cert_path and not Path(self.ca_cert_path).exists():

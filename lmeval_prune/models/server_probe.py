@@ -1,7 +1,7 @@
 """Check at the start of a run that each server serves the model and its variants.
 
-A server that is set up wrongly answers without an error: an adapter that matches no module leaves the model unpruned, a
-request without an adapter may be computed with another request's adapter, and so on.
+A misconfigured server answers without an error. For example, an adapter that matches no module leaves the model
+unpruned, or a request without an adapter is computed with the adapter of another request.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ PROMPT_LENGTH = 64  # tokens of the text in a request
 GENERATED_LENGTH = 12  # tokens to generate, if the server does not score prompts
 BATCH_ADAPTERS = 32  # adapters in one batch
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
-Signature = list[tuple[str, float]]  # tokens and their log-probabilities
+Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities, which identify a variant
 
 
 def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Return the reachable servers with their listings; refuse a server of another kind."""
+    """Return the reachable servers with the models that they list; refuse a server of another kind."""
     servers: list[Server] = []
     unreachable: list[InputError] = []
     for url in urls:
         try:
             servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
         except RetryableError as error:
-            if error.cause is not Cause.SERVER:  # there is a server, and it answers as no server of this kind does
+            if error.cause is not Cause.SERVER:  # the server is reachable, but of another kind
                 raise InputError(str(error)) from None
             unreachable.append(InputError(str(error)))
     if not servers:
         raise unreachable[0]
-    for refusal in unreachable:
-        logger.warning("%s; continuing with the other servers", refusal)
+    for failure in unreachable:
+        logger.warning("%s; continuing with the other servers", failure)
     return servers
 
 
 def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
-    """Return the name of the unpruned model on all servers; default: the only model that they list."""
+    """Return the unpruned model's name on all servers; without `name`, the only model that they list."""
     for server in servers:
         models = server.listing.models
         if name is None:
@@ -67,7 +67,7 @@ def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) ->
             (name,) = models
         elif name not in models and kind.adapter_list is None:
             raise InputError(
-                f"{server.url} serves {first_few(models, 'no model')}, not {name}; another base model? Name it with "
+                f"{server.url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with "
                 f"model=, or start the server with --served-model-name {name}"
             )
         for adapter, parent in server.listing.parents.items():
@@ -93,7 +93,7 @@ def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str
 
 
 class Probe:
-    """Checks each server of a dispatcher by a few requests."""
+    """Check each server of a dispatcher with a few requests."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
         self.dispatcher, self.tokenizer = dispatcher, tokenizer
@@ -114,61 +114,66 @@ class Probe:
         self.dispatcher.servers = working
 
     def _check(self, server: Server, pruned: Sequence[ServedVariant]) -> None:
+        """Check a server's tokenizer, that all variants give different signatures, and that batches do not mix them."""
         self._check_tokenizer(server)
-        unpruned = self._signatures(server, [DENSE] * 4, 1)
+        unpruned = self._signatures(server, [DENSE] * 4, 1)  # repeated to measure the server's noise
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
-        alone = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
-        for (other, other_signature), (variant, signature) in combinations(alone.items(), 2):
+        signatures = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
+        for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):
             if distance(signature, other_signature) <= noise:
                 raise InputError(
-                    f"{server.url} answers under {variant} as under {other}: two names of one adapter, or an adapter "
-                    f"that matches no module (vLLM: --lora-target-modules o_proj)? Start it by the command that "
-                    f"`lmeval-prune export adapter` prints"
+                    f"{server.url} gives the same answers under {variant} as under {other}: both names mean one "
+                    f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
+                    f"command that `lmeval-prune export adapter` prints"
                 )
-        self._check_batch(server, alone)
+        self._check_batch(server, signatures)
 
     def _check_tokenizer(self, server: Server) -> None:
+        """Refuse a server whose tokenizer splits the probe text differently."""
         dispatcher, count = self.dispatcher, len(self.tokens)
         tokens = server_tokens(dispatcher.connection, dispatcher.kind, server.url, dispatcher.model, PROBE_TEXT)
         if tokens is None:
             logger.info("%s cannot tokenize texts; its tokenizer is not compared", server.url)
         elif tokens != self.tokens:
             raise InputError(
-                f"{server.url} splits a text into {len(tokens)} tokens, this tokenizer into {count}"
-                f"{' different ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the "
-                f"served model"
+                f"{server.url} splits a text into {len(tokens)} tokens, the tokenizer of this run into {count}"
+                f"{' different ones' if count == len(tokens) else ''}; set tokenizer= to that of the served model"
             )
 
-    def _check_batch(self, server: Server, alone: dict[ServedVariant, Signature]) -> None:
-        """Check that variants do not mix in a batch.
+    def _check_batch(self, server: Server, expected: dict[ServedVariant, Signature]) -> None:
+        """Check that a batch does not mix variants: each answer is nearest to its own variant's `expected` signature.
 
-        Batching changes rounding. So an answer belongs to another variant only if it is nearer to that variant by more
-        than half the distance of the two variants, and if this distance exceeds the rounding.
+        Batches round differently, so two conditions must hold before an answer is taken for another variant's. Its
+        squared distance from that variant is smaller by more than half the squared distance of the two variants, and
+        the variants differ by clearly more than the rounding.
         """
-        pruned = [variant for variant in alone if variant != DENSE][:BATCH_ADAPTERS]
+        pruned = [variant for variant in expected if variant != DENSE][:BATCH_ADAPTERS]
         if not pruned:
             return
-        batch = [variant for each in pruned for variant in (each, DENSE)]
+        batch = [variant for pruned_variant in pruned for variant in (pruned_variant, DENSE)]
         answers = list(zip(batch, self._signatures(server, batch, len(batch)), strict=True))
         unpruned = [signature for variant, signature in answers if variant == DENSE]
+        # the smallest difference: some of the unpruned answers may be wrong
         rounding = min((distance(*pair) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
         for variant, signature in answers:
-            distances = {each: distance(signature, alone[each]) for each in (DENSE, *pruned)}
+            distances = {name: distance(signature, expected[name]) ** 2 for name in (DENSE, *pruned)}
             other = min(distances, key=distances.__getitem__)
-            separation = distance(alone[other], alone[variant]) ** 2
-            if distances[variant] ** 2 - distances[other] ** 2 <= separation / 2 or separation <= 4 * rounding:
+            separation = distance(expected[other], expected[variant]) ** 2
+            is_nearer = distances[variant] - distances[other] > separation / 2
+            if not is_nearer or separation <= 4 * rounding:
                 continue
             requests = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
             raise InputError(
-                f"{server.url} answers {requests} under {other} when both are in one batch (as vLLM on a CPU without a "
-                f"spare slot): start it with --max-loras set to the number of adapters plus one, or leave out dense"
+                f"{server.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU does this "
+                f"without a spare adapter slot); start it with --max-loras set to the number of adapters plus one, or "
+                f"evaluate the unpruned model in a separate run"
             )
 
     def _signatures(self, server: Server, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:
         """Request the log-probabilities of the probe text under each variant."""
         kind = self.dispatcher.kind
-        length = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
-        payload = {"prompt": self.tokens[:PROMPT_LENGTH], "temperature": 0, **kind.logprob_settings, **length}
+        scored = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
+        payload = {"prompt": self.tokens[:PROMPT_LENGTH], "temperature": 0, **kind.logprob_settings, **scored}
         jobs = [
             Job("/v1/completions", lambda: payload, variant, self._parse_signature, "a probe", index)
             for index, variant in enumerate(variants)
@@ -176,20 +181,21 @@ class Probe:
         return self.dispatcher.restricted_to(server, num_concurrent).run(jobs)
 
     def _parse_signature(self, body: dict[str, Any]) -> Signature:
+        """Read the signature from a server's response."""
         logprobs = body["choices"][0]["logprobs"]
-        if "content" in logprobs:  # the form of chats, which llama.cpp uses for completions, too
+        if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
             pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
         else:
             pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
         if self.dispatcher.kind.scores_prompts:
             pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
         if not pairs:
-            raise RetryableError("it gives no log-probabilities")
+            raise RetryableError("the response has no log-probabilities")
         return [(token, log_probability(value)) for token, value in pairs]
 
 
 def distance(first: Signature, second: Signature) -> float:
-    """Return the root mean square difference of log-probabilities, up to the first different token, which counts 1."""
+    """Return the root mean square difference of log-probabilities up to the first different token, counted as 1."""
     squares = []
     for (token, value), (other_token, other_value) in zip(first, second, strict=False):
         squares.append(1.0 if token != other_token else (value - other_value) ** 2)

@@ -35,10 +35,11 @@ def parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
-    """Return the multiplications and additions of a forward pass by closed formulas, including the logits.
+    """Compute the FLOPs (multiplications and additions) of a forward pass from the weight shapes, including the logits.
 
-    Two for each weight and token, and two for each head, pair of tokens and dimension of queries and of values. Encoder
-    and decoder read `tokens` tokens each. Only the experts that a token is routed to count.
+    A linear layer takes 2 · tokens · weights, attention 2 · tokens² · heads · (query width + value width). In an
+    encoder-decoder model, encoder and decoder read `tokens` tokens each. In a mixture of experts, only the experts
+    that a token is routed to are counted.
 
     Returns:
         None if the experts' weights are not one tensor, or the number of experts per token is unknown.
@@ -48,17 +49,17 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
     total = 0
     for name, module in model_map.model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed(module):
-            if re.search(r"\bexperts\.\d", name):
+            if re.search(r"\bexperts\.\d", name):  # separate modules: the number of routed experts is unknown
                 return None
-            read = 1 if ".pooler." in f".{name}" else tokens  # a pooler reads one token
-            total += 2 * read * in_features(module) * out_features(module)
+            tokens_read = 1 if ".pooler." in f".{name}" else tokens  # a pooler reads only the first token
+            total += 2 * tokens_read * in_features(module) * out_features(module)
             continue
         for part, weight in module.named_parameters(recurse=False):
-            if weight.dim() == 3:
+            if weight.dim() == 3:  # all experts
                 if not experts:
                     return None
                 total += 2 * tokens * experts * weight[0].numel()
-            elif weight.dim() == 2 and part == "weight" and not isinstance(module, nn.Embedding):  # a router
+            elif weight.dim() == 2 and part == "weight" and not isinstance(module, nn.Embedding):  # an expert router
                 total += 2 * tokens * weight.numel()
     for layer in model_map.attention:
         total += 2 * tokens * tokens * layer.heads * (layer.query_dim + layer.head_dim)
@@ -72,13 +73,14 @@ def counted_flops(model: Any, tokens: int) -> int:
 
 
 def flops_of(run: Callable[[], Any]) -> int:
-    """Return the FLOPs of a function call, counted by torch; token pairs hidden by a causal mask count, too."""
+    """Return the FLOPs of a function call as torch counts them, including token pairs that a causal mask hides."""
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_FLASH_ON_CPU) as counter:
         run()
     return int(counter.get_total_flops())
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Compute the FLOPs of attention from the shapes of its inputs."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
@@ -88,7 +90,7 @@ _FLASH_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _at
 
 
 def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Return random prompts for a model, equal for equal vocabularies; for encoder and decoder, if there are both."""
+    """Return random prompts for a model: always the same for a vocabulary size; also for the decoder if separate."""
     ids = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids.to(next(model.parameters()).device)}
     if getattr(model.config, "is_encoder_decoder", False):

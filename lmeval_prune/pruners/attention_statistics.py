@@ -41,7 +41,7 @@ class AttentionRows:
     first_keys: Tensor  # mask of keys that are the first token of their text, (batch, keys)
 
 
-# returns values, (batch, heads, queries), and a mask of queries that count, (batch, queries)
+# returns values, (batch, heads, queries), and a mask of the queries to average over, (batch, queries)
 Measure = Callable[[AttentionRows], tuple[Tensor, Tensor]]
 
 

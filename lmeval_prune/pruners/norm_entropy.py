@@ -1,6 +1,6 @@
-"""Weight norm and attention entropy: the score of dynamic pruning (its eqs. 1, 3 and 4).
+"""Weight norm and attention entropy: the head score of the dynamic pruning paper (eqs. 1, 3 and 4).
 
-docs/pruning.md says how details that the paper leaves open are read.
+docs/pruning.md lists the details that the paper leaves open, and our choices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lmeval_prune.settings import Share
 
 @dataclass(frozen=True)
 class NormEntropy(Pruner):
-    """Mixes weight norm w and entropy H of a head's attention or a channel's activation: S = α·w + (1−α)·H.
+    """Mix the weight norm w with the entropy H of a head's attention or a channel's activations: S = α·w + (1−α)·H.
 
     Attributes:
         alpha: α, from 0 (entropy only) to 1 (norm only).
-        normalize: `standard`: standardise w and H over all heads before they are mixed; `none`: as printed.
-        entropy: `normalized`: divide by the logarithm of the number of visible keys; `raw`: as printed.
+        normalize: `standard` standardises w and H over all heads before mixing; `none` does not, as in the paper.
+        entropy: `normalized` divides H by the logarithm of the number of visible keys; `raw` does not, as in the paper.
     """
 
     parts: ClassVar[str] = "heads"  # the paper prunes heads; scores of channels are our extension
@@ -52,11 +52,11 @@ class NormEntropy(Pruner):
             entropies |= attention_statistic(model_map, text, self._entropies)
         entropies |= activation_entropies(model_map, text, parts, self.entropy == "normalized")
         if self.normalize == "standard":
-            norms, entropies = _standardised(norms, removed), _standardised(entropies, removed)
+            norms, entropies = _standardize(norms, removed), _standardize(entropies, removed)
         return Scores({key: self.alpha * norm + (1 - self.alpha) * entropies[key] for key, norm in norms.items()})
 
     def _entropies(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
-        """Compute eq. 3 for each query: (batch, heads, queries), and a mask of queries that count, (batch, queries)."""
+        """Compute eq. 3 for each query, (batch, heads, queries), and a mask of the queries to average over."""
         entropy = torch.special.entr(rows.weights).sum(-1)
         visible_keys = rows.visible.sum(-1).expand(len(entropy), -1, entropy.shape[2])
         if self.entropy == "raw":
@@ -66,7 +66,10 @@ class NormEntropy(Pruner):
 
 @dataclass(frozen=True)
 class GlobalThreshold(Pruner):
-    """Scores by eq. 1 alone, with one threshold for all layers: `NormEntropy` with α = 1, used without a schedule."""
+    """Score by the weight norm alone (eq. 1), with one threshold for all layers.
+
+    This is `NormEntropy` with α = 1, for pruning in a single step.
+    """
 
     parts: ClassVar[str] = "heads"
 
@@ -76,7 +79,7 @@ class GlobalThreshold(Pruner):
 
 
 def weight_norms(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Compute eq. 1: L1 norms of the rows that compute a head (mean over rows) or a channel (sum)."""
+    """Compute eq. 1: the L1 norms of a head's weight rows (mean per projection), or of a channel's rows (sum)."""
     return {
         part.key: _head_norms(part.block) if isinstance(part.block, AttentionLayer) else _channel_norms(part.block)
         for part in parts
@@ -84,39 +87,46 @@ def weight_norms(parts: Sequence[Part]) -> dict[str, Tensor]:
 
 
 def _head_norms(layer: AttentionLayer) -> Tensor:
-    zero = torch.zeros((), dtype=torch.float64)
-    rows = ((("q", head), *((part, layer.kv_head_of(head)) for part in "kv")) for head in range(layer.heads))
-    return torch.stack([sum((_row_norms(layer.rows(*row)).mean() for row in head), zero) for head in rows])
+    """Return the sum over the projections q, k and v of each head's mean row norm, shape (heads,)."""
+    norms = torch.zeros(layer.heads, dtype=torch.float64)
+    for head in range(layer.heads):
+        kv_head = layer.kv_head_of(head)
+        for projection, index in (("q", head), ("k", kv_head), ("v", kv_head)):
+            norms[head] += _row_norms(layer.rows(projection, index)).mean()
+    return norms
 
 
 def _channel_norms(block: FeedForward) -> Tensor:
+    """Return the sum of each channel's row norms over the projections that compute it, shape (channels,)."""
     return sum((_row_norms(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
 
 
 def _row_norms(rows: Rows) -> Tensor:
+    """Return the L1 norms of weight rows in float64 on the CPU."""
     return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
 
 
-def _standardised(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tensor]:
-    """Standardise scores over the remaining members of all layers, separately for heads and channels."""
+def _standardize(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tensor]:
+    """Standardise scores over the remaining heads of all layers, and likewise over the remaining channels."""
     result: dict[str, Tensor] = {}
     for kind in KINDS:
-        of_kind = {key: values for key, values in scores.items() if key.startswith(f"{kind}.")}
+        kind_scores = {key: values for key, values in scores.items() if key.startswith(f"{kind}.")}
         remaining = [
-            values[[member for member in range(len(values)) if member not in removed.get(key, ())]]
-            for key, values in of_kind.items()
+            values[[index for index in range(len(values)) if index not in removed.get(key, ())]]
+            for key, values in kind_scores.items()
         ]
         if remaining:
             pooled = torch.cat(remaining)
-            deviation = pooled.std(correction=0)
-            result |= {k: (v - pooled.mean()) / (deviation if deviation > 0 else 1) for k, v in of_kind.items()}
+            mean, deviation = pooled.mean(), pooled.std(correction=0)
+            scale = deviation if deviation > 0 else 1
+            result |= {key: (values - mean) / scale for key, values in kind_scores.items()}
     return result
 
 
 def activation_entropies(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], normalized: bool
 ) -> dict[str, Tensor]:
-    """Return the entropy over tokens of each channel's absolute activation: low if a few tokens have most of it.
+    """Return the entropy of each channel's absolute activations over tokens; it is low if few tokens are active.
 
     With a_t the absolute activation at token t and S = Σ a_t, it is log S − (Σ a_t log a_t) / S.
     """
@@ -126,15 +136,15 @@ def activation_entropies(
     sums = {part.key: torch.zeros(2, part.size, dtype=torch.float64) for part in blocks}
     counts = dict.fromkeys(sums, 0)
 
-    def collect(part: Part, x: Tensor, real: Tensor) -> None:
-        size = x[real].abs().double()
-        sums[part.key] += torch.stack([size.sum(0), torch.xlogy(size, size).sum(0)]).cpu()
-        counts[part.key] += len(size)
+    def collect(part: Part, x: Tensor, mask: Tensor) -> None:
+        activations = x[mask].abs().double()  # without padding
+        sums[part.key] += torch.stack([activations.sum(0), torch.xlogy(activations, activations).sum(0)]).cpu()
+        counts[part.key] += len(activations)
 
     read_inputs(model_map, text, blocks, collect)
     entropies = {}
     for key, (total, weighted) in sums.items():
-        active = total > 0
-        entropy = torch.where(active, total.log() - weighted / total.where(active, torch.ones(()).double()), 0.0)
+        divisor = torch.where(total > 0, total, 1.0)  # no division by zero for channels that are never active
+        entropy = torch.where(total > 0, total.log() - weighted / divisor, 0.0)
         entropies[key] = entropy / math.log(max(2, counts[key])) if normalized else entropy
     return entropies

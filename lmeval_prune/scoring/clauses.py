@@ -39,7 +39,7 @@ _PART = re.compile(  # the number is an @, others are #
     | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
     | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
     | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
-    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
+    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @!\ {phrases("counted")} | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
     | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
     re.VERBOSE,
 )
@@ -51,6 +51,7 @@ _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing
 
 # --------------------------------------------------------------------------- clauses
 
+# Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
 _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
@@ -69,7 +70,7 @@ _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IG
 _CONDITIONS = words("conditions")
 _WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
-_COMPUTES = re.compile(
+_COMPUTES = re.compile(  # with a variable
     rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"
 )
 

@@ -27,11 +27,11 @@ _PARTS = values("parts")  # half: 2
 _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6) is 0.1666…
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
-_LEAD = re.compile(
+_LEAD = re.compile(  # signs, currency and brackets before the digits
     rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}}(?:{MONEY}\s?)?)",
     re.I,
 )
-_MAGNITUDE = re.compile(
+_MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what makes them a mixed number
     rf"""(?P<top>{_DIGITS})\s?[/⁄]\s?(?P<bottom>{_DIGITS})(?!\s?/|\d)
     | (?P<digits>{_DIGITS})?\s?(?P<vulgar>[{VULGAR}])
     | (?P<whole>{_DIGITS})
@@ -40,15 +40,16 @@ _MAGNITUDE = re.compile(
     re.VERBOSE,
 )
 _CLOSING = re.compile(r"\s?\\?[)\]}]")
-_POWER = re.compile(
+_POWER = re.compile(  # of ten
     r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\(\s?-?\d{1,3}\s?\)|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
 _PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)
-_SCALE = re.compile(
+_SCALE = re.compile(  # million, 万
     rf"\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
     r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
     re.I,
 )
+# Where a number may begin; after what a sign is its own.
 _CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
 _EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")
 _BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|[-=]>|{MONEY}|\b{phrases('equal_words')})\s*$", re.I)

@@ -16,6 +16,7 @@ from lmeval_prune.scoring.latex import clean, plain
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 
+# Words that begin a clause; a comparison, two cases, what others share, a result without its subject.
 _REASONS, _CONCLUSIONS = words("reasons"), words("conclusions")
 _SUPPOSES = pattern("suppositions")
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
@@ -25,8 +26,10 @@ _SHARED = re.compile(rf"(?:^|\W){phrases('shared')}$")
 _RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")
 _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
+# What is not written in an answer.
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
 _DIGITS = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?", re.ASCII)  # no need to read those
+# A factorial, or an angle, is another number.
 _NOT_THE_NUMBER = re.compile(r"\d\s*!|radians?\b|\d\s*(?:['′″…](?!\d))")
 _PIECE = re.compile(r"\w+|[^\w\s]")
 # Nothing but a number: a name and `=` may stand before it, and its unit after it.

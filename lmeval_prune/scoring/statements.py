@@ -21,6 +21,7 @@ MAX_QUESTIONS = 5  # that a model asks itself: at so many its answer is looked f
 MAX_BOX = 2000  # characters of a box
 MAX_PHRASE = 400  # characters of a statement that are looked at
 MAX_STATEMENTS = 20  # from the end, how many are tried
+MAX_NOTES = 9  # footnotes at the end
 MAX_END = 1500  # characters at the end in which an unmarked answer is looked for
 
 
@@ -63,6 +64,7 @@ class Statement(NamedTuple):
 
 # --------------------------------------------------------------------------- marks
 
+# What stands between `answer` and its value: emphasis, a key of JSON, a verb, a colon or arrow, a dash.
 _EMPHASIS = r"[*_ \t]{0,4}"
 _KEY = rf"[\"'](?:(?:\w{{1,20}}[ _])?{phrases('answer_keys')}|{phrases('answer_keys', 'zh')})[\"']\s*:"
 _IS = rf"\b{phrases('announcing_verbs')}\b(?:\s+{phrases('announcing_adverbs')})*\s*[:：]?"
@@ -80,8 +82,12 @@ _MARKS = {
     rf"|^[^\w\n]{{0,9}}(?:\w+ )?final answer\b{_EMPHASIS}(?=\n)|^A:(?=\s)|{phrases('announced', 'zh')}",
 }
 _INSIDE = ("word", "tagged", "line", "finished", "called", "printed")
-_MARK = re.compile("|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()), re.IGNORECASE | re.MULTILINE)
+_MARK = re.compile(  # the signs that any mark begins with are looked for first: that is four times as fast
+    r"(?:^|(?=[\\#<\[\"'abfop最正所的答结]))(?:" + "|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()) + ")",
+    re.IGNORECASE | re.MULTILINE,
+)
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
+# Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
@@ -149,13 +155,13 @@ _SENTENCE = re.compile(
     r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s+/×÷^=]|[\s*_\"')]*$)"
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
-_PLACEHOLDER = re.compile(
+_PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, an empty box
     rf"[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
     r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
 _REMARK = re.compile(phrases("remarks"), re.IGNORECASE)
-_NEXT_QUESTION = re.compile(
+_NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
     rf"(?:^|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]", re.MULTILINE
 )
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
@@ -172,25 +178,61 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
     r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
+# Where an assumed statement ends; `would` in one, and what it depends on.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
 _WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
 _IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
+# An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
 _NOT_BUT = re.compile(
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
 )
 _FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
+# Notes at the end (`[1] …`, `* …`, `† …`), and an option of a list (`B) …`).
+_NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"
+_NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")
+_OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)
+_BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
+# `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)
 
 
 def extract(response: str, reader: Reader) -> Extraction:
     """Return the final answer, by the rule stated above."""
-    text = clean(response)
+    text = _without_options(_without_notes(clean(response)))
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
         if question.start() and (extraction := _extract(text[: question.start()], reader)).answer:
             return extraction
     return _extract(text, reader)
+
+
+def _without_notes(text: str) -> str:
+    """Return a text without the footnotes at its end, and without their marks, which stand tight after a word."""
+    notes = _NOTES.search(text, max(0, len(text) - MAX_END))
+    if not notes:
+        return text
+    rest, found = text[: notes.start()], 0
+    for mark in list(dict.fromkeys(re.findall(_NOTE_MARK, notes.group())))[:MAX_NOTES]:
+        mark = re.escape(mark)
+        rest, count = re.subn(rf"(?m)^((?:(?!{mark}).)*[\w.,;%)!?]) ?{mark}(?=[\s.,;:!?]|$)", r"\1", rest)
+        found += count
+    return rest if found else text
+
+
+def _without_options(text: str) -> str:
+    """Return a text without a list of options that it ends with, of which none is chosen."""
+    options = list(_OPTION.finditer(text, max(0, len(text) - MAX_END))) if _OPTION.search(_last_line(text)) else []
+    letters = "".join(option[1].lower() for option in options)
+    first = letters.rfind("a")
+    if first < 0 or len(letters) < first + 3 or letters[first:] not in "abcdefghij":
+        return text
+    listed = text[options[first].start() :]
+    return text if "=" in listed else text[: options[first].start()]
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2][:MAX_PHRASE]
 
 
 def _extract(text: str, reader: Reader) -> Extraction:
@@ -214,7 +256,8 @@ def _extract(text: str, reader: Reader) -> Extraction:
         elif following.lstrip(" *_\"')").startswith(("?", "？")):
             rest = _blanked(rest, statement.start, statement.end)
         else:
-            answer = reader.read(content, statement.how)
+            bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None
+            answer = reader.read(bold[1] if bold and reader.is_bare(bold[1]) else content, statement.how)
             if answer is not None and not _begins_a_solution(statement, following, reader):
                 return Extraction(answer, statement.how)
     return _end(rest, reader)

@@ -16,14 +16,22 @@ from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
 MAX_WORDS = 4  # of a bare answer in words
+# Words of prose, in a formula too, but no names of functions.
 PROSE = re.compile(rf"(?<![\\A-Za-z])(?!{phrases('mathematical_words')}\b)[A-Za-z]{{2,}}|[\u4e00-\u9fff]")
+# What begins a reason after an answer.
 REASON = re.compile(rf"[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}", re.IGNORECASE)
 GIVES_UP = pattern("given_up")
-_BEGINS_ASIDE = re.compile(
+_BEGINS_ASIDE = re.compile(  # a check, or a courtesy
     rf"\W*(?:{phrases('checks')}|{phrases('checks', 'zh')}|{phrases('courtesies')}\b)", re.IGNORECASE
 )
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
-_YES_OR_NO = re.compile(
+_EXPLAINED = re.compile(  # an explanation after a name
+    r"\s?\((?!or\b)[^()]{5,}\)$|\s[—–-]\s.*$|,\s(?:who|whose|he|she|it|they)\b.*$"
+    r"|,(?=[^,]{0,3}[\u4e00-\u9fff][^,]{3})(?![^,]*和).*$",
+    re.IGNORECASE,
+)
+_LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
+_YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
     rf"(?:.*[:,]\s)?(?:{phrases('conclusions')}\b,?\s+)?(yes|no)\b"
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
     re.IGNORECASE,
@@ -31,26 +39,28 @@ _YES_OR_NO = re.compile(
 _TIME = re.compile(
     r"\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)", re.IGNORECASE
 )  # or a ratio
-_DATE = re.compile(
+_DATE = re.compile(  # a month and day, or a day of the week
     rf"{phrases('months')}(?: \d{{1,2}}(?:st|nd|rd|th)?)?\b|{phrases('weekdays')}\b"
     rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b",
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)", re.IGNORECASE)
+# Before a time or date: it is one end of a range or ruled out; it is said of something else.
 _RANGE = re.compile(rf"\b(?:{phrases('ranges')}|\w+n't)\b", re.IGNORECASE)
 _GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)
+# Between two numbers: they are operands, not members of a list.
 _NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–<>]|(?<![A-Za-z] )=")
-_CONCLUSION = re.compile(
+_CONCLUSION = re.compile(  # all up to the words after which the conclusion stands
     rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which means(?: that)?)\b,?\s|\si\.e\.,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
     re.IGNORECASE,
 )
 _CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)
-_ASIDE = re.compile(
+_ASIDE = re.compile(  # what a clause can do without: brackets, and what follows a comma, `because` or `to`
     rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
     re.IGNORECASE,
 )
-_CLEFT = re.compile(r"it(?:'s| is| was| will be) (.+?) (?:who|that|which)\b", re.IGNORECASE)
-_COPULA = re.compile(
+_CLEFT = re.compile(r"it(?:'s| is| was| will be) (.+?) (?:who|that|which)\b", re.IGNORECASE)  # it is Kim who …
+_COPULA = re.compile(  # the subject, and what is said of it
     r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
 )
 _PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
@@ -114,31 +124,44 @@ class TextReader:
     def read(self, content: str, how: str) -> str | None:
         """Return that part of the statement; the whole of it, if it has none."""
         text = REASON.split(flat(plain(content)).strip(" *_").rstrip(" .。!"), maxsplit=1)[0]
+        if self._is_words and not _EXPLAINED.search(self.gold):
+            text = _EXPLAINED.sub("", text, count=1)
         return self._part(text) or text or None
 
     def is_bare(self, content: str) -> bool:
         """Return whether it is a few words."""
-        return bool(self._part(content)) or len(PROSE.findall(content)) <= MAX_WORDS
+        return bool(self._part(content)) or (self._is_words and len(PROSE.findall(content)) <= MAX_WORDS)
 
     def read_end(self, text: str) -> str | None:
         """Return what the last sentence states; of several numbers, the last line."""
         lines = [line for line in text.splitlines() if line.strip()]
         if self._is_yes_or_no or ";" in self.gold:
             line = lines[-1][-MAX_PHRASE:] if lines else ""
-            ends = [line] if ";" in self.gold else concluding_sentences(line)
+            ends = [self._labelled(lines), line] if ";" in self.gold else concluding_sentences(line)
             return next((part for end in ends if (part := self._part(flat(plain(end)).strip(" *_")))), None)
         sentence = next(concluding_sentences(text), "")
         words = flat(plain(sentence[-MAX_PHRASE:])).strip(" *_")
         clause = main_clause(words)
         if not words or words.endswith("?") or DENIED.search(clause) or GIVES_UP.search(words):
             return None
-        if self._pattern:
+        if not self._is_words:
             return self._part(clause)
         return None if _NEGATED.search(clause) else stated_words(words, len(_without_article(self.gold.split())))
+
+    def _labelled(self, lines: list[str]) -> str:
+        """Return the values of the last lines, if as many as the gold answer has begin with a label, and no more."""
+        count = self.gold.count(";") + 1
+        labelled = [_LABELLED.fullmatch(flat(plain(line[:MAX_PHRASE])).strip(" *_")) for line in lines[-count - 1 :]]
+        values = [match[1] for match in labelled[-count:] if match]
+        return "; ".join(values) if len(values) == count and not any(labelled[:-count]) else ""
 
     @property
     def _is_yes_or_no(self) -> bool:
         return self.gold.strip().lower() in ("yes", "no")
+
+    @property
+    def _is_words(self) -> bool:
+        return not (self._is_yes_or_no or self._pattern or ";" in self.gold)
 
     @property
     def _pattern(self) -> re.Pattern[str] | None:

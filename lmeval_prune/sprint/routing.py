@@ -1,4 +1,4 @@
-"""Route each try of a question to a pruned head, for `pruned-hf` with `router=`."""
+"""Choose the pruned head for each try of a question (each of its `repeats`), for `pruned-hf` with `router=`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmeval_prune.sprint.router import Router
 
 
 class Routing(HeadRouter):
-    """A policy applied to lm-eval's requests: try i of a question takes the i-th head of the policy's order.
+    """Apply a policy to lm-eval's requests: try i of a question prunes the i-th head of the policy's order.
 
     Args:
         arguments: model arguments with `router` and its settings.
@@ -29,20 +29,22 @@ class Routing(HeadRouter):
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__()
-        self.any_model, self.source = bool(arguments.allow_other_model), str(arguments.router)
-        self.orders: dict[str, list[str]] = {}
-        self.model: dict[str, Any] = {}
+        self.allow_other_model = bool(arguments.allow_other_model)
+        self.source = str(arguments.router)
+        self.orders: dict[str, list[str]] = {}  # by question
+        self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
-        self.policy: Policy  # with `router_pool` set by `fit_to`
+        self.policy: Policy  # `fit_to` sets it if `router_pool` is given
         default_field: str | None = None
         if self.source not in POLICIES:
             default_field = self._load_router(arguments)
-        elif arguments.router_pool:  # the policy is made in `fit_to`, when the model's heads are known
+        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
             if self.source != "random":
                 raise InputError(
                     f"router_pool is for router=random; router={self.source} takes its pool from router_store"
                 )
-            head_names([name for name in arguments.router_pool.split("+") if name != DENSE] or ["L0H0"])  # refuse typos
+            if names := [name for name in arguments.router_pool.split("+") if name != DENSE]:
+                head_names(names)  # refuses misspelt names
         else:
             default_field = self._load_store(arguments)
         self.question_field = arguments.question_field or default_field or "question"
@@ -75,17 +77,18 @@ class Routing(HeadRouter):
         return question_field(outcomes.tasks)
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that router or outcomes were made for this model; see the base class."""
-        if self.model and not self.any_model:
+        """Check that the router or its outcomes were made for this model; see the base class."""
+        if self.model and not self.allow_other_model:
             subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
             name = str(self.model.get("name", ""))
             fingerprints = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
-            check_weights(list(filter(None, fingerprints)), name, "", model_map, subject, fix)
-            before = self.model.get("interventions", [])
-            if before != interventions:
+            fingerprints = [fingerprint for fingerprint in fingerprints if fingerprint]
+            check_weights(fingerprints, name, "", model_map, subject, fix)  # "": of any revision
+            expected = self.model.get("interventions", [])
+            if expected != interventions:
                 raise InputError(
-                    f"{subject} {name or 'a model'} under {_describe(before)}, not {_describe(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {_describe(expected)}, not {_describe(interventions)}; {fix}"
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
@@ -140,7 +143,7 @@ class Routing(HeadRouter):
 
 
 def _describe(interventions: list[Any]) -> str:
-    """Describe identities: of interventions (dictionaries), and of the model's layers (a digest)."""
+    """Describe interventions for a message. A string among them is the digest of the model's layers."""
     words = []
     for identity in interventions:
         if isinstance(identity, dict):

@@ -61,7 +61,7 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
-    calibration = _calibration(skeleton, pretrained, revision, text_options, pruner.reads_text, None)
+    calibration = _calibration(skeleton, pretrained, revision, text_options, is_used=pruner.reads_text)
     model_map = _load(skeleton, pretrained, revision, target)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
@@ -202,7 +202,12 @@ def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: 
 
 
 def _calibration(
-    skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, is_used: bool, scores: str | None
+    skeleton: Any,
+    pretrained: str,
+    revision: str | None,
+    text_options: TextOptions,
+    is_used: bool,
+    scores: str | None = None,
 ) -> Any:
     """Read the calibration text if it is used; refuse a text beside stored scores that is not used."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of

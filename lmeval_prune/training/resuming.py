@@ -84,8 +84,8 @@ def report_full_disk(work: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if refusal := disk_error(error, work):
-            raise refusal from error
+        if full_disk := disk_error(error, work):
+            raise full_disk from error
         is_torch_save = any(word in str(error) for word in ("iostream", "inline_container"))
         if not (is_torch_save and shutil.disk_usage(work).free < FULL_DISK):
             raise

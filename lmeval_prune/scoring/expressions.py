@@ -22,7 +22,6 @@ MAX_EXPONENT = 64
 
 _SIGNS = str.maketrans("×·⋅∗•÷∶—–[]", "*****//--()")
 _BRACES = str.maketrans("{}", "()")
-_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NO_UNIT = rf"(?!{phrases('arithmetic_words')}(?![A-Za-z]))"
 _UNIT = (
@@ -46,7 +45,7 @@ _WHOLE_TEXT = rules(
     ),
     (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
     (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
-    (r"\{\s*([-+*/])\s*\}", r"\1"),
+    (r"\{\s*([*/])\s*\}", r"\1"),  # 5{\times}3
     (r"(?<=[\d)])\s*:\s*(?=[\d(n])", "/"),
 )
 _EACH_SIDE = rules(
@@ -130,7 +129,7 @@ def _parsed(side: str) -> ast.expr | None:
 
 def _arithmetic(text: str) -> str:
     r"""Return LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
-    text = rewrite(plain(_UNITS.sub(" ", clean(text)).strip(" \n*`_")).translate(_SIGNS), _WHOLE_TEXT)
+    text = rewrite(plain(clean(text).strip(" \n*`_")).translate(_SIGNS), _WHOLE_TEXT)
     count = 1
     while count and len(text) <= 2 * MAX_LENGTH:
         text, count = _FRACTION.subn(r"((\1)/(\2))", text)

@@ -31,20 +31,8 @@ class Form:
 
 _Rule = Callable[[str, int], "Form | str | None"]
 _JOINTS = (
-    ",",
-    ";",
-    r"\text{ and }",
-    r"\text{and}",
-    r"\text{ or }",
-    r"\text{or}",
-    " and ",
-    " or ",
-    r"\lor",
-    r"\vee",
-    "或",
-    "和",
-    "、",
-)
+    ",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee", "或", "和", "、",
+)  # fmt: skip
 _JOINT_WORDS = re.compile(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")

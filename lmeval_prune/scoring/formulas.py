@@ -12,11 +12,12 @@ from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
 from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences, flat
 from lmeval_prune.scoring.vocabulary import phrases
 
+_ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
     r"\$\$((?:\\.|[^$\\])+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)"
     r"|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
-    r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{\w+\*?\}"
+    rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
 _TOKEN = (
     rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|{phrases('mathematical_words')}(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
@@ -44,10 +45,10 @@ _WORDS = re.compile(
 )
 _IN_BRACES = re.compile(r"\\(?:begin|end|math\w+|text\w*|operatorname)\s*\{[^{}]*\}")
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|split)\*?\}|&")
+_ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
-    rf"^(?:[\w\s]|\\text\s*\{{[^{{}}]*)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
+    rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
     rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
     re.IGNORECASE,
 )

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-from lmeval_prune.scoring.vocabulary import listed_rules, phrases, words, words_by_key
+from lmeval_prune.scoring.vocabulary import listed_rules, phrases, values, words, words_by_key
 
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 MAX_LENGTH = 2000  # characters; longer answers are no answers
@@ -124,7 +124,9 @@ _CANONICAL_FIRST = rules(
     ("[₀-₉]+", lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}"),
     *listed_rules("canonical_spaces"),
 )
+_SCALES = values("scales")
 _CANONICAL_LAST = rules(
+    (rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}", lambda match: rf" \cdot {_SCALES[match[1]]} "),
     *listed_rules("canonical"),
     (
         r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}",  # a mixed number

@@ -206,13 +206,20 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
 
     answer = _in_radians(answer) if "pi" in gold else answer
     answer = _once(answer) if "(" in answer else answer
-    numbers = number_of(answer), number_of(gold)
-    if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
-        return "equal" if same_number(numbers[0], numbers[1], exact=True) else "different"
+    if (same := _same_numbers(answer, gold)) is not None:
+        return "equal" if same else "different"
     same = compare(forms[answer] if answer in forms else form_of(answer), forms[gold], leaf)
     if same:
         return "equal"
     return failed[0] if failed and same is False else "different"
+
+
+def _same_numbers(answer: str, gold: str) -> bool | None:
+    """Return whether two numbers are equal; None if either is none, or both are equations."""
+    number, golden = number_of(answer), number_of(gold)
+    return (
+        same_number(number, golden, exact=True) if number and golden and not ("=" in answer and "=" in gold) else None
+    )
 
 
 def _once(answer: str) -> str:
@@ -233,9 +240,8 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
     keys = [_SPACES.sub("", text) for text in (answer, gold)]
     if keys[0] == keys[1]:
         return bool(keys[0])
-    numbers = number_of(answer), number_of(gold)
-    if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
-        return same_number(numbers[0], numbers[1], exact=True)
+    if (same := _same_numbers(answer, gold)) is not None:
+        return same
     commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
     if not _FUNCTIONS.issuperset(commands) or any(
         _NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)

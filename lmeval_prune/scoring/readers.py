@@ -13,15 +13,11 @@ from lmeval_prune.scoring.latex import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
-from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences
+from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences, flat
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _GIVES_UP = pattern("given_up")
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 # --------------------------------------------------------------------------- numbers
@@ -74,7 +70,7 @@ class NumberReader:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = _FACTORIAL.sub(r" \\factorial ", content[:MAX_PHRASE])
         text = (
-            _flat(plain(_BOXED_FACTORIAL.sub(r" \\factorial ", text)))
+            flat(plain(_BOXED_FACTORIAL.sub(r" \\factorial ", text)))
             if how == "boxed"
             else plain(_FOOTNOTE.sub("", text)).strip()
         )
@@ -151,6 +147,9 @@ class MathematicsReader:
         return next((answer for reader in self._readers if (answer := reader.read_end(text))), None)
 
 
+_CONCLUDED = re.compile(rf"(?<=[A-Za-z]):|,\s*{phrases('conclusions')}\b")  # before the expression of a sentence
+
+
 class ExpressionReader(FormulaReader):
     """Reads an expression to be evaluated; unmarked, the last formula, or the last sentence that has a digit."""
 
@@ -160,8 +159,10 @@ class ExpressionReader(FormulaReader):
         expressions = []
         for sentence in concluding_sentences(atoms.text):
             letters = re.findall(ATOM, sentence)
-            rest = sentence[end_of_first(sentence) or 0 :]
-            expressions.append(atoms.formula(letters[-1]) if letters else rest)
+            stated = sentence[end_of_first(sentence) or 0 :]
+            concluded = _CONCLUDED.split(stated)[-1]
+            stated = concluded if has_operator(concluded) and not has_operator(stated) else stated
+            expressions.append(atoms.formula(letters[-1]) if letters else stated)
         expressions = [expression for expression in expressions if re.search(r"\d", expression)]
         last = next(filter(has_operator, expressions), next(iter(expressions), None))
         return None if last is None or DENIED.search(last) else last

@@ -11,7 +11,7 @@ from itertools import pairwise
 CHARACTERS = " \t\n\r\v\f\0\\$(){}[]<>#*_`~|&%^=+-/:;,.!?'\"@0９٣a\u00a0\u2009\u200b\u202e\u2067\ufeffé中。，：½∞−😀\ud800\udfff\u0301"
 PIECES = [
     r"\boxed{", r"\boxed", r"\boxed{}", r"\boxed{1}", r"\boxed{1", "answer is ", "The answer is ", "The answer is 12. ", "answer is 12, no, ", "Answer: ", "**Answer:** ", "Answer:\n", "####", "#### ", "#### 12\n", "答案是", "答：", "答案是12，",
-    "<think>", "</think>", "<think></think>", "<answer>", "<answer></answer>", '{"answer": ', '{"answer": 12}', "[ANSWER]", r"\text{", r"\frac{", r"\frac{1}{", r"\frac12", r"\sqrt{", r"\left(", r"\begin{pmatrix}", r"1 & 2 \\ ",
+    "<think>", "</think>", "<think></think>", "<answer>", "<answer></answer>", '{"answer": ', '{"answer": 12}', "[ANSWER]", r"\text{", r"\text{A, ", r"\frac{", r"\frac{1}{", r"\frac12", r"\sqrt{", r"\left(", r"\begin{pmatrix}", r"1 & 2 \\ ",
     "$$", "$1$", "$1", r"\(", r"\[ 1 \]", r"\$", "1 ", "1,", "1,000", "1.", "1/", "1/2", "1-", "1+", "1 + ", "1=", "x = 1, ", "= 12 ", "1 = 1\n", "12\n", "\n\n", "\n- 1", "- ", "| 1 ", "| --- ", "1. a\n", "12 or ", "not ", "No wait, ",
     "Wait, 12. ", "12 (", "(12) ", "half of ", "because ", "12 because ", "12 apples ", "apples ", "ab", "a ", "1a", "١٢", "1\u202f000", "1 000 ", "10^", "e5", "9**", "!", "12!", "2(", ")(", "n0+", "3*(", "5:45 ", "yes ", "3; ",
     "```\n", "```python\n", "**", "**12** ", "\\\\", "\\ ", "~", "^\\circ", "\\%", "负", "万", "1又1/", "分之", "\u202e12", "\r\n", "&nbsp;", "<b>", "</b>", "\ud83d", "\x00\x01",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path
@@ -158,14 +158,21 @@ def _with_recipe(
     typed_names = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     _check_names(parser, command, recipe, exclusive, f"{options.config}: ")
     _check_names(parser, command, typed_names, exclusive, "")
-    overridden = {*typed_names, *exclusive} if set(exclusive) & set(typed_names) else set(typed_names)
+    overridden = {*typed_names, *(exclusive if set(exclusive) & set(typed_names) else ())}
     recipe = {name: value for name, value in recipe.items() if name not in overridden and value is not None}
     rest = [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
-    required = [action.dest for action in parser._actions if action.required]
-    if missing := [f"--{name}" for name in required if name not in {*typed_names, *recipe}]:
-        _check_file(getattr(function, "first_argument", None), rest)
-        raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
+    _check_required(parser, command, {*typed_names, *recipe}, function, rest)
     return rest
+
+
+def _check_required(
+    parser: Parser, command: str, names: Collection[str], function: Callable[..., int], words: Sequence[str]
+) -> None:
+    """Refuse missing options, and before them a missing file."""
+    required = [action.dest for action in parser._actions if action.required]
+    if missing := [f"--{name}" for name in required if name not in names]:
+        _check_file(getattr(function, "first_argument", None), words)
+        raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
 
 
 def _check_names(parser: Parser, command: str, names: Iterable[str], exclusive: Sequence[str], source: str) -> None:

@@ -112,9 +112,9 @@ class Prose:
 
     def __init__(self, text: str) -> None:
         text = _SPACES.sub(" ", text.replace("#", " ").replace("@", " "))
-        found = find_numbers(text)
-        ends = [0, *(end for _, end, _ in found)]
-        starts = [*(start for start, _, _ in found), len(text)]
+        located = find_numbers(text)
+        ends = [0, *(end for _, end, _ in located)]
+        starts = [*(start for start, _, _ in located), len(text)]
         outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
         outline = (
             outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
@@ -123,8 +123,8 @@ class Prose:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
         places = [at for at, sign in enumerate(outline) if sign == "#"]
-        self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, found, strict=True)}
-        self.written = {at: text[start:end] for at, (start, end, _) in zip(places, found, strict=True)}
+        self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, located, strict=True)}
+        self.written = {at: text[start:end] for at, (start, end, _) in zip(places, located, strict=True)}
 
     def within(self, start: int, stop: int) -> list[int]:
         """Return where numbers are in a range."""

@@ -107,7 +107,7 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
 
 def find_numbers(text: str) -> list[tuple[int, int, Number]]:
     """Return the numbers of a text, with their starts and ends."""
-    found: list[tuple[int, int, Number]] = []
+    located: list[tuple[int, int, Number]] = []
     at = end = 0
     while candidate := _CANDIDATE.search(text, at):
         start, sign = candidate.start(), candidate.group().lower()
@@ -116,9 +116,9 @@ def find_numbers(text: str) -> list[tuple[int, int, Number]]:
         if reading:
             number, at = reading
             number = number.negated() if text[start - 1 : start] == "负" else number
-            found.append((start, at, number))
+            located.append((start, at, number))
             end = at
-    return found
+    return located
 
 
 def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | None:

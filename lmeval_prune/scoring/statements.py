@@ -212,12 +212,12 @@ def _without_notes(text: str) -> str:
     notes = _NOTES.search(text, max(0, len(text) - MAX_END))
     if not notes:
         return text
-    rest, found = text[: notes.start()], 0
+    rest, marks = text[: notes.start()], 0
     for mark in list(dict.fromkeys(re.findall(_NOTE_MARK, notes.group())))[:MAX_NOTES]:
         mark = re.escape(mark)
         rest, count = re.subn(rf"(?m)^((?:(?!{mark}).)*[\w.,;%)!?]) ?{mark}(?=[\s.,;:!?]|$)", r"\1", rest)
-        found += count
-    return rest if found else text
+        marks += count
+    return rest if marks else text
 
 
 def _without_options(text: str) -> str:
@@ -256,11 +256,16 @@ def _extract(text: str, reader: Reader) -> Extraction:
         elif following.lstrip(" *_\"')").startswith(("?", "？")):
             rest = _blanked(rest, statement.start, statement.end)
         else:
-            bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None
-            answer = reader.read(bold[1] if bold and reader.is_bare(bold[1]) else content, statement.how)
+            answer = reader.read(_concluding_bold(statement, following, reader) or content, statement.how)
             if answer is not None and not _begins_a_solution(statement, following, reader):
                 return Extraction(answer, statement.how)
     return _end(rest, reader)
+
+
+def _concluding_bold(statement: Statement, following: str, reader: Reader) -> str:
+    """Return the bold bare answer that stands alone at the end, after an unboxed statement; else nothing."""
+    bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None
+    return bold[1] if bold and reader.is_bare(bold[1]) else ""
 
 
 def _end(text: str, reader: Reader) -> Extraction:

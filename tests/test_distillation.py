@@ -730,7 +730,7 @@ def test_mistakes_with_language_models(
         ({"teacher": str(other)}, "has another vocabulary"),
         ({"unit": "head"}, "use group or balanced"),
         ({"test": "fold0", "train": ("all",)}, "questions of the test split fold0"),
-        ({"answer": "none"}, "answer must have {}"),
+        ({"answer": "none"}, "answer must contain {}"),
         ({"answer_field": "working"}, "have no text in answer_field=working"),
         ({"max_length": 5}, "too few to train and validate"),
         ({"pretrained": dense.encoder}, "neither a causal language model nor an ATHENA"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,6 +23,14 @@ class InputError(ValueError):
 
 class DiskError(InputError):
     """A file that cannot be written because the disk is full or read-only. The run can be resumed."""
+
+
+def check_exists(path: str | os.PathLike[str], *, file: bool = False) -> None:
+    """Refuse a path that does not exist; with `file`, also a folder."""
+    if not Path(path).exists():
+        raise InputError(f"no such file: {path}")
+    if file and not Path(path).is_file():
+        raise InputError(f"{path} is a folder; name a file in it")
 
 
 _RETRY = "and run the same command again"

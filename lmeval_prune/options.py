@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
+from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
 from lmeval_prune.settings import describe, is_supported_type, parse_value, union_members
 
 
@@ -141,8 +141,8 @@ def _check_file(name: str | None, words: Sequence[str]) -> None:
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         option, equals, value = word.partition("=")
         path = value if equals else following
-        if option == f"--{name}" and not path.startswith("--") and not Path(path).exists():
-            raise InputError(f"no such file: {path}")
+        if option == f"--{name}" and not path.startswith("--"):
+            check_exists(path)
 
 
 def _with_recipe(
@@ -194,8 +194,7 @@ def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
     """Read the first of `sections` from a recipe; the recipe may have the others, too."""
     import yaml
 
-    if not path.is_file():
-        raise InputError(f"no such file: {path}")
+    check_exists(path, file=True)
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, unknown_task_error
+from lmeval_prune.errors import check_exists, unknown_task_error
 from lmeval_prune.pruners.table import check_pruner
 from lmeval_prune.settings import resolve_device
 
@@ -37,8 +37,7 @@ def check(options: Mapping[str, Any]) -> None:
     for name in _values(options, "task", "tasks"):
         check_task(name)
     for path in _values(options, "plan", "scores", "mask", "grid", "folder"):
-        if not Path(path).exists():
-            raise InputError(f"no such file: {path}")
+        check_exists(path)
     if options.get("device") is not None:
         resolve_device(options["device"])
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, check_exists, first_line
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
@@ -66,8 +66,7 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
     Raises:
         InputError: the file is missing, or a line is not JSON or has a value of another type.
     """
-    if not Path(path).is_file():
-        raise InputError(f"no such file: {path}")
+    check_exists(path, file=True)
     lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
     named = [(line, f"line {number} of {path}") for number, line in lines if line.strip()]
     return [validate_json(parse_json(line, name), fields, name) for line, name in named]
@@ -111,8 +110,7 @@ def _validator(kind: Any) -> Any:
 
 
 def _read_bytes(path: Path) -> bytes:
-    if not path.is_file():
-        raise InputError(f"{path} is a folder; name a file in it" if path.is_dir() else f"no such file: {path}")
+    check_exists(path, file=True)
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON_BYTES + 1)

@@ -33,7 +33,7 @@ from typing import Any, Self
 import yaml
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
+from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
@@ -124,8 +124,7 @@ class Grid(Settings):
     @classmethod
     def read(cls, path: str) -> Self:
         """Read a grid's YAML file."""
-        if not Path(path).is_file():
-            raise InputError(f"no such file: {path}")
+        check_exists(path, file=True)
         try:
             return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:

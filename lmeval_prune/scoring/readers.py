@@ -13,12 +13,10 @@ from lmeval_prune.scoring.latex import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
-from lmeval_prune.scoring.text import PROSE, TextReader, concluding_sentences, flat
-from lmeval_prune.scoring.vocabulary import pattern, phrases
+from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences, flat
+from lmeval_prune.scoring.vocabulary import phrases
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
-_GIVES_UP = pattern("given_up")
-
 
 # --------------------------------------------------------------------------- numbers
 
@@ -74,7 +72,7 @@ class NumberReader:
             if how == "boxed"
             else plain(_FOOTNOTE.sub("", text)).strip()
         )
-        says_nothing = bool(_GIVES_UP.search(text) or _NOTHING.match(text))
+        says_nothing = bool(GIVES_UP.search(text) or _NOTHING.match(text))
         number = None if says_nothing else self._number(text)
         return number or (text if how == "boxed" or says_nothing or re.search(r"\d", text) else None) or None
 
@@ -85,7 +83,7 @@ class NumberReader:
 
     def read_end(self, text: str) -> str | None:
         """Return the number of the last sentence that has one and is no aside, unless doubts follow it."""
-        if (CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])) or _GIVES_UP.search(text[-300:]):
+        if (CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])) or GIVES_UP.search(text[-300:]):
             return None
         parts = sentences(text)[::-1]
         for sentence in itertools.chain(itertools.filterfalse(_ASIDE.search, parts), filter(_ASIDE.search, parts)):

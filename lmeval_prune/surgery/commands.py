@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
@@ -180,8 +180,8 @@ def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = No
 def _check_paths(output: str, text_options: TextOptions) -> None:
     if not output.endswith(".json"):
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
-    if text_options.text and not Path(text_options.text).exists():
-        raise InputError(f"no such file: {text_options.text}")
+    if text_options.text:
+        check_exists(text_options.text)
 
 
 def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: Any, pruning: PruneOptions) -> None:

@@ -295,6 +295,6 @@ MISREAD = [
         ("= 5x^2 + 8x + 4", MATHEMATICS, "5x^2 + 8x + 4", True),
         carriers=("equation",),
         values=("MATH: polynomial", "MATH: complex"),
-        written=r"\A= ",
+        written=r"(?m)^= [^$\\]*$",
     ),
 ]

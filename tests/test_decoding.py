@@ -149,6 +149,7 @@ CASES: dict[str, Any] = {
             "refill": st.booleans(),
             "drafts": st.sampled_from([0, 1, 8]),
             "budget": st.sampled_from([0, 6, 40]),
+            "static": st.booleans(),
             "deterministic": st.booleans(),
         }
     ),

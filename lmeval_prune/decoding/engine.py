@@ -152,7 +152,7 @@ class Engine:
 
     def _resolved_schedule(self) -> Schedule:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
-        schedule = replace(self.schedule, static=self._is_static)
+        schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
             schedule = replace(schedule, follow=0, drafts=0)
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
@@ -186,8 +186,8 @@ class Engine:
         return self._reasons[applied]
 
     @property
-    def _is_static(self) -> bool:
-        """Return whether to decode in a static step."""
+    def is_static(self) -> bool:
+        """Return whether the engine decodes in a static step, see `Schedule.static`."""
         if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
             return False
         applied = interventions_on(self.model)

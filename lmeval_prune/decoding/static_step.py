@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -73,6 +73,8 @@ class StaticStep:
         near_ties: report near-ties of the argmax.
         capacity: largest number of rows.
     """
+
+    capturing_devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     model_map: ModelMap
     cache: KVCache
@@ -138,7 +140,7 @@ class StaticStep:
         if bucket in self._graphs:
             graph, logits = self._graphs[bucket]
             graph.replay()
-        elif self._is_gpu and bucket in self._warm:
+        elif self._device.type in self.capturing_devices and bucket in self._warm:
             graph, logits = self._graphs[bucket] = self._capture(bucket)
             graph.replay()
         else:  # compiles the kernels, too

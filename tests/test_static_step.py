@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_requests
 from tiny_models import CAUSAL, VOCABULARY
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmeval_prune.decoding import Engine, Schedule
 from lmeval_prune.decoding.static_step import StaticStep
+from lmeval_prune.interventions.token_filter import TokenFilter
 
 FAMILIES = sorted(set(CAUSAL) - BY_GENERATE)
 STATIC = Schedule(static=True)
@@ -39,7 +40,9 @@ class Recording:
 
     def __init__(self, step: StaticStep, bucket: int) -> None:
         states = [step._columns, *step._stored_lengths.values()]
-        states += [tensor for owners in step.cache.states.values() for state in owners.values() for tensor in state.tensors]
+        states += [
+            tensor for owners in step.cache.states.values() for state in owners.values() for tensor in state.tensors
+        ]
         before = [tensor.clone() for tensor in states]
         self.graph = make_fx(lambda: step._run(bucket))()
         for tensor, content in zip(states, before, strict=True):  # recording runs the step, capturing does not
@@ -81,3 +84,15 @@ def test_a_recorded_step_gives_what_generate_gives(
     assert sum(recording.replays for recording in recordings) > engine.statistics.steps / 2
     for request in requests:
         assert result[request.tag] == alone(model, request), request
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_filtered_step(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("mistral", sliding_window=window)
+    requests = [replace(request, mask=None) for request in some_requests(model, seed=5, longest=20)]
+    with TokenFilter(0.3, warmup=3).applied_to(model):
+        engine = Engine(model, Letters(), max_rows=4, schedule=STATIC)
+        assert engine.is_static, eager_reasons(caplog)
+        result = answers(engine, requests)
+        for request in requests:
+            assert result[request.tag] == alone(model, request), request

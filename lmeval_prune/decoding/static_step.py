@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -192,17 +193,23 @@ class StaticStep:
         keys, values = self.cache.keys[module.layer_idx], self.cache.values[module.layer_idx]
         query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         keep = self._kept_heads(call)
-        shared = {"slots": rows.slots, "keep": keep, "masks": None if keep is None else rows.masks}
-        shared |= {"window": options.window, "softcap": options.softcap}
+        decode = partial(
+            ops.decode,
+            query,
+            keys,
+            values,
+            scaling=options.scaling,
+            slots=rows.slots,
+            keep=keep,
+            masks=None if keep is None else rows.masks,
+            window=options.window,
+            softcap=options.softcap,
+        )
         if call.lengths is None:
-            out = ops.decode(query, keys, values, rows.lengths, options.scaling, new_key=key, new_value=value, **shared)
-        else:
-            skipped = None if call.query_mask is None else ~call.query_mask
-            positions = self.cache.positions[module.layer_idx]
-            out = ops.decode(
-                query, keys, values, call.lengths, options.scaling, skipped=skipped, positions=positions, **shared
-            )
-        return out.unsqueeze(0), None
+            return decode(lengths=rows.lengths, new_key=key, new_value=value).unsqueeze(0), None
+        skipped = None if call.query_mask is None else ~call.query_mask
+        positions = self.cache.positions[module.layer_idx]
+        return decode(lengths=call.lengths, skipped=skipped, positions=positions).unsqueeze(0), None
 
     def _kept_heads(self, call: AttentionCall) -> torch.Tensor | None:
         """Return which heads each mask keeps in a layer, (masks, heads); None if all masks keep all heads."""

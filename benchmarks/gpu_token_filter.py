@@ -36,8 +36,8 @@ from lmeval_prune.interventions.filtered_attention import FilteredAttention
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.decode_attention import naive as naive_attention
+from lmeval_prune.kernels.decode_attention import ops as attention
 from lmeval_prune.kernels.token_filter import ops as token_filter
 from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
@@ -124,10 +124,10 @@ def gate_kernels(config: LlamaConfig, options: argparse.Namespace) -> dict[str, 
     stored = tuple(random(options, rows, kv_heads, keys, WIDTH) for _ in range(2))
     doubles = [one.double() for one in stored]
     query = random(options, rows, heads, WIDTH)
-    expected = naive_attention.decode(query.double(), *doubles, lengths, skipped, SCALING)
+    expected = naive_attention.decode(query.double(), *doubles, lengths, SCALING, skipped=skipped)
     found = {
         f"decode, {splits} splits": relative_error(
-            attention.decode(query, *stored, lengths, skipped, SCALING, splits=splits), expected
+            attention.decode(query, *stored, lengths, SCALING, skipped=skipped, splits=splits), expected
         )
         for splits in (1, 4)
     }
@@ -242,7 +242,7 @@ def decode_kernels(
     for share in (0.0, 0.5):
         skipped = torch.arange(batch, device=DEVICE) < share * batch
         name = f"attention, {share:.0%} of rows skipped"
-        found[name] = clock(attention.decode, query, k, v, lengths, skipped, SCALING)
+        found[name] = clock(attention.decode, query, k, v, lengths, SCALING, skipped=skipped)
     taken = found["attention, 0% of rows skipped"]
     found["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
     memory, valid = Memory.fresh(batch, one, one), torch.ones(batch, 1, dtype=torch.bool, device=DEVICE)

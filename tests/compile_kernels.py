@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmeval_prune.kernels.filtered_attention import triton as attention
+from lmeval_prune.kernels.decode_attention import triton as attention
 from lmeval_prune.kernels.token_filter import triton as token_filter
 from lmeval_prune.kernels.token_filter.state import Memory
 
@@ -84,7 +84,9 @@ def main(every: bool) -> None:
         keys = torch.zeros(3, 2, 64, width, dtype=dtype)
         for splits, window, softcap in ((1, None, None), (4, 16, 30.0)):
             query = torch.zeros(3, 8, width, dtype=dtype)
-            attention.decode(query, keys, keys, lengths, skipped, 0.1, window, positions, softcap, splits)
+            names = ("slots", "new_key", "new_value", "skipped", "keep", "masks", "window", "positions", "softcap")
+            options = dict.fromkeys(names) | {"window": window, "positions": positions, "softcap": softcap}
+            attention.decode(query, keys, keys, lengths, 0.1, **options, splits=splits)
         states, rule = torch.zeros(3, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         key, valid = torch.zeros(3, 2, 1, width, dtype=dtype), torch.zeros(3, 1).bool()
         anchor = torch.zeros(3, 2, width, dtype=torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -23,8 +25,8 @@ from lmeval_prune.interventions import filtered_cache, interventions_on
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.decode_attention import naive as naive_attention
+from lmeval_prune.kernels.decode_attention import ops as attention
 from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
 from tests.tiny_models import tiny
@@ -76,7 +78,7 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.double() for tensor in tensors]
 
 
-# ---------------------------------------------------------------------- filtered decode attention
+# ---------------------------------------------------------------------- decode attention
 
 LENGTHS = [[37, 1, 0], [5, 64, 33]]
 
@@ -111,9 +113,9 @@ def test_decode_is_its_twin(heads: int, kv_heads: int, width: int, width_v: int,
         skipped = torch.tensor([False, False, False], device=DEVICE)
         query = random(3, heads, width, dtype=dtype)
         keys, values, _ = stored(kv_heads, 64, width, width_v, lengths, dtype)
-        with only("triton", "filtered decode"):
-            found = attention.decode(query, keys, values, lengths, skipped, 0.3, splits=splits)
-        expected = naive_attention.decode(*doubles(query, keys, values), lengths, skipped, 0.3)
+        with only("triton", "decode attention"):
+            found = attention.decode(query, keys, values, lengths, 0.3, skipped=skipped, splits=splits)
+        expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.3, skipped=skipped)
         is_close(found, expected)
         assert not found[lengths == 0].any()
 
@@ -128,9 +130,10 @@ def test_decode_with_a_window_a_softcap_and_skipped_rows(
     query = random(4, 6, 24)
     keys, values, positions = stored(2, 50, 24, 24, lengths, torch.float32)
     keys[2:], values[2:] = torch.nan, torch.nan  # of a skipped row nothing is read
-    with only("triton", "filtered decode"):
-        found = attention.decode(query, keys, values, lengths, skipped, 0.2, window, positions, softcap, splits)
-    expected = naive_attention.decode(*doubles(query, keys, values), lengths, skipped, 0.2, window, positions, softcap)
+    options: dict[str, Any] = {"skipped": skipped, "window": window, "positions": positions, "softcap": softcap}
+    with only("triton", "decode attention"):
+        found = attention.decode(query, keys, values, lengths, 0.2, **options, splits=splits)
+    expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.2, **options)
     is_close(found, expected)
     assert not found[2:].any()
 
@@ -145,9 +148,200 @@ def test_the_twin_is_the_literal_attention(window: int | None, keep: bool) -> No
         lengths, skipped = torch.tensor([len(stored)], device=DEVICE), torch.tensor([skips[t]], device=DEVICE)
         positions = torch.tensor([stored], device=DEVICE)
         found = naive_attention.decode(
-            query[None, :, t], key[None, :, stored], value[None, :, stored], lengths, skipped, 0.4, window, positions
+            query[None, :, t],
+            key[None, :, stored],
+            value[None, :, stored],
+            lengths,
+            0.4,
+            skipped=skipped,
+            window=window,
+            positions=positions,
         )
         torch.testing.assert_close(found[0], expected[t], rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- a step's attention: slots, new tokens, masks
+
+CAPACITY = 40
+
+
+@dataclass
+class Step:
+    """Arguments of `decode` for random rows, and the storage as it was."""
+
+    arguments: dict[str, Any]
+    before: tuple[torch.Tensor, torch.Tensor]
+
+    def copy(self) -> Step:
+        copied = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self.arguments.items()}
+        return Step(copied, self.before)
+
+    def as_doubles(self) -> Step:
+        doubled = {
+            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for name, x in self.copy().arguments.items()
+        }
+        return Step(doubled, self.before)
+
+
+def random_step(
+    seed: int,
+    heads: tuple[int, int] = (6, 2),
+    widths: tuple[int, int] = (8, 12),
+    dtype: torch.dtype = torch.float64,
+    number: torch.dtype = torch.long,
+    **options: Any,
+) -> Step:
+    """Seven rows in permuted slots of nine, the last two in the scratch slot; NaN behind the stored tokens.
+
+    `options`: `slots`, `new`, `keep`, `skipped` and `positions` leave out, or choose, what the step has; `full`: the
+    first row's slot is full; others are those of `decode`.
+    """
+    chosen = {
+        "slots": True,
+        "new": True,
+        "keep": "float",
+        "skipped": False,
+        "positions": False,
+        "full": False,
+    } | options
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(8, generator=generator)
+    slots = torch.cat([order[:5], torch.tensor([8, 8])]) if chosen["slots"] else torch.arange(7)
+    lengths = torch.randint(0, CAPACITY - 1, (7,), generator=generator)
+    lengths[0], lengths[1], lengths[2] = CAPACITY - (not chosen["full"]), 0, 1
+    lengths[5:] = 0  # padding rows
+    query = random(7, heads[0], widths[0], dtype=dtype, seed=seed)
+    stored = [random(9, heads[1], CAPACITY, width, dtype=dtype, seed=seed + i) for i, width in enumerate(widths)]
+    ends = torch.zeros(9, dtype=torch.long).index_put((slots,), lengths)
+    behind = (torch.arange(CAPACITY) >= ends[:, None])[:, None, :, None].to(DEVICE)
+    keys, values = (x.masked_fill(behind, torch.nan) for x in stored)
+    places = torch.randint(1, 4, (9, CAPACITY), generator=generator).cumsum(1)
+    arguments: dict[str, Any] = {"query": query, "keys": keys, "values": values, "scaling": 0.3}
+    arguments["lengths"] = lengths.to(DEVICE, number)
+    if chosen["slots"]:
+        arguments["slots"] = slots.to(DEVICE, number)
+    if chosen["new"]:
+        names = ("new_key", "new_value")
+        arguments |= {
+            name: random(7, heads[1], width, dtype=dtype, seed=seed + 9 + i)
+            for i, (name, width) in enumerate(zip(names, widths, strict=True))
+        }
+    if chosen["keep"]:
+        keep = torch.randint(0, 2, (3, heads[0]), generator=generator)
+        factors = keep.bool() if chosen["keep"] == "bool" else (keep * random(3, heads[0], seed=seed).cpu()).to(dtype)
+        masks = torch.randint(0, 3, (7,), generator=generator)
+        arguments |= {"keep": factors.to(DEVICE), "masks": masks.to(DEVICE, number)}
+    if chosen["skipped"]:
+        arguments["skipped"] = (torch.arange(7) % 3 == 2).to(DEVICE)
+    if chosen["positions"]:
+        arguments["positions"] = places.to(DEVICE, number)
+    arguments |= {name: value for name, value in options.items() if name in ("window", "softcap", "splits")}
+    return Step(arguments, (keys.clone(), values.clone()))
+
+
+def literal_step(step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, keys and values of a step, by the definition: a row and a head after another, on lists of tokens."""
+    a, (keys, values) = step.arguments, (x.clone() for x in step.before)
+    rows, heads = a["query"].shape[:2]
+    out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64, device=DEVICE)
+    for row in range(rows):
+        if "skipped" in a and a["skipped"][row]:
+            continue
+        slot, length = int(a["slots"][row]) if "slots" in a else row, int(a["lengths"][row])
+        if "new_key" in a and length < CAPACITY:
+            keys[slot, :, length], values[slot, :, length] = a["new_key"][row], a["new_value"][row]
+        tokens = [(keys[slot, :, j], values[slot, :, j], j) for j in range(length)]
+        if "new_key" in a:
+            tokens.append((a["new_key"][row], a["new_value"][row], length))
+        if "positions" in a:
+            tokens = [(k, v, int(a["positions"][slot, min(j, CAPACITY - 1)])) for k, v, j in tokens]
+        if a.get("window") and tokens:
+            tokens = [token for token in tokens if tokens[-1][2] - token[2] < a["window"]]
+        for head in range(heads if tokens else 0):
+            of = head // (heads // keys.shape[1])
+            scores = [
+                a["scaling"] * float((a["query"][row, head].double() * k[of].double()).sum()) for k, _, _ in tokens
+            ]
+            if a.get("softcap"):
+                scores = [a["softcap"] * math.tanh(score / a["softcap"]) for score in scores]
+            exponentials = [math.exp(score - max(scores)) for score in scores]
+            for weight, (_, v, _) in zip(exponentials, tokens, strict=True):
+                out[row, head] += weight / sum(exponentials) * v[of].double()
+            if "keep" in a:
+                out[row, head] *= a["keep"][int(a["masks"][row]), head].double()
+    return out, keys, values
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "no slots": {"slots": False},
+    "stored only": {"new": False},
+    "neither": {"slots": False, "new": False, "keep": None},
+    "bool keep": {"keep": "bool"},
+    "skipped": {"skipped": True},
+    "window": {"window": 7},
+    "window 1": {"window": 1},
+    "window, stored only": {"window": 7, "new": False},
+    "window, positions": {"window": 7, "positions": True},
+    "window, positions, stored only": {"window": 7, "positions": True, "new": False, "skipped": True},
+    "softcap": {"softcap": 1.5, "window": 30},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
+    for seed in range(3):
+        step = random_step(seed, full=seed == 2, **STEPS[name])
+        found = naive_attention.decode(**step.arguments)
+        out, keys, values = literal_step(step)
+        torch.testing.assert_close(found, out, rtol=0, atol=1e-12)
+        for stored, expected in ((step.arguments["keys"], keys), (step.arguments["values"], values)):
+            torch.testing.assert_close(stored[:8], expected[:8], rtol=0, atol=0, equal_nan=True)
+            if "slots" in step.arguments and "new_key" in step.arguments:
+                assert stored[8, :, 0].isfinite().all()  # the scratch slot has the token of a padding row
+
+
+@pytest.mark.parametrize("name", ["all", "window, positions", "neither"])
+def test_compiled_code_has_the_step_as_one_node(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", False)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step = random_step(0, **STEPS[name])
+    direct = step.copy()
+    expected = attention.decode(**direct.arguments)
+    compiled = torch.compile(lambda arguments: attention.decode(**arguments) + 1, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(step.arguments), expected + 1, rtol=0, atol=0)
+    for stored in ("keys", "values"):
+        torch.testing.assert_close(step.arguments[stored], direct.arguments[stored], rtol=0, atol=0, equal_nan=True)
+    (graph,) = graphs
+    called = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
+    assert called.count(torch.ops.lmeval_prune.decode) + called.count(torch.ops.lmeval_prune.decode.default) == 1
+    assert len(called) == 2  # and the sum
+
+
+def test_the_operator_is_what_it_declares() -> None:
+    a = random_step(0).arguments
+    a["keys"], a["values"] = a["keys"].nan_to_num(0), a["values"].nan_to_num(0)
+    names = (
+        "query",
+        "keys",
+        "values",
+        "lengths",
+        "scaling",
+        "slots",
+        "new_key",
+        "new_value",
+        "skipped",
+        "keep",
+        "masks",
+    )
+    options = (*(a.get(name) for name in names), 9, None, 2.0, None)
+    torch.library.opcheck(torch.ops.lmeval_prune.decode.default, options, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---------------------------------------------------------------------- decisions
@@ -318,7 +512,7 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
 
 def test_what_a_kernel_cannot_do_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     dispatch._warn_once.cache_clear()
-    lengths, skipped = torch.tensor([3], device=DEVICE), torch.tensor([False], device=DEVICE)
+    lengths = torch.tensor([3], device=DEVICE)
     cases: dict[str, tuple[int, torch.dtype, bool]] = {
         "not float64": (8, torch.float64, False),
         "300 wide": (300, torch.float32, False),
@@ -327,9 +521,9 @@ def test_what_a_kernel_cannot_do_is_said_once(caplog: pytest.LogCaptureFixture) 
     for words, (width, dtype, needs_gradient) in cases.items():
         query, keys = random(1, 2, width, dtype=dtype), random(1, 1, 3, width, dtype=dtype)
         query.requires_grad_(needs_gradient)
-        with caplog.at_level(logging.WARNING), only("torch", "filtered decode"):
+        with caplog.at_level(logging.WARNING), only("torch", "decode attention"):
             for _ in range(2):
-                attention.decode(query, keys, keys, lengths, skipped, 1.0)
+                attention.decode(query, keys, keys, lengths, 1.0)
         assert sum(words in message for message in caplog.messages) == 1
 
 
@@ -350,20 +544,32 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
 
 def test_empty_batches() -> None:
     keys, none = random(0, 2, 4, 8), torch.zeros(0, dtype=torch.long, device=DEVICE)
-    assert attention.decode(random(0, 4, 8), keys, keys, none, none.bool(), 1.0).shape == (0, 4, 8)
+    assert attention.decode(random(0, 4, 8), keys, keys, none, 1.0).shape == (0, 4, 8)
     some, counts = random(2, 2, 4, 8), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    assert not attention.decode(random(2, 4, 8), some[:, :, :0], some[:, :, :0], counts, counts.bool(), 1.0).any()
+    assert not attention.decode(random(2, 4, 8), some[:, :, :0], some[:, :, :0], counts, 1.0).any()
     key, value, valid = text()
     assert ops.decide(key[:0], value[:0], valid[:0], fresh(key[:0], value[:0]), RULES["kv"]).shape == (0, 24)
 
 
 def test_wrong_input_is_one_line() -> None:
     query, keys = random(2, 4, 8), random(2, 2, 6, 8)
-    lengths, skipped = torch.tensor([1, 6], device=DEVICE), torch.tensor([False, False], device=DEVICE)
-    with pytest.raises(InputError, match="whole groups"):
-        attention.decode(random(2, 3, 8), keys, keys, lengths, skipped, 1.0)
-    with pytest.raises(InputError, match="needs the positions"):
-        attention.decode(query, keys, keys, lengths, skipped, 1.0, window=3)
+    lengths = torch.tensor([1, 6], device=DEVICE)
+    new, keep = random(2, 2, 8), random(3, 4)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("whole groups", {"query": random(2, 3, 8)}),
+        ("a slot for each row", {"query": random(3, 4, 8)}),
+        ("a slot for each row", {"slots": lengths[:1]}),
+        ("needs new_value", {"new_key": new}),
+        ("keep needs masks", {"keep": keep}),
+        ("new keys and values", {"new_key": new[:1], "new_value": new}),
+        ("keep and masks", {"keep": keep[:, :3], "masks": lengths}),
+        ("keep and masks", {"keep": keep, "masks": lengths[:1]}),
+    ]
+    right: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "lengths": lengths, "scaling": 1.0}
+    attention.decode(**right)
+    for words, options in wrong:
+        with pytest.raises(InputError, match=words):
+            attention.decode(**(right | options))
 
 
 # ---------------------------------------------------------------------- the filter on models
@@ -452,7 +658,7 @@ def test_a_filter_on_the_device_in_single_precision() -> None:
     expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
     dispatch.DISPATCHED.clear()
     found, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
-    assert set(dispatch.DISPATCHED) == {"decide: triton", "filtered decode: triton"}
+    assert set(dispatch.DISPATCHED) == {"decide: triton", "decode attention: triton"}
     assert stored_lengths == lengths
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 

@@ -24,8 +24,8 @@ from lmeval_prune.interventions.attention_call import (
     valid_tokens,
 )
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
+from lmeval_prune.kernels.decode_attention import ops as attention
 from lmeval_prune.kernels.dispatch import on_device
-from lmeval_prune.kernels.filtered_attention import ops as attention
 from lmeval_prune.kernels.token_filter import ops as token_filter
 from lmeval_prune.kernels.token_filter.state import COUNT, SKIPPED, THRESHOLD, Memory, Rule, fresh_states
 
@@ -270,11 +270,11 @@ def _decode(call: AttentionCall, cache: FilteredCacheLayer, absent: torch.Tensor
         cache.keys,
         cache.values,
         cache.lengths,
-        absent,
         call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        call.options.get("sliding_window"),
-        cache.positions,
-        call.options.get("softcap") if _is_eager(call) else None,  # sdpa ignores it in unfiltered layers, too
+        skipped=absent,
+        window=call.options.get("sliding_window"),
+        positions=cache.positions,
+        softcap=call.options.get("softcap") if _is_eager(call) else None,  # sdpa ignores it in unfiltered layers, too
     )[:, None]
 
 

@@ -159,8 +159,14 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
-    skipped: torch.Tensor,
     scaling: float,
+    *,
+    slots: torch.Tensor | None,
+    new_key: torch.Tensor | None,
+    new_value: torch.Tensor | None,
+    skipped: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    masks: torch.Tensor | None,
     window: int | None,
     positions: torch.Tensor | None,
     softcap: float | None,
@@ -180,6 +186,7 @@ def decode(
         partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
         partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     block_dv = max(16, triton.next_power_of_2(width_v))
+    skipped = torch.zeros_like(lengths, dtype=torch.bool) if skipped is None else skipped
     lengths, skipped = lengths.contiguous(), skipped.contiguous().view(torch.uint8)
     _decode_kernel[(rows, kv_heads, splits)](
         query,

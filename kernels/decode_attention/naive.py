@@ -1,0 +1,63 @@
+"""Attention of one token per row over stored keys: the reference for the kernel."""
+
+from __future__ import annotations
+
+import torch
+
+
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+    *,
+    slots: torch.Tensor | None = None,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    window: int | None = None,
+    positions: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute the attention of `ops.decode`. Query heads h·G … h·G+G−1 share key-value head h."""
+    rows, lengths = torch.arange(len(query), device=query.device), lengths.long()
+    slots = rows if slots is None else slots.long()
+    attends = torch.ones_like(rows, dtype=torch.bool) if skipped is None else ~skipped.bool()
+    offsets = torch.arange(keys.shape[2], device=query.device).expand(len(rows), -1)
+    visible = (offsets < lengths[:, None]) & attends[:, None]
+    k, v = keys[slots], values[slots]  # copies, as they were before the new token
+    places = offsets if positions is None else positions[slots]
+    if new_key is not None and new_value is not None:
+        last = _last_place(places, lengths) if positions is not None else lengths
+        _write(keys, slots, lengths, attends, new_key)
+        _write(values, slots, lengths, attends, new_value)
+        k, v = torch.cat([k, new_key[:, :, None]], 2), torch.cat([v, new_value[:, :, None]], 2)
+        visible, places = torch.cat([visible, attends[:, None]], 1), torch.cat([places, last[:, None]], 1)
+    else:
+        last = _last_place(places, lengths - 1)
+    if window is not None:
+        visible &= places > last[:, None] - window
+    k, v = (tensor.masked_fill(~visible[:, None, :, None], 0) for tensor in (k, v))
+    scores = query.unflatten(1, (k.shape[1], -1)) @ k.mT * scaling  # (rows, key-value heads, G, tokens)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
+    out = (weights @ v).flatten(1, 2)
+    return out if keep is None or masks is None else out * keep[masks.long()][..., None].to(out.dtype)
+
+
+def _last_place(places: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return each row's place at its offset; of an empty or full row, the nearest."""
+    return places.gather(1, offsets.clamp(0, places.shape[1] - 1)[:, None])[:, 0]
+
+
+def _write(
+    stored: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, attends: torch.Tensor, new: torch.Tensor
+) -> None:
+    """Write the new tokens of rows that attend and whose slot is not full, without waiting for the device."""
+    capacity = stored.shape[2]
+    writes, offsets = attends & (offsets < capacity), offsets.clamp(max=capacity - 1)
+    stored[slots, :, offsets] = torch.where(writes[:, None, None], new, stored[slots, :, offsets])

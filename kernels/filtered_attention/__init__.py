@@ -1,1 +1,0 @@
-"""Attention of the tokens that do not skip, over stored keys and values."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from random import Random
 
 import pytest
+from hypothesis import given, settings
 
 from lmeval_prune.tasks import results
-from tests.answers import TARGETS, Case, cases, load, offending, perturbations, rate, sample, show
+from tests.answers import BLIND, TARGETS, Case, cases, load, offending, perturbations, rate, sample, show
+from tests.answers.combinations import CARRIERS, ENDINGS, VALUES, Combination, Misread, combinations, drawn
+from tests.answers.combinations import MISREAD as MISREAD_COMBINATIONS
 from tests.answers.hostile import superlinear, texts
 
 # Cases of each part; what is not named counts whole.
@@ -46,6 +51,65 @@ def test_the_whole_corpus_is_judged_as_a_fair_reader_would(name: str) -> None:
 @pytest.mark.parametrize("case", cases("scoring_md"), ids=lambda case: case.name)
 def test_a_defect_that_was_found_once(case: Case) -> None:
     assert not offending([case]), show([case])
+
+
+# --------------------------------------------------------------------------- texts written blind
+
+# What is misread of them, by the line of its file and its class: no other line may be.
+MISREAD = {
+    "blind/first": {},
+    "blind/second": {
+        18: "spelled number",
+        20: "spelled unit dozen",
+        62: "chinese numerals",
+        75: "european decimal",
+        99: "set difference",
+    },
+    "blind/third": {13: "spelled-out", 45: "refusal", 98: "chinese-yes"},
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_no_more_of_the_blind_texts_are_misread(name: str) -> None:
+    wrong = [case for case in offending(cases(name)) if MISREAD[name].get(case.line) != case.category]
+    assert not wrong, show(wrong)
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_blind_sets_hold_as_many_traps_as_answers_and_name_each_misread_one(name: str) -> None:
+    lines = load(name)
+    assert 0.45 < sum(line["expected"] for line in lines) / len(lines) < 0.55
+    assert all(lines[number - 1]["class"] == category for number, category in MISREAD[name].items())
+    assert len({(line["form"], line["gold"]) for line in lines}) == len(lines)
+
+
+# --------------------------------------------------------------------------- combinations
+
+
+@settings(max_examples=500, deadline=None)
+@given(combinations())
+def test_a_combination_is_read_as_what_it_states_and_nothing_else(combination: Combination) -> None:
+    wrong = offending(combination.cases())
+    assert not wrong or any(known.holds(combination) for known in MISREAD_COMBINATIONS), show(wrong)
+
+
+@pytest.mark.parametrize("known", MISREAD_COMBINATIONS, ids=lambda known: known.name)
+def test_a_class_of_combinations_is_listed_as_misread_only_as_long_as_it_is(known: Misread) -> None:
+    assert offending([known.case()]), (
+        f"{known.name!r} is read now: take it from the list in tests/answers/combinations.py"
+    )
+
+
+def test_combinations_are_of_all_families_and_their_texts_hold_what_they_state() -> None:
+    draws = [drawn(random) for random in [Random(5)] for _ in range(3_000)]
+    assert {combination.value for combination in draws} == set(VALUES)
+    assert {combination.carrier for combination in draws} == set(CARRIERS)
+    assert {combination.ending for combination in draws} == set(ENDINGS)
+    for combination in draws:
+        assert not re.search(r"\{[vmjwabsp]\}", combination.text) and combination.stated not in combination.unstated
+        assert re.search(r"\D*?".join(re.findall(r"\d", combination.stated)), combination.text), combination
+    excused = [any(known.holds(combination) for known in MISREAD_COMBINATIONS) for combination in draws]
+    assert sum(excused) < 0.2 * len(draws)
 
 
 # --------------------------------------------------------------------------- the corpus itself

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from lmeval_prune.scoring.expressions import evaluate, has_operator, is_division, reduced_fraction
-from lmeval_prune.scoring.latex import MAX_LENGTH, clean, plain
+from lmeval_prune.scoring.normalisation import MAX_LENGTH, clean, plain
 from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 from lmeval_prune.scoring.vocabulary import phrases
 

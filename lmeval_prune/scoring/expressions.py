@@ -13,50 +13,26 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.latex import clean, encloses, plain, rewrite, rules
-from lmeval_prune.scoring.vocabulary import phrases, words
+from lmeval_prune.scoring.normalisation import clean, encloses, plain, stage
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
 MAX_EXPONENT = 64
 
 _SIGNS = str.maketrans("×·⋅∗•÷∶—–[]", "*****//--()")
-_BRACES = str.maketrans("{}", "()")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_NO_UNIT = rf"(?!{phrases('arithmetic_words')}(?![A-Za-z]))"
-_UNIT = (
-    rf"\s*/?\s*(?:{_NO_UNIT}[A-Za-z]{{2,}}\.?|[\u4e00-\u9fff]+|[{''.join(sorted(words('unit_letters')))}](?!\s*[\w(]))"
+_PYTHON = str.maketrans({"^": "**", "{": "(", "}": ")"})
+_ARITHMETIC, _FRACTIONS, _QUANTITIES, _PRODUCTS = (
+    stage("arithmetic"), stage("fractions", rounds=MAX_LENGTH), stage("quantities"), stage("products"),
+)  # fmt: skip
+_MIXED = re.compile(  # 3 1/2, 3(1/2)
+    r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"
 )
 
 
-def _mixed(match: re.Match[str]) -> str:
-    """Read `3 1/2` and `3(1/2)` as a literal; `2(6/3)` is a product."""
-    whole, _, top, bottom = match.groups()
-    return match[0] if int(top) >= int(bottom) else f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
-
-
-# `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
-_WHOLE_TEXT = rules(
-    (r"[$;]", " "),
-    (rf"\((?:[\u4e00-\u9fff/]+|{_NO_UNIT}[A-Za-z]{{2,}}[^()]*)\)", " "),  # a remark in brackets
-    (
-        rf"^(?:[\sA-Za-z,]|[\u4e00-\u9fff])*(?:[:,]|[\u4e00-\u9fff](?=\s*[\d(n])|\b{phrases('before_an_expression')}\b)",
-        "",
-    ),
-    (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
-    (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
-    (r"\{\s*([*/])\s*\}", r"\1"),  # 5{\times}3
-    (r"(?<=[\d)])\s*:\s*(?=[\d(n])", "/"),
-)
-_EACH_SIDE = rules(
-    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
-    (r"(?<![\w.])0+(?=\d)", ""),  # 07, which Python refuses
-    (rf"(?<=[\d)%])(?:{_UNIT})+", ""),
-    (r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])", _mixed),
-    (r"(?<![\w.])(\d+(?:\.\d+)?)\s*%", r"(\1@100)"),
-    (r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()", "*"),
-    (r"(?<=[\d)])\s*(?=\()|(?<=\))\s*(?=\w)", "*"),
-)
+def _literal(mixed: re.Match[str]) -> str:
+    """Return `a@b`, a fraction that nobody has to compute, for `3 1/2`; `2(6/3)` is a product."""
+    whole, _, top, bottom = mixed.groups()
+    return mixed[0] if int(top) >= int(bottom) else f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
 
 
 def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction | None:
@@ -120,7 +96,7 @@ def _tree(text: str) -> ast.expr | None:
 
 
 def _parsed(side: str) -> ast.expr | None:
-    side = rewrite(side, _EACH_SIDE).strip()
+    side = _PRODUCTS(_MIXED.sub(_literal, _QUANTITIES(side))).strip()
     try:
         return ast.parse(side, mode="eval").body if len(side) <= 2 * MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -128,12 +104,9 @@ def _parsed(side: str) -> ast.expr | None:
 
 
 def _arithmetic(text: str) -> str:
-    r"""Return LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
-    text = rewrite(plain(clean(text).strip(" \n*`_")).translate(_SIGNS), _WHOLE_TEXT)
-    count = 1
-    while count and len(text) <= 2 * MAX_LENGTH:
-        text, count = _FRACTION.subn(r"((\1)/(\2))", text)
-    return text.translate(_BRACES).replace("^", "**").strip().rstrip(" .。")
+    """Return LaTeX as plain arithmetic."""
+    text = _ARITHMETIC(plain(clean(text).strip(" \n*`_")).translate(_SIGNS))
+    return _FRACTIONS(text).translate(_PYTHON).strip().rstrip(" .。")
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lmeval_prune.scoring.latex import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split
+from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split
 from lmeval_prune.scoring.vocabulary import values, words
 
 
@@ -33,7 +33,6 @@ _Rule = Callable[[str, int], "Form | str | None"]
 _JOINTS = (
     ",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee", "或", "和", "、",
 )  # fmt: skip
-_JOINT_WORDS = re.compile(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")
 _MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")
@@ -122,7 +121,7 @@ def _assignment(text: str, depth: int) -> Form | None:
     sides = [side.strip() for side in split(text, "=")]
     if len(sides) != 2 or len(split(text, *_JOINTS)) > 1:
         return None
-    return Form("equation", tuple(sides)) if is_name(sides[0]) or _LETTER.fullmatch(sides[1]) else None
+    return Form("equation", tuple(sides)) if is_name(sides[0]) else None
 
 
 def _union(text: str, depth: int) -> Form | None:
@@ -154,7 +153,7 @@ def _set(text: str, inner: str, items: list[str], depth: int) -> Form:
 
 def _list(text: str, depth: int) -> Form | str | None:
     """Read `1, 2 and 3`; but `20,000\\pi` is one expression."""
-    items = [item for part in split(text, *_JOINTS) if (item := _JOINT_WORDS.sub("", part)).strip()]
+    items = [part for part in split(text, *_JOINTS) if part.strip()]
     if len(items) < 2:
         return None
     if re.search(r"\d$", items[0]) and all(re.fullmatch(r"\s*\d{3}(?:\D.*)?", item) for item in items[1:]):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lmeval_prune.scoring.normalisation import flat
 from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
-from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences, flat
+from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences
 from lmeval_prune.scoring.vocabulary import phrases
 
 _ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
@@ -43,7 +44,6 @@ _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)
 _WORDS = re.compile(
     r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
 )
-_IN_BRACES = re.compile(r"\\(?:begin|end|math\w+|text\w*|operatorname)\s*\{[^{}]*\}")
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
@@ -156,7 +156,7 @@ class FormulaReader:
         """Return a last line that is nothing but a formula, or what the last sentence with a formula states."""
         atoms = Atoms(text[-MAX_END:])
         line = next((line.strip() for line in reversed(atoms.text.splitlines()) if line.strip()), "")
-        if not PROSE.search(_IN_BRACES.sub("", line)) and not re.search(ATOM, line) and _MATHEMATICAL.search(line):
+        if not PROSE.search(line) and not re.search(ATOM, line) and _MATHEMATICAL.search(line):
             return None if _is_doubted(line) else self.read(line, "end")
         for sentence in concluding_sentences(atoms.text):
             if _is_doubted(sentence):

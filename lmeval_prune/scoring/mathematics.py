@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from lmeval_prune.scoring.forms import Form, assigned, form_of
-from lmeval_prune.scoring.latex import MAX_LENGTH, canonical, plain
+from lmeval_prune.scoring.normalisation import MAX_LENGTH, canonical, line
 from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
@@ -224,7 +224,7 @@ def _same_numbers(answer: str, gold: str) -> bool | None:
 
 def _once(answer: str) -> str:
     """Return the first of two numbers of an answer that says one number twice: `49/5 (9.8)`."""
-    twice = _TWICE.fullmatch(" ".join(plain(answer).split()))
+    twice = _TWICE.fullmatch(line(answer))
     number, again = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
     return str(twice[1]) if twice and number and again and same_number(number, again, exact=True) else answer
 

@@ -12,7 +12,7 @@ import unicodedata
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from lmeval_prune.scoring.latex import SUPERSCRIPTS
+from lmeval_prune.scoring.normalisation import SUPERSCRIPTS
 from lmeval_prune.scoring.vocabulary import phrases, values
 
 MAX_DIGITS = 400

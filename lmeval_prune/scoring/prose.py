@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from lmeval_prune.scoring.clauses import UNIT_LETTERS, VERBS, Clause, Prose, Side
-from lmeval_prune.scoring.latex import clean, plain
+from lmeval_prune.scoring.normalisation import clean, line
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 
@@ -22,7 +22,6 @@ _SUPPOSES = pattern("suppositions")
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
 _COMPARES = re.compile(phrases("compares"))
 _DEPENDS = re.compile(phrases("depends"))
-_SHARED = re.compile(rf"(?:^|\W){phrases('shared')}$")
 _RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")
 _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
@@ -31,7 +30,6 @@ _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=
 _DIGITS = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?", re.ASCII)  # no need to read those
 # A factorial, or an angle, is another number.
 _NOT_THE_NUMBER = re.compile(r"\d\s*!|radians?\b|\d\s*(?:['′″…](?!\d))")
-_PIECE = re.compile(r"\w+|[^\w\s]")
 # Nothing but a number: a name and `=` may stand before it, and its unit after it.
 _BARE = re.compile(
     r"(?P<name>[^#=]{0,60}=)?(?P<before>[A-Za-z'’\u4e00-\u9fff(\[{\s,;:.!?，。：！？…–—-]*)#(?P<after>[^#=→\\<>≤≥≠]*)"
@@ -146,8 +144,6 @@ def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
         free = free[1:]
     if len(free) > 1 and re.search("[\u4e00-\u9fff]", prose.outline[start:stop]):
         free = free if any(prose.is_part(at, start, stop) for at in free[:-1]) else free[-1:]  # all of 5小时30分
-    elif len(free) > 1 and _SHARED.search(prose.words(start, free[1])):
-        free = free[1:]
     number = next(iter(free or numbers), None)
     return None if number is None or prose.is_part(number, start, stop) else number
 
@@ -197,11 +193,7 @@ def is_bare_number(text: str) -> bool:
     """Return whether a plain text is nothing but a number, with its name and `=` before it and its unit after it at most."""
     prose = Prose(text)
     bare = _BARE.fullmatch(prose.outline)
-    if (
-        not bare
-        or len(_PIECE.findall(bare["name"] or "")) > 5
-        or len(re.findall(r"[(\[{]", prose.outline)) != len(re.findall(r"[)\]}]", prose.outline))
-    ):
+    if not bare or len(re.findall(r"[(\[{]", prose.outline)) != len(re.findall(r"[)\]}]", prose.outline)):
         return False
     units = re.findall(r"[A-Za-z]+", bare["after"])
     if len(units) > 6 or any(len(unit) == 1 and unit not in UNIT_LETTERS + "a" for unit in units):
@@ -221,7 +213,7 @@ def number_of(text: str) -> Number | None:
         return None
     if _DIGITS.fullmatch(text):
         return Number((Fraction(text),), len(text.partition(".")[2]))
-    flat = " ".join(plain(clean(text)).split()).strip().rstrip(" .。$")
+    flat = line(clean(text)).rstrip(" .。$")
     if not is_bare_number(flat) or _NOT_THE_NUMBER.search(flat):
         return None
     reading = read_number(flat)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from lmeval_prune.scoring.expressions import has_operator
 from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
-from lmeval_prune.scoring.latex import plain
+from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
-from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences, flat
+from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import phrases
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -68,7 +68,7 @@ class NumberReader:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = _FACTORIAL.sub(r" \\factorial ", content[:MAX_PHRASE])
         text = (
-            flat(plain(_BOXED_FACTORIAL.sub(r" \\factorial ", text)))
+            line(_BOXED_FACTORIAL.sub(r" \\factorial ", text))
             if how == "boxed"
             else plain(_FOOTNOTE.sub("", text)).strip()
         )

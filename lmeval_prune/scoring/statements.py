@@ -12,7 +12,7 @@ import re
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from lmeval_prune.scoring.latex import clean, plain
+from lmeval_prune.scoring.normalisation import clean, plain
 from lmeval_prune.scoring.retractions import end_of_first, taken_back
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
@@ -139,7 +139,8 @@ def _following(text: str, start: int) -> tuple[int, str]:
         opened = window.rindex("-", 0, opened)
     body, before = window[opened:], window[:opened].rstrip()
     display = _DISPLAY.match(body)
-    content = body[: display.end()] if display else body.partition("\n")[0].rstrip(" |\t")
+    line = body.partition("\n")[0].rstrip()
+    content = body[: display.end()] if display else line.rstrip(" |") if line.count("|") % 2 else line  # a cell, or |x|
     end = start + opened + len(content)
     if before.endswith(('"', "'")):  # quoted, or JSON
         quoted, quote, rest = content.partition(before[-1])
@@ -184,10 +185,10 @@ _WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
 _IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
 # An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
+_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
 _NOT_BUT = re.compile(
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
 )
-_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
 # Notes at the end (`[1] …`, `* …`, `† …`), and an option of a list (`B) …`).
 _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")

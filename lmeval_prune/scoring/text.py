@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lmeval_prune.scoring.latex import plain
+from lmeval_prune.scoring.normalisation import line
 from lmeval_prune.scoring.prose import number_of, numbers_in
 from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
@@ -59,7 +59,6 @@ _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows
     rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
     re.IGNORECASE,
 )
-_CLEFT = re.compile(r"it(?:'s| is| was| will be) (.+?) (?:who|that|which)\b", re.IGNORECASE)  # it is Kim who …
 _COPULA = re.compile(  # the subject, and what is said of it
     r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
 )
@@ -67,11 +66,6 @@ _PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at
 _RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)
 _PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)
 _ARTICLES = frozenset(["the", "a", "an"])
-
-
-def flat(text: str) -> str:
-    """Return a text with single spaces."""
-    return " ".join(text.split())
 
 
 def concluding_sentences(text: str) -> Iterator[str]:
@@ -88,8 +82,6 @@ def main_clause(sentence: str) -> str:
 def stated_words(sentence: str, length: int) -> str:
     """Return the words that a sentence states: where it ranks its subject, `length` words of that; else what it says of it."""
     clause = main_clause(sentence)
-    if cleft := _CLEFT.match(clause):
-        return cleft[1]
     copula = _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
     subject, predicate = copula.groups() if copula else (clause, clause)
     ranked, pronoun = _RANKED.match(predicate) if copula else _RANKED.search(predicate), _PRONOUN.match(subject)
@@ -123,7 +115,7 @@ class TextReader:
 
     def read(self, content: str, how: str) -> str | None:
         """Return that part of the statement; the whole of it, if it has none."""
-        text = REASON.split(flat(plain(content)).strip(" *_").rstrip(" .。!"), maxsplit=1)[0]
+        text = REASON.split(line(content).strip(" *_").rstrip(" .。!"), maxsplit=1)[0]
         if self._is_words and not _EXPLAINED.search(self.gold):
             text = _EXPLAINED.sub("", text, count=1)
         return self._part(text) or text or None
@@ -134,13 +126,13 @@ class TextReader:
 
     def read_end(self, text: str) -> str | None:
         """Return what the last sentence states; of several numbers, the last line."""
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [row for row in text.splitlines() if row.strip()]
         if self._is_yes_or_no or ";" in self.gold:
-            line = lines[-1][-MAX_PHRASE:] if lines else ""
-            ends = [self._labelled(lines), line] if ";" in self.gold else concluding_sentences(line)
-            return next((part for end in ends if (part := self._part(flat(plain(end)).strip(" *_")))), None)
+            last = lines[-1][-MAX_PHRASE:] if lines else ""
+            ends = [self._labelled(lines), last] if ";" in self.gold else concluding_sentences(last)
+            return next((part for end in ends if (part := self._part(line(end).strip(" *_")))), None)
         sentence = next(concluding_sentences(text), "")
-        words = flat(plain(sentence[-MAX_PHRASE:])).strip(" *_")
+        words = line(sentence[-MAX_PHRASE:]).strip(" *_")
         clause = main_clause(words)
         if not words or words.endswith("?") or DENIED.search(clause) or GIVES_UP.search(words):
             return None
@@ -151,7 +143,7 @@ class TextReader:
     def _labelled(self, lines: list[str]) -> str:
         """Return the values of the last lines, if as many as the gold answer has begin with a label, and no more."""
         count = self.gold.count(";") + 1
-        labelled = [_LABELLED.fullmatch(flat(plain(line[:MAX_PHRASE])).strip(" *_")) for line in lines[-count - 1 :]]
+        labelled = [_LABELLED.fullmatch(line(row[:MAX_PHRASE]).strip(" *_")) for row in lines[-count - 1 :]]
         values = [match[1] for match in labelled[-count:] if match]
         return "; ".join(values) if len(values) == count and not any(labelled[:-count]) else ""
 

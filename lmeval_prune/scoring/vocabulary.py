@@ -34,8 +34,9 @@ def values(name: str) -> dict[str, int]:
 
 
 def phrases(name: str, language: str = "en") -> str:
-    """Return a regular expression of all entries of a list in one language."""
-    return f"(?:{'|'.join(_resolved(entry, language) for entry in _lists()[language][name])})"
+    """Return a regular expression of all entries of a list in one language, or of the English one."""
+    lists = _lists()[language] if name in _lists()[language] else _lists()["en"]
+    return f"(?:{'|'.join(_resolved(entry, language) for entry in lists[name])})"
 
 
 def _resolved(entry: str, language: str) -> str:
@@ -47,9 +48,9 @@ def words_by_key(name: str, language: str) -> dict[str, list[str]]:
     return dict(_lists()[language][name])
 
 
-def listed_rules(name: str) -> list[tuple[str, str]]:
-    """Return a list of LaTeX patterns and their replacements."""
-    return [(_resolved(entry, "latex"), replacement) for entry, replacement in _lists()["latex"][name]]
+def staged_rules(name: str) -> list[tuple[str, str]]:
+    """Return the patterns and replacements of a stage of normalisation."""
+    return [(_resolved(entry, "latex"), replacement) for entry, replacement, _ in _lists()["latex"]["stages"][name]]
 
 
 def pattern(name: str) -> re.Pattern[str]:

@@ -13,6 +13,8 @@ Each `.jsonl` file here is one question put to them; each of its lines is a form
 | `text` | words, times, ratios, several numbers | both |
 | `equations` | expressions, whose value counts | both |
 | `scoring_md` | named texts that were scored wrongly once | both |
+| `blind/first`, `blind/second` | texts written without sight of code and corpus; what was misread was mended | both |
+| `blind/third` | the same, written after that, and read once by the rules of then | both |
 
 A form that names no gold answer is filled with each of `golds.jsonl` of its kind (of the classes in its `golds`, if it has
 any). `{gold}` stands for the gold answer as it is written in prose, `{latex}` in LaTeX, `{target}` as the data set has it,
@@ -74,6 +76,29 @@ TARGETS = {
     "near_misses": 0.005,
     "text": 0.02,
     "equations": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class Blind:
+    """A set of texts written without sight of code and corpus.
+
+    Attributes:
+        missed: answers of the set that were missed when it was first read.
+        accepted: texts that only look like answers and were accepted then.
+        mended: what was changed for the set since.
+    """
+
+    missed: int
+    accepted: int
+    mended: str
+
+
+# The same answers and traps, by kind, were asked for in each: plain forms that models write, and what is nearly one.
+BLIND = {
+    "blind/first": Blind(18, 6, "all"),
+    "blind/second": Blind(29, 1, "all that the rules mean to read"),
+    "blind/third": Blind(2, 1, "nothing"),
 }
 SLOW = ("wrappings", "neighbours", "equivalents", "near_misses")  # compared by a computer algebra system
 

@@ -1,35 +1,49 @@
-r"""One form of text: of Unicode and line ends (`clean`), LaTeX and Markdown as plain text (`plain`), LaTeX in one spelling (`canonical`).
+r"""Normalisation: one pipeline, whose stages are lists of rules in `words/latex.yaml`, applied in their order.
 
-All three use one table of signs and one of wrappers. Rules are applied in their order.
+response → clean (Unicode, line ends) → spelled (LaTeX in one spelling) → plain      words, numbers → arithmetic (expressions)
+                                                                        → canonical  formulas
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from lmeval_prune.scoring.vocabulary import listed_rules, phrases, values, words, words_by_key
+from lmeval_prune.scoring.vocabulary import phrases, staged_rules, values, words, words_by_key
 
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 MAX_LENGTH = 2000  # characters; longer answers are no answers
 MAX_DEPTH = 8  # of brackets that are taken apart
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-
-Rule = tuple[re.Pattern[str], "str | Callable[[re.Match[str]], str]"]
 
 
-def rules(*pairs: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[Rule]:
-    """Compile patterns and their replacements."""
-    return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+@dataclass(frozen=True)
+class Stage:
+    """A stage of normalisation.
+
+    Attributes:
+        rules: patterns and their replacements, in order.
+        rounds: how often they are applied at most, until nothing changes.
+    """
+
+    rules: tuple[tuple[re.Pattern[str], str], ...]
+    rounds: int = 1
+
+    def __call__(self, text: str) -> str:
+        """Apply the rules."""
+        for _ in range(self.rounds):
+            before = text
+            for pattern, replacement in self.rules:
+                text = pattern.sub(replacement, text)
+            if text == before:
+                break
+        return text
 
 
-def rewrite(text: str, steps: Iterable[Rule]) -> str:
-    """Apply rules in their order."""
-    for pattern, replacement in steps:
-        text = pattern.sub(replacement, text)
-    return text
+def stage(name: str, rounds: int = 1) -> Stage:
+    """Return a stage that is listed with the words."""
+    return Stage(tuple((re.compile(pattern), replacement) for pattern, replacement in staged_rules(name)), rounds)
 
 
 # --------------------------------------------------------------------------- Unicode
@@ -67,82 +81,84 @@ def clean(response: str) -> str:
     return _SPECIAL.sub(" ", text[start:end])
 
 
-# --------------------------------------------------------------------------- LaTeX
+# --------------------------------------------------------------------------- LaTeX in one spelling
 
 _SIGNS = words_by_key("signs", "latex")
-_TEXT, _FONTS, _FRAC = (phrases(name, "latex") for name in ("text", "fonts", "frac"))
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_NOT_PLAIN = frozenset("π∞∪∩∈θ∅|")  # commands in plain text, too: a number beside one is part of a formula
-_PLAIN_COMMANDS = (
-    {name: sign for sign, names in _SIGNS.items() if sign not in _NOT_PLAIN for name in names}
-    | dict.fromkeys(("quad", "qquad", "newline"), " ; ")
-    | dict.fromkeys(("pounds", "euro", "textdollar", "texteuro"), "$")
+_MARKUP = re.compile(r"[\\~<{]")  # without which there is nothing to spell
+_RESPELLED = (
+    {name: f"\\{names[0]}" for names in _SIGNS.values() for name in names}
+    | {name: spelling for spelling, names in words_by_key("respelled", "latex").items() for name in names}
+    | dict.fromkeys(words("text"), r"\text")
     | dict.fromkeys(words("switches"), "")
 )
-_PLAIN_FIRST, _PLAIN_LAST = rules(*listed_rules("plain_first")), rules(*listed_rules("plain_last"))
-_WRAPPERS = rules(  # from the inside out
-    (
-        rf"\\(?:{_TEXT}|{_FONTS}|bar)\s*\{{([^{{}}]*)\}}"
-        r"|\\(?:text)?color\s*\{[^{}]*\}(?:\s*\{([^{}]*)\})?"
-        r"|\\(?:[hv]space\*?|tag|label)\s*\{[^{}]*\}",
-        lambda match: f" {match[1] or match[2] or ''} ",
-    ),
-    (rf"{_FRAC}(?:\{{\s*(-?[\d.,\s]+?)\s*\}}|(\d))\s*(?:\{{\s*([\d.,\s]+?)\s*\}}|(\d))", r"(\1\2/\3\4)"),
+_LAYOUT, _SPELLING = stage("layout"), stage("spelling", rounds=6)
+
+
+def spelled(text: str) -> str:
+    """Return LaTeX in one spelling."""
+    return _SPELLING(_replaced(_LAYOUT(text), _RESPELLED)) if _MARKUP.search(text) else text
+
+
+def _replaced(text: str, commands: dict[str, str]) -> str:
+    """Return a text with what a table says for commands; others stay."""
+    return _COMMAND.sub(lambda match: commands.get(match[1], match[0]), text)
+
+
+# --------------------------------------------------------------------------- plain text
+
+_NOT_PLAIN = frozenset("π∞∪∩∈θ∅|")  # commands in plain text, too: a number beside one is part of a formula
+_PLAIN_COMMANDS = (
+    {names[0]: sign for sign, names in _SIGNS.items() if sign not in _NOT_PLAIN}
+    | dict.fromkeys(("quad", "qquad", "newline"), " ; ")
+    | dict.fromkeys(("pounds", "euro", "textdollar", "texteuro"), "$")
 )
-
-
-def _commands(text: str, table: dict[str, str]) -> str:
-    """Replace commands by what a table says; others stay."""
-    return _COMMAND.sub(lambda match: table.get(match[1], match[0]), text)
+_WORDS, _CONTENTS, _PLAIN = stage("words"), stage("contents", rounds=6), stage("plain")
 
 
 def plain(text: str) -> str:
     """Return LaTeX, HTML and Markdown as plain text: words out of their wrappers, fractions, signs; units without exponents."""
-    text = _commands(rewrite(text, _PLAIN_FIRST), _PLAIN_COMMANDS)
-    for _ in range(6):
-        inner = rewrite(text, _WRAPPERS)
-        if inner == text:
-            break
-        text = inner
-    return rewrite(text, _PLAIN_LAST)
+    text = spelled(text)
+    if "\\" in text:
+        text = _CONTENTS(_replaced(_WORDS(text), _PLAIN_COMMANDS))
+    return _PLAIN(text)
 
 
+def line(text: str) -> str:
+    """Return plain text in one line."""
+    return flat(plain(text))
+
+
+def flat(text: str) -> str:
+    """Return a text with single spaces."""
+    return " ".join(text.split())
+
+
+# --------------------------------------------------------------------------- canonical formulas
+
+_INDICES = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789") | SUPERSCRIPTS
 _CANONICAL_SIGNS = str.maketrans(
-    {sign: f"\\{names[0]} " for sign, names in _SIGNS.items() if sign not in "<>|≈→⇒°"}
-    | {"−": "-", "–": "-", "⋅": r"\cdot ", "∣": "|", "°": r"^\circ "}
+    {sign: f"\\{names[0]} " for sign, names in _SIGNS.items() if sign not in "<>|°"}
+    | {"−": "-", "–": "-", "⋅": r"\cdot ", "∣": "|"}
     | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 )
-_CANONICAL_COMMANDS = (
-    dict.fromkeys(words("text"), r"\text")
-    | {name: f"\\{names[0]} " for sign, names in _SIGNS.items() if sign in "≤≥≠∪∅" for name in names}
-    | {name: sign for sign, names in _SIGNS.items() if sign in "<>|" for name in names}
-    | {name: canonical for canonical, names in words_by_key("canonical_commands", "latex").items() for name in names}
-    | dict.fromkeys(words("switches"), "")
-)
-_CANONICAL_FIRST = rules(
-    ("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match.group().translate(SUPERSCRIPTS) + "}"),
-    ("[₀-₉]+", lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}"),
-    *listed_rules("canonical_spaces"),
-)
+_CANONICAL_COMMANDS = {"lt": "<", "gt": ">", "vert": "|", "quad": " , ", "qquad": " , "}
+_CANONICAL = stage("canonical")
 _SCALES = values("scales")
-_CANONICAL_LAST = rules(
-    (rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}", lambda match: rf" \cdot {_SCALES[match[1]]} "),
-    *listed_rules("canonical"),
-    (
-        r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}",  # a mixed number
-        lambda m: f"({m[1]}+\\frac{{{m[2]}}}{{{m[3]}}})" if int(m[2]) < int(m[3]) else m[0],
-    ),
-)
-_UNIT = re.compile(
+_SCALE = re.compile(rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}")  # \text{ million}
+_MIXED = re.compile(r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")  # 3\frac{1}{2}
+_UNIT = re.compile(  # at the end: \text{ cm}^2, \text{ apples}
     rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}"
     rf"|\\(?:text)?{phrases('unit_symbols', 'latex')}(?![A-Za-z]))(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
 )
 
 
 def canonical(text: str) -> str:
-    """Return LaTeX in one spelling, without sizes, spaces and units at its end; of what is too long for an answer, the start."""
-    text = rewrite(text[: MAX_LENGTH + 1].translate(_CANONICAL_SIGNS), _CANONICAL_FIRST)
-    text = rewrite(_commands(text, _CANONICAL_COMMANDS), _CANONICAL_LAST).strip(" .,;")
+    """Return a formula without spaces and units at its end; of what is too long for an answer, the start."""
+    text = _replaced(spelled(text[: MAX_LENGTH + 1]).translate(_CANONICAL_SIGNS), _CANONICAL_COMMANDS)
+    text = _CANONICAL(_SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]} ", text)).translate(_INDICES)
+    text = _MIXED.sub(lambda m: f"({m[1]}+\\frac{{{m[2]}}}{{{m[3]}}})" if int(m[2]) < int(m[3]) else m[0], text)
+    text = text.strip(" .,;")
     for _ in range(MAX_DEPTH):
         if not encloses(text, "{"):
             break

@@ -90,6 +90,7 @@ _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
+_KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 
 
@@ -145,6 +146,7 @@ def _following(text: str, start: int) -> tuple[int, str]:
     if before.endswith(('"', "'")):  # quoted, or JSON
         quoted, quote, rest = content.partition(before[-1])
         content = quoted if quote and not rest.strip(" .,;!?}])`") else content
+        content = content.replace("\\\\", "\\") if _KEY_END.search(text, max(0, start - 9), start) else content
     elif text[max(0, start - 2) : start].strip(": ") in ('"', "'"):
         content = re.split(r"\](?=\s*[,}])" if content.startswith("[") else r"\s*[,}](?!\d)", content, maxsplit=1)[0]
     return end, content
@@ -250,7 +252,7 @@ def _extract(text: str, reader: Reader) -> Extraction:
         if _says_nothing(content, at_end, reader):
             continue
         if back := taken_back(following, content):
-            later = reader.read_end(following[back.end() :])
+            later = reader.read_end(following[back.end() :].lstrip(" ,:，：—–"))
             if later is not None:
                 return Extraction(later, "end")
             rest = _blanked(rest, 0, until)

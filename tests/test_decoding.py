@@ -149,6 +149,7 @@ CASES: dict[str, Any] = {
             "refill": st.booleans(),
             "drafts": st.sampled_from([0, 1, 8]),
             "budget": st.sampled_from([0, 6, 40]),
+            "static": st.booleans(),
             "deterministic": st.booleans(),
         }
     ),
@@ -468,7 +469,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
 
     for method in ("_step", "_start_leaders", "_start_followers", "_remove_ended"):
         watch(monkeypatch, method, measure)
-    monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: [True] * len(logits))
+    monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: torch.ones(len(logits)) > 0)
     with filtered.applied_to(model) if filtered else nullcontext():
         engine = Engine(model, memory=kib * 1024, deterministic=True)
         assert engine.unsupported is None
@@ -750,7 +751,9 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
     for line in logits:
         best, second = line.float().topk(2).values.tolist()
         expected.append(best - second < max(1e-3, 32 * torch.finfo(dtype).eps * abs(best)))
-    assert near_tied_argmax(logits) == expected == [SAMPLER.near_tie(line, Request((1,)), []) for line in logits]
+    assert (
+        near_tied_argmax(logits).tolist() == expected == [SAMPLER.near_tie(line, Request((1,)), []) for line in logits]
+    )
     assert expected[0] and not all(expected)
 
 

@@ -91,7 +91,12 @@ CASES: dict[str, Any] = {
     ),
     "rows": st.integers(1, 9),
     "switches": st.fixed_dictionaries(
-        {"share": st.booleans(), "refill": st.booleans(), "follow": st.sampled_from([0, 4])}
+        {
+            "share": st.booleans(),
+            "refill": st.booleans(),
+            "follow": st.sampled_from([0, 4]),
+            "static": st.booleans(),
+        }
     ),
     "deterministic": st.booleans(),
 }

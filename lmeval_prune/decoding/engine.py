@@ -1,7 +1,8 @@
 """The decoding engine: many answers at once, each under its own head mask.
 
 `Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
-model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens.
+model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. On a GPU,
+`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_unsupported
+from lmeval_prune.decoding.self_check import why_not_static, why_unsupported
 from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups
+from lmeval_prune.decoding.static_scheduler import StaticScheduler
+from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
@@ -91,6 +94,7 @@ class Engine:
         self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
         self.deterministic, self.progress = deterministic, progress
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
+        self._eager_reasons: dict[tuple[Intervention, ...], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
         """Decode requests; yield each answer as soon as it is complete, in any order.
@@ -133,18 +137,24 @@ class Engine:
         block = BLOCK if self.device.type == "cpu" else 1 << 30
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
-        rows, leaders = self._capacity(longest, groups)
-        cache = KVCache(min(rows, len(requests)), longest, block)
+        rows, leaders = self._capacity(longest, groups, scratch=int(bool(schedule.static)))
+        cache = KVCache(min(rows, len(requests)) + int(bool(schedule.static)), longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
-            scheduler = Scheduler(
-                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
-            )
+            state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
+            if schedule.static:
+                ends = max(len(self.stopping.ends(request.params)) for request in requests)
+                step = StaticStep(self.model_map, cache, runner.masks, ends, self.deterministic)
+                scheduler: Scheduler = StaticScheduler(*state, progress.step, step=step)
+            else:
+                scheduler = Scheduler(*state, progress.step)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
     def _resolved_schedule(self) -> Schedule:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
-        schedule = self.schedule
+        schedule = replace(self.schedule, static=self.is_static)
+        if schedule.static:
+            schedule = replace(schedule, follow=0, drafts=0)
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0)
         if not schedule.share:
@@ -175,12 +185,22 @@ class Engine:
             self._reasons[applied] = why_unsupported(self.model_map)
         return self._reasons[applied]
 
-    def _capacity(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
+    @property
+    def is_static(self) -> bool:
+        """Return whether the engine decodes in a static step, see `Schedule.static`."""
+        if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
+            return False
+        applied = interventions_on(self.model)
+        if applied not in self._eager_reasons:
+            self._eager_reasons[applied] = why_not_static(self.model_map)
+        return self._eager_reasons[applied] is None
+
+    def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
         A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
         inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot.
+        are decided alone need one more slot, and `scratch` slots hold no answer.
         """
         token = length * next(self.model.parameters()).element_size()
         slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
@@ -188,12 +208,12 @@ class Engine:
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
         width = self.model.config.get_text_config().hidden_size
         kept = slot + token * width * first_layers if first_layers else 0
-        alone = slot if self.deterministic else 0
-        memory = (self.memory or _free_memory(self.device) // 2) - alone
+        extra = (scratch + self.deterministic) * slot
+        memory = (self.memory or _free_memory(self.device) // 2) - extra
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
-            needed = slot + kept + alone
-            raise InputError(f"one answer of {length} tokens needs {needed} bytes, more than memory={memory + alone}")
+            needed = slot + kept + extra
+            raise InputError(f"one answer of {length} tokens needs {needed} bytes, more than memory={memory + extra}")
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
         return count, (memory - count * slot) // kept if kept else count
 

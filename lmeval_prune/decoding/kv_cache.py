@@ -20,7 +20,15 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from lmeval_prune.interventions.attention_call import AttentionCall, Packed, SlotState, State, UnsupportedAttention
+from lmeval_prune.interventions.attention_call import (
+    AttentionCall,
+    Packed,
+    SlotState,
+    State,
+    StepRows,
+    StoredTokens,
+    UnsupportedAttention,
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,7 @@ class KVCache:
         self.length = length
         self.block = block
         self.packed = Packed((), (), ())  # of the running pass
+        self.rows: StepRows | None = None  # not a static step
         self.layout: Layout | None = None  # of the running pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -129,7 +138,7 @@ class KVCache:
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
-        options, layout = _Options.of(call), self.layout
+        options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
             raise UnsupportedAttention("a forward pass that is not the engine's")
         module: Any = call.module
@@ -213,6 +222,12 @@ class KVCache:
                 state.begin(new_slots)
         return cast(State, state)
 
+    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
+        """Return the storage of a layer that stores only some tokens."""
+        module: Any = call.module
+        layer: int = module.layer_idx
+        return StoredTokens(self.keys[layer], self.values[layer], self.positions[layer], self.lengths[layer])
+
     # ------------------------------------------------------------------ slots
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -259,7 +274,7 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class _Options:
+class AttentionOptions:
     """Scaling, soft cap and window of a layer's attention."""
 
     scaling: float
@@ -267,7 +282,7 @@ class _Options:
     window: int | None
 
     @classmethod
-    def of(cls, call: AttentionCall) -> _Options:
+    def of(cls, call: AttentionCall) -> AttentionOptions:
         """Read the options of a call; refuse unsupported ones."""
         module: Any = call.module
         options, window = call.options, call.options.get("sliding_window")
@@ -291,7 +306,7 @@ class _Options:
 
 
 def _attend(
-    options: _Options, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    options: AttentionOptions, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
     heads, group = query.shape[0], query.shape[0] // keys.shape[1]

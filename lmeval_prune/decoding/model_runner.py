@@ -42,17 +42,22 @@ class ModelRunner:
 
     Attributes:
         cache: keys and values.
+        masks: the head masks.
         layers: number of layers.
         layer_tokens: tokens × layers run so far.
         head_tokens: tokens whose logits were computed so far.
     """
 
     def __init__(
-        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, masking: Callable[..., AbstractContextManager[None]]
+        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
     ) -> None:
         self._model_map = model_map
         self._model: Any = model_map.model
-        self._skip, self._masking = skip, masking
+        self._skip = skip
+        self.masks = rows.table(masks)
+        self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
+        if any(masks):
+            self._masking = partial(rows.using, self.masks)
         self._device = next(self._model.parameters()).device
         self.layers = len(model_map.attention)
         self.cache = cache
@@ -67,11 +72,8 @@ class ModelRunner:
             replace_attention(model_map, cache, stack)
             # also without masks: under an intervention no compiled code runs, which would keep these changes
             stack.enter_context(rows.applied_to(model_map.model, model_map))
-            masking: Callable[..., AbstractContextManager[None]] = nullcontext
-            if any(masks):
-                masking = partial(rows.using, rows.table(masks))
             stack.enter_context(skip.installed())
-            yield cls(model_map, cache, skip, masking)
+            yield cls(model_map, cache, skip, rows, masks)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None

@@ -13,14 +13,13 @@ from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 
 
-def near_tied_argmax(logits: torch.Tensor) -> list[bool]:
-    """Return for each line whether rounding of the logits could change the argmax.
+def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return for each line of logits, (lines, vocabulary), whether rounding could change the argmax, (lines,).
 
-    `logits` are (lines, vocabulary). The assumed error of a logit is half of 1e-3, or half of 32 roundings of the
-    largest logit if that is more.
+    The assumed error of a logit is half of 1e-3, or half of 32 roundings of the largest logit if that is more.
     """
-    rounding = 32 * torch.finfo(logits.dtype).eps
-    return [best - second < max(1e-3, rounding * abs(best)) for best, second in logits.float().topk(2).values.tolist()]
+    best, second = logits.float().topk(2).values.double().unbind(-1)
+    return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
 class Sampler:

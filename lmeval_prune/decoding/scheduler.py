@@ -60,6 +60,8 @@ class Schedule(Settings):
         drafts: largest number of draft tokens of a row; 0 for none.
         budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
             this many tokens takes twice as long as a step with one token.
+        static: decode in a step on fixed buffers, which a GPU replays as a CUDA graph, without drafts and with
+            `follow=0`. Default: on a GPU, if all interventions are `capturable`.
     """
 
     share: bool = True
@@ -67,6 +69,7 @@ class Schedule(Settings):
     refill: bool = True
     drafts: Natural = 8
     budget: Natural | None = None
+    static: bool | None = None
 
 
 @dataclass
@@ -84,6 +87,11 @@ class Scheduler:
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
     drafter: Drafter = field(default_factory=Drafter)
+
+    @property
+    def capacity(self) -> int:
+        """Largest number of rows."""
+        return self.runner.cache.count
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
@@ -110,12 +118,12 @@ class Scheduler:
         running, only one pass with new prompts (and the followers' checks after it) delays them.
         """
         was_running = bool(self.active)
-        while len(self.active) < self.runner.cache.count:
+        while len(self.active) < self.capacity:
             if self.ready:
                 self._start_followers()
             elif not self._start_leaders():
                 leading = [row.group for row in self.active if row.kept_layers]
-                free = self.runner.cache.count - len(self.active)
+                free = self.capacity - len(self.active)
                 if self.waiting or not leading or sum(len(group.followers) for group in leading) > free:
                     return
                 for group in leading:
@@ -126,7 +134,7 @@ class Scheduler:
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
         """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""
-        if len(self.active) >= self.runner.cache.count:
+        if len(self.active) >= self.capacity:
             return False
         if not tokens:  # the first row of a pass always fits
             return True
@@ -136,11 +144,15 @@ class Scheduler:
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""
         params = row.request.params
-        row.slot = len(self.active)
+        row.slot = self._free_slot()
         row.end_tokens = self.sampler.stopping.ends(params)
         row.max_tokens = min(params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
         self.active.append(row)
         return row
+
+    def _free_slot(self) -> int:
+        """Return a free slot."""
+        return len(self.active)
 
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders; return whether there were any."""
@@ -234,13 +246,13 @@ class Scheduler:
                 self._release_followers(row.group)
             if self.schedule.drafts:
                 self.drafter.add(row)
-            self._fill_slot(row.slot)
+            self._release_slot(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
         return ended
 
-    def _fill_slot(self, slot: int) -> None:
-        """Close the gap at a free slot, so that n running rows are in the first n slots.
+    def _release_slot(self, slot: int) -> None:
+        """Close the gap at a slot that becomes free, so that n running rows are in the first n slots.
 
         Longer rows stay in earlier blocks: the longest row of the next block moves to the free slot, then the same for
         the slot that it leaves. In the last block, the last row moves.
@@ -310,7 +322,7 @@ class Scheduler:
         if not any(row.request.params.takes_argmax for row in rows):
             return []
         tokens = logits.float().argmax(-1).tolist()  # in float32 for each model type, as in `generate`
-        near_ties = near_tied_argmax(logits) if self.deterministic else [False] * len(tokens)
+        near_ties = near_tied_argmax(logits).tolist() if self.deterministic else [False] * len(tokens)
         return list(zip(tokens, near_ties, strict=True))
 
     def _append_tokens(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
+from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.errors import first_line
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import HeadMask, interventions_on
 from lmeval_prune.interventions.attention_call import UnsupportedAttention
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,64 @@ def _check(model_map: ModelMap) -> None:
             # a token filter skips one token of the first pass, and the only token of the third
             differences = [difference(0, 8, keep=middle), difference(8, 10, 1), difference(10, 11), difference(11, 12)]
             differences.append(difference(0, 8, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
+    _compare(model, differences, [expected])
+
+
+def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:
+    """Refuse differences of logits above a share of the largest expected logit."""
     tolerance = 0.05 if next(model.parameters()).element_size() < 4 else 1e-3
-    if not all(value <= tolerance * float(expected.abs().max()) for value in differences):  # false for NaN, too
+    largest = max(float(logits.abs().max()) for logits in expected)
+    if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
         raise UnsupportedAttention(f"its logits would differ by {max(differences):.2g}")
+
+
+def why_not_static(model_map: ModelMap) -> str | None:
+    """Return why the tokens of a model with its interventions are not decoded in a static step; None if they are."""
+    try:
+        _check_static_step(model_map)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # also what a graph cannot capture
+        reason = first_line(error).removeprefix("UnsupportedAttention: ")
+        logger.warning("the engine decodes without CUDA graphs: %s", reason)
+        return reason
+    return None
+
+
+def _check_static_step(model_map: ModelMap) -> None:
+    """Refuse a model whose logits differ in a static step, with two sequences in changing rows, one of them pruned."""
+    model: Any = model_map.model
+    for intervention in interventions_on(model):
+        if not intervention.capturable:
+            raise UnsupportedAttention(f"{type(intervention).__name__} is not capturable")
+    device = next(model.parameters()).device
+    tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(12)]
+    pruned = HeadMask("+".join(f"{layer.label}H0" for layer in model_map.attention if layer.heads > 1))
+    masks, slots, lengths = [None, pruned], [2, 0], np.array([8, 5])
+    expected, differences = [], []
+    with torch.inference_mode(), ExitStack() as stack:
+        for intervention in interventions_on(model):
+            stack.enter_context(intervention.fixed_decisions())
+        for mask in masks:
+            with mask.applied_to(model, model_map) if mask else nullcontext():
+                expected.append(model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float())
+        cache = KVCache(4, 12)
+        runner = stack.enter_context(ModelRunner.attached(model_map, cache, masks))
+        step = StaticStep(model_map, cache, runner.masks, 1)
+        for number in (1, 0):  # in the order of their slots
+            runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]])])
+        step.admit(slots)
+        for order in ([0, 1], [1, 0], [1], [0, 1]):  # a graph is captured in the second step, and replayed in the last
+            columns = np.ones((COLUMNS, len(order)), np.int64)
+            columns[TOKEN], columns[LENGTH] = [tokens[lengths[number]] for number in order], lengths[order]
+            columns[SLOT], columns[MASK], columns[LEFT] = [slots[number] for number in order], order, 2
+            step.set_rows(columns, np.full((len(order), 1), -1))
+            result = step.start(len(order))
+            result.read()
+            for logits, number in zip(result.logits.float(), order, strict=False):
+                differences.append(float((logits - expected[number][lengths[number]]).abs().max()))
+            lengths[order] += 1
+    _compare(model, differences, expected)
 
 
 def _check_interventions(model: Any) -> None:

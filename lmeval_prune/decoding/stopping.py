@@ -22,6 +22,7 @@ class Stopping:
         self.tokenizer = tokenizer
         self._ends = ends
         self._stop_tokens = lru_cache(maxsize=None)(self._window)
+        self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
     def check(self, params: SamplingParams) -> None:
         """Refuse empty stop texts, and stop texts without a tokenizer."""
@@ -44,10 +45,20 @@ class Stopping:
 
     def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
         """Return whether the decoded end of `tokens` contains a stop text."""
-        if not stop:
+        if not stop or not self.may_complete(tokens[-1], stop):
             return False
         text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
         return any(each in text for each in stop)
+
+    def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
+        """Return whether a token may complete a stop text: it has the last character of one, or part of a character.
+
+        The token is decoded twice in a row, since some tokenizers drop a space before the first token.
+        """
+        if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):  # later tokens change earlier text
+            return True
+        text = self.tokenizer.decode([token, token])
+        return "\ufffd" in text or any(each[-1] in text for each in stop)
 
     def _window(self, stop: tuple[str, ...]) -> int:
         """Return the number of last tokens to search, as in lm-eval: a few more than a stop text has."""

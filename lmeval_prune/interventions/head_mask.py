@@ -34,7 +34,7 @@ class HeadMask(Intervention):
         InputError: a name is malformed.
     """
 
-    tokenwise = True
+    tokenwise = capturable = True
     heads: Any
     allow_empty_layer: bool = field(default=False, compare=False)
 

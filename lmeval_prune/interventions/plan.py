@@ -90,7 +90,7 @@ class Plan(Intervention):
     """
 
     contents: ClassVar[Any] = PlanContents
-    tokenwise = True
+    tokenwise = capturable = True
     heads: Any = ()
     channels: Any = field(default_factory=dict)
     tensors: str = ""

@@ -59,11 +59,11 @@ class Combination:
     def cases(self, number: int = 0) -> list[Case]:
         """Make its cases for the scorers, of a number: the first with the gold answer that is stated."""
         row = {"level": 1, "subject": "Algebra"} if self.kind == MATHEMATICS else {}
+        families = " × ".join(self.families)
+        golds = [(self.stated, True), *((target, False) for target in self.unstated)]
         return [
-            Case(
-                "combinations", 0, self.kind, self.carrier.family, "", self.text, {"target": target} | row, expected, ""
-            )
-            for target, expected in [(self.stated, True), *((target, False) for target in self.unstated)]
+            Case("combinations", number, self.kind, families, "", self.text, {"target": target} | row, expected, "")
+            for target, expected in golds
         ]
 
 

@@ -1,0 +1,232 @@
+"""A decoding step on buffers with fixed addresses, captured in CUDA graphs.
+
+The step reads the tokens that the step before it chose, and nothing from the host. So the host starts a step before it
+has read the tokens of the one before, and a GPU replays it as a graph instead of launching its kernels one by one. On a
+CPU the same step runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding.kv_cache import AttentionOptions, KVCache
+from lmeval_prune.decoding.sampling import near_tied_argmax
+from lmeval_prune.interventions.attention_call import (
+    Attended,
+    AttentionCall,
+    Packed,
+    State,
+    StepRows,
+    StoredTokens,
+    replace_attention,
+)
+from lmeval_prune.interventions.row_masks import LayerKey, MaskTable
+from lmeval_prune.kernels.decode_attention import ops
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192)
+BUCKET_STEP = 64  # difference between larger buckets
+TOKEN, LENGTH, SLOT, MASK, LEFT, ALIVE = range(6)
+COLUMNS = 6
+
+
+def bucket_sizes(capacity: int) -> list[int]:
+    """Return the numbers of rows for which a step is captured, up to `capacity`."""
+    larger = range(SMALL_BUCKETS[-1] + BUCKET_STEP, capacity, BUCKET_STEP)
+    return [size for size in (*SMALL_BUCKETS, *larger) if size < capacity] + [capacity]
+
+
+@dataclass
+class StepResult:
+    """The tokens that a step chose. On a GPU the step may still run."""
+
+    logits: torch.Tensor  # (rows of the bucket, vocabulary); the next step overwrites them
+    _host: torch.Tensor  # (2, rows)
+    _event: Any  # CUDA event behind the copy to the host; None on a CPU
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the step; return the tokens, (rows,), and whether each was a near-tie."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, near = self._host.numpy()
+        return tokens.copy(), near.astype(bool)
+
+
+@dataclass
+class StaticStep:
+    """Decode the next token of each row; keys and values are in a cache's slots (implements `Store`).
+
+    Row i works in slot `columns[SLOT, i]`. Rows that fill up a bucket are not alive and work in the last slot, which no
+    sequence uses.
+
+    Attributes:
+        model_map: a model inside `ModelRunner.attached`.
+        cache: the store of prompt passes.
+        masks: head masks, to which rows refer by number.
+        end_tokens: largest number of end tokens of a request.
+        near_ties: report near-ties of the argmax.
+        capacity: largest number of rows.
+    """
+
+    capturing_devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    model_map: ModelMap
+    cache: KVCache
+    masks: MaskTable
+    end_tokens: int
+    near_ties: bool = False
+    rows: StepRows | None = field(default=None, init=False)  # of the running step
+    packed: Packed = field(default=Packed((), (), ()), init=False)
+
+    def __post_init__(self) -> None:
+        self.capacity = self.cache.count - 1
+        self.count = self.cache.count
+        self._model: Any = self.model_map.model
+        self._device = next(self._model.parameters()).device
+        self._is_gpu = self._device.type == "cuda"
+        self._buckets = bucket_sizes(self.capacity)
+        # fixed addresses: a graph reads and writes them
+        self._columns = torch.zeros(COLUMNS, self.capacity, dtype=torch.long, device=self._device)
+        self._ends = torch.zeros(self.capacity, max(self.end_tokens, 1), dtype=torch.long, device=self._device)
+        self._result = torch.zeros(2, self.capacity, dtype=torch.long, device=self._device)
+        self._stored_lengths: dict[int, torch.Tensor] = {}  # of layers that store only some tokens, (slots,)
+        self._keep: dict[LayerKey, torch.Tensor] = {}
+        self._host_columns, self._host_ends = self._pinned(self._columns), self._pinned(self._ends)
+        self._host_results = [self._pinned(self._result) for _ in range(3)]  # the host is one step behind
+        self._started = 0  # number of steps
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}  # graph and logits, by bucket
+        self._warm: set[int] = set()  # buckets that have run eagerly
+        self._pool: Any = None  # memory of all graphs
+
+    def _pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._is_gpu)
+
+    # ------------------------------------------------------------------ the host's side
+
+    def bucket(self, rows: int) -> int:
+        """Return the smallest bucket for a number of rows."""
+        return next(size for size in self._buckets if size >= rows)
+
+    def set_rows(self, columns: np.ndarray, ends: np.ndarray) -> None:
+        """Set the rows of the next step; the host must have read the results of all earlier ones.
+
+        `columns` is (`COLUMNS`, rows), `ends` (rows, end tokens), filled up with -1.
+        """
+        rows = columns.shape[1]
+        self._host_columns.zero_()
+        self._host_columns[SLOT] = self.capacity
+        self._host_columns[:, :rows] = torch.from_numpy(columns)
+        self._host_ends.fill_(-1)
+        self._host_ends[:rows, : ends.shape[1]] = torch.from_numpy(ends)
+        self._columns.copy_(self._host_columns, non_blocking=True)
+        self._ends.copy_(self._host_ends, non_blocking=True)
+
+    def admit(self, slots: list[int]) -> None:
+        """Prepare slots that prompt passes have filled."""
+        for layer, lengths in self.cache.lengths.items():
+            if layer not in self._stored_lengths:
+                self._stored_lengths[layer] = torch.zeros(self.count, dtype=torch.int32, device=self._device)
+            self._stored_lengths[layer][slots] = lengths[slots].int().to(self._device)
+
+    def start(self, rows: int) -> StepResult:
+        """Start a step of the first `rows` rows. On a GPU, do not wait for it."""
+        bucket = self.bucket(rows)
+        if bucket in self._graphs:
+            graph, logits = self._graphs[bucket]
+            graph.replay()
+        elif self._device.type in self.capturing_devices and bucket in self._warm:
+            graph, logits = self._graphs[bucket] = self._capture(bucket)
+            graph.replay()
+        else:  # compiles the kernels, too
+            logits = self._run(bucket)
+            self._warm.add(bucket)
+        host, event = self._host_results[self._started % len(self._host_results)][:, :rows], None
+        self._started += 1
+        host.copy_(self._result[:, :rows], non_blocking=True)
+        if self._is_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        return StepResult(logits, host, event)
+
+    def _capture(self, bucket: int) -> tuple[Any, torch.Tensor]:
+        """Capture a step; it does not run."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._run(bucket)
+        self._pool = graph.pool()
+        return graph, logits
+
+    # ------------------------------------------------------------------ the step
+
+    def _run(self, bucket: int) -> torch.Tensor:
+        """Run a step of `bucket` rows; return the logits, (rows, vocabulary)."""
+        columns = self._columns[:, :bucket]
+        alive = columns[ALIVE] != 0
+        self.rows = StepRows(columns[SLOT], columns[LENGTH], columns[MASK], alive)
+        with ExitStack() as stack:
+            replace_attention(self.model_map, self, stack)
+            inputs = {"input_ids": columns[TOKEN][None], "position_ids": columns[LENGTH][None]}
+            logits = cast(torch.Tensor, self._model(**inputs, use_cache=False).logits[0])
+        self.rows = None
+        chosen = logits.float().argmax(-1)  # in float32 for each model type, as in `generate`
+        self._result[0, :bucket] = chosen
+        if self.near_ties:
+            self._result[1, :bucket] = near_tied_argmax(logits)
+        columns[LENGTH] += columns[ALIVE]
+        columns[LEFT] -= columns[ALIVE]
+        columns[TOKEN] = torch.where(alive, chosen, columns[TOKEN])
+        goes_on = (columns[LEFT] > 0) & (chosen[:, None] != self._ends[:bucket]).all(1)
+        columns[ALIVE] *= goes_on
+        return logits
+
+    def attend(self, call: AttentionCall) -> Attended:
+        """Compute the attention of one token per row, (1, rows, heads, width of values); store it if no handler has."""
+        options, rows = AttentionOptions.of(call), cast(StepRows, self.rows)
+        module: Any = call.module
+        keys, values = self.cache.keys[module.layer_idx], self.cache.values[module.layer_idx]
+        query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        keep = self._kept_heads(call)
+        decode = partial(
+            ops.decode,
+            query,
+            keys,
+            values,
+            scaling=options.scaling,
+            slots=rows.slots,
+            keep=keep,
+            masks=None if keep is None else rows.masks,
+            window=options.window,
+            softcap=options.softcap,
+        )
+        if call.lengths is None:
+            return decode(lengths=rows.lengths, new_key=key, new_value=value).unsqueeze(0), None
+        skipped = None if call.query_mask is None else ~call.query_mask
+        positions = self.cache.positions[module.layer_idx]
+        return decode(lengths=call.lengths, skipped=skipped, positions=positions).unsqueeze(0), None
+
+    def _kept_heads(self, call: AttentionCall) -> torch.Tensor | None:
+        """Return which heads each mask keeps in a layer, (masks, heads); None if all masks keep all heads."""
+        layer = (call.layer.stack, call.layer.index)
+        if layer not in self.masks.drops:
+            return None
+        if layer not in self._keep:
+            dropped = self.masks.drops[layer].view(self.masks.count, call.layer.heads, -1)[..., 0]
+            self._keep[layer] = (~dropped).to(call.query)
+        return self._keep[layer]
+
+    def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
+        """Return a handler's state in a layer; prompt passes have created it."""
+        module: Any = call.module
+        return cast(State, self.cache.states[module.layer_idx][owner])
+
+    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
+        """Return the storage of a layer that stores only some tokens."""
+        module: Any = call.module
+        return replace(self.cache.stored_tokens(call), lengths=self._stored_lengths[module.layer_idx])

@@ -21,7 +21,7 @@ _FORMULA = re.compile(
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
 _TOKEN = (
-    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
+    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")

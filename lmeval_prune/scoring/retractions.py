@@ -46,15 +46,20 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     """
     near = following[:WINDOW]
     numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
-    turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
     called = (called for called in _CALLED_WRONG.finditer(near) if not _REJECTS.search(near, 0, called.start()))
-    candidates = [match for match in (next(called, None) or next(numbers, None), next(turns, None)) if match]
-    first = min(candidates, key=lambda match: match.start(), default=None)
+    turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
+    candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
+    first = min(candidates, key=lambda sign: sign.start(), default=None)
     if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
         return None
-    signs = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(near, first.end()))
-    more = (sign for sign in signs if not _VALUE.search(near, first.end(), sign.start()))
-    return max([first, *more], key=lambda match: match.end())  # sorry, I made a mistake: it should be
+    return _last_sign(near, first)
+
+
+def _last_sign(text: str, first: re.Match[str]) -> re.Match[str]:
+    """Return the last sign of several before another value: sorry, I made a mistake: it should be."""
+    signs = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(text, first.end()))
+    following = (sign for sign in signs if not _VALUE.search(text, first.end(), sign.start()))
+    return max([first, *following], key=lambda sign: sign.end())
 
 
 def end_of_first(statement: str) -> int | None:

@@ -185,7 +185,8 @@ def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
     matches = list(kind.finditer(text))
     if " or " in text:  # 3:4, or 6:8
-        return matches[0].group() if len({_ratio(match.group()) for match in matches}) == 1 else None
+        alternatives = [_ratio(match.group()) for match in matches]
+        return matches[0].group() if len(alternatives) > 1 and len(set(alternatives)) == 1 else None
     starts = [0, *(match.end() for match in matches)]
     before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
     if any(map(_RANGE.search, before)) or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:]):

@@ -27,6 +27,7 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.decode_attention import naive as naive_attention
 from lmeval_prune.kernels.decode_attention import ops as attention
+from lmeval_prune.kernels.decode_attention import triton as triton_attention
 from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
 from tests.tiny_models import tiny
@@ -300,6 +301,56 @@ def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
             torch.testing.assert_close(stored[:8], expected[:8], rtol=0, atol=0, equal_nan=True)
             if "slots" in step.arguments and "new_key" in step.arguments:
                 assert stored[8, :, 0].isfinite().all()  # the scratch slot has the token of a padding row
+
+
+STEP_SHAPES = [((6, 2), (8, 12)), ((3, 3), (20, 20)), ((2, 1), (64, 16)), ((20, 1), (5, 7))]
+STEP_TYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+STEP_CASES = [
+    (name, shape, products, splits)
+    for products, splits in product(("dot", "sums"), (1, 4))
+    for name in STEPS
+    for shape in range(4)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "products", "splits"),
+    [pytest.param(*case, marks=[] if i % 9 == 0 else pytest.mark.long) for i, case in enumerate(STEP_CASES)],
+)
+def test_a_step_in_the_kernel_is_the_one_in_pytorch(
+    name: str, shape: int, products: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = {"dot": triton_attention.DOT_CONFIGS, "sums": triton_attention.SUM_CONFIGS}[products]
+    seed = shape + 4 * splits + list(STEPS).index(name)
+    monkeypatch.setattr(triton_attention, "_configuration", lambda *_: configs[seed % len(configs)])
+    kinds = STEP_TYPES[shape], (torch.int32, torch.long)[seed % 2]
+    step = random_step(seed, *STEP_SHAPES[shape], *kinds, full=seed % 3 == 0, splits=splits, **STEPS[name])
+    expected = step.as_doubles()
+    del expected.arguments["splits"]
+    with only("triton", "decode attention"):
+        found = attention.decode(**step.arguments)
+    is_close(found, naive_attention.decode(**expected.arguments))
+    for stored in ("keys", "values"):
+        kept, wanted = step.arguments[stored], expected.arguments[stored]
+        torch.testing.assert_close(kept[:8].double(), wanted[:8], rtol=0, atol=0, equal_nan=True)
+        assert kept[8, :, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_heads_that_a_mask_removes_read_nothing(splits: int) -> None:
+    step = random_step(0, dtype=torch.float32, splits=splits)
+    step.arguments["keep"] = torch.ones(3, 6, device=DEVICE)
+    step.arguments["keep"][1, :3] = 0  # the first key-value head's group
+    step.arguments["masks"][:] = torch.tensor([1, 1, 0, 1, 0, 1, 1], device=DEVICE)
+    expected = step.as_doubles()
+    del expected.arguments["splits"]
+    expected = naive_attention.decode(**expected.arguments)
+    for row in (0, 1, 3):
+        for stored in ("keys", "values"):
+            step.arguments[stored][step.arguments["slots"][row], 0] = torch.nan
+    found = attention.decode(**step.arguments)
+    is_close(found, expected)
+    assert not found[[0, 1, 3, 5, 6], :3].any() and found[[2, 4]].all()
 
 
 @pytest.mark.parametrize("name", ["all", "window, positions", "neither"])

@@ -66,3 +66,14 @@ def write(name: str, results: dict[str, Any]) -> None:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written: {path}")
+
+
+def write_table(document: Path, name: str, table: str) -> None:
+    """Writes a table where a page has its marks."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = document.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{document} has no {begin} with {end} after it")
+    document.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+    print(f"written: {document}, {name}")

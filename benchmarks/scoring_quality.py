@@ -3,8 +3,8 @@
     make scoring-report        or        python benchmarks/scoring_quality.py [--cases 3000]
 
 The corpus is `tests/answers`: forms of an answer with the verdict of a fair reader. Rates are averaged over forms, each
-counted once: they say which forms fail, not how often a model uses them. Writes `results/scoring_quality.json` and the
-table in `docs/scoring.md`.
+counted once: they say which forms fail, not how often a model uses them. Texts written blind are counted, and answers
+drawn by combination are rated by seed. Writes `results/scoring_quality.json` and the tables in `docs/scoring.md`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import yaml
-from _record import environment, write
+from _record import environment, write, write_table
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.answers import SLOW, TARGETS, Case, cases, judge, load, rate, sample  # noqa: E402
+from tests.answers import BLIND, SLOW, TARGETS, Case, cases, judge, load, rate, sample  # noqa: E402
+from tests.answers.combinations import drawn  # noqa: E402
 
 OURS, STRICT, FLEXIBLE, MINERVA, MATH_VERIFY = "ours", "strict-match", "flexible-extract", "minerva_math", "math-verify"
 DOCUMENT = ROOT / "docs" / "scoring.md"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+SCORERS = {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}  # others: ours
+SEEDS, DRAWS = (1, 2, 3), 2000  # of combinations
+ERRORS = ["missed", "accepted", "taken back: missed", "taken back: accepted"]
 SECONDS = 20.0  # for one comparison of a peer
 Scorer = Callable[[Case], bool]
 
@@ -126,15 +130,9 @@ def unavailable(name: str) -> str:
 
 
 def scorers_of(name: str) -> list[str]:
-    kinds = {
-        line["kind"]
-        for line in load(
-            {"perturbed": "standard", "replacing": "taken_back", "neighbours": "wrappings"}.get(name, name)
-        )
-    }
-    return {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}.get(
-        kinds.pop(), [OURS]
-    )
+    """Return the scorers of a part, of one kind of answer."""
+    file = {"perturbed": "standard", "replacing": "taken_back", "neighbours": "wrappings"}.get(name, name)
+    return SCORERS.get(load(file)[0]["kind"], [OURS])
 
 
 # --------------------------------------------------------------------------- the report
@@ -166,6 +164,59 @@ def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[s
     return entry
 
 
+def measure_blind(name: str, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
+    """Count the answers that are missed and the traps that are accepted of texts written blind, by kind of answer.
+
+    Without minerva_math, which reads one phrase that none of them has.
+    """
+    entry: dict[str, Any] = {"first_read": {"missed": BLIND[name].missed, "accepted": BLIND[name].accepted}}
+    entry |= {"mended": BLIND[name].mended, "kinds": {}}
+    for kind in dict.fromkeys(line["kind"] for line in load(name)):
+        found = [case for case in cases(name) if case.kind == kind]
+        answers = sum(case.expected for case in found)
+        entry["kinds"][kind] = {"answers": answers, "traps": len(found) - answers, "wrong": {}}
+        for scorer in SCORERS.get(kind, [OURS]):
+            if scorer in skipped or scorer == MINERVA:
+                continue
+            given = verdicts(scorer, found, pool)
+            wrong = [case.expected for case, right in zip(found, given, strict=True) if right != case.expected]
+            counts = {"missed": sum(wrong), "accepted": len(wrong) - sum(wrong)}
+            entry["kinds"][kind]["wrong"][scorer] = counts
+    return entry
+
+
+def measure_combinations(limit: int, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
+    """Rate answers drawn by combination, by kind and error: ours by seed, the peers with the first seed.
+
+    math-verify judges at most `limit` cases of each.
+    """
+    entry: dict[str, Any] = {}
+    for seed in SEEDS:
+        random = Random(seed)
+        groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+        for number in range(DRAWS):
+            combination = drawn(random)
+            taken_back = "taken back: " if combination.ending.replaces else ""
+            for case in combination.cases(number):
+                groups[case.kind, taken_back + ("missed" if case.expected else "accepted")].append(case)
+        for (kind, error), found in sorted(groups.items(), key=lambda group: ERRORS.index(group[0][1])):
+            row = entry.setdefault(kind, {}).setdefault(error, {"forms": {}, "ours": {}, "peers": {}})
+            row["forms"][seed] = len({case.line for case in found})
+            row["ours"][seed] = share(OURS, found, pool)
+            if seed == SEEDS[0]:
+                peers = [peer for peer in SCORERS[kind] if peer not in (OURS, MINERVA, *skipped)]
+                row["peers"] = {
+                    peer: share(peer, sample(found, limit) if peer == MATH_VERIFY else found, pool) for peer in peers
+                }
+    return entry
+
+
+def share(scorer: str, found: list[Case], pool: Any) -> float:
+    """Return the share of cases that a scorer judges wrongly, averaged over forms."""
+    given = verdicts(scorer, found, pool)
+    return round(rate(found, [case for case, right in zip(found, given, strict=True) if right != case.expected]), 5)
+
+
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}%"
 
@@ -186,6 +237,47 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def blind_table(found: dict[str, Any]) -> str:
+    """The texts written blind as a Markdown table: answers missed + traps accepted."""
+    columns = [OURS, STRICT, FLEXIBLE, MATH_VERIFY]
+    lines = [
+        f"| set | answers + traps | when first read | {' | '.join(columns)} |",
+        "| --- " * (len(columns) + 3) + "|",
+    ]
+    for name, entry in found.items():
+        kinds = entry["kinds"]
+        total = [sum(kind[key] for kind in kinds.values()) for key in ("answers", "traps")]
+        ours = [sum(kind["wrong"][OURS][key] for kind in kinds.values()) for key in ("missed", "accepted")]
+        rows = [(name.partition("/")[2], total, tally(entry["first_read"]), ["{} + {}".format(*ours), "", "", ""])]
+        for kind, part in kinds.items():
+            cells = [tally(part["wrong"].get(column)) for column in columns]
+            rows.append((f"— {kind}", [part["answers"], part["traps"]], "", cells))
+        lines += [
+            f"| {title} | {sizes[0]} + {sizes[1]} | {first} | {' | '.join(cells)} |"
+            for title, sizes, first, cells in rows
+        ]
+    return "\n".join(lines)
+
+
+def tally(counts: dict[str, int] | None) -> str:
+    return f"{counts['missed']} + {counts['accepted']}" if counts else ""
+
+
+def combination_table(found: dict[str, Any]) -> str:
+    """The answers drawn by combination as a Markdown table."""
+    peers = [STRICT, FLEXIBLE, MATH_VERIFY]
+    columns = [*(f"seed {seed}" for seed in SEEDS), *peers]
+    lines = [f"| kind | error | forms | {' | '.join(columns)} |", "| --- " * (len(columns) + 3) + "|"]
+    for kind, rows in found.items():
+        for error, row in rows.items():
+            cells = [
+                *(percent(row["ours"][seed]) for seed in SEEDS),
+                *(percent(row["peers"].get(peer)) for peer in peers),
+            ]
+            lines.append(f"| {kind} | {error} | {sum(row['forms'].values())} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def show_classes(found: dict[str, Any]) -> None:
     width = max(len(category) for entry in found.values() for category in entry["classes"])
     for name, entry in found.items():
@@ -202,7 +294,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=int, default=3000, help="most cases of a part that a computer algebra system judges"
     )
-    parser.add_argument("--parts", nargs="+", choices=TARGETS, default=list(TARGETS), help="writes no file if not all")
+    parts = [*TARGETS, *BLIND, "combinations"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="writes no file if not all")
     options = parser.parse_args()
     if importlib.util.find_spec("pebble") is None:
         raise SystemExit("this needs pebble: pip install pebble (or lmeval-prune[dev])")
@@ -212,15 +305,21 @@ def main() -> None:
     for name, reason in skipped.items():
         print(f"without {name}: {reason}")
     with ProcessPool(max_workers=2) as pool:
-        found = {name: measure(name, options.cases, skipped, pool) for name in options.parts}
-    show_classes(found)
-    print(f"\n{table(found)}")
-    if len(found) < len(TARGETS):
+        found = {name: measure(name, options.cases, skipped, pool) for name in options.parts if name in TARGETS}
+        blind = {name: measure_blind(name, skipped, pool) for name in options.parts if name in BLIND}
+        combined = {}
+        if "combinations" in options.parts:
+            combined = measure_combinations(options.cases // 10, skipped, pool)
+    if found:
+        show_classes(found)
+    tables = {"table": table(found), "blind": blind_table(blind), "combinations": combination_table(combined)}
+    print("", *tables.values(), sep="\n\n")
+    if set(options.parts) < set(parts):
         return
-    write("scoring_quality", {"environment": environment(), "skipped": skipped, "parts": found})
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
-    print(f"written: {DOCUMENT}")
+    results = {"skipped": skipped, "parts": found, "blind": blind, "combinations": combined}
+    write("scoring_quality", {"environment": environment()} | results)
+    for name, text in tables.items():
+        write_table(DOCUMENT, name, text)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,9 @@ def compile_token_filter(dtype: torch.dtype, width: int) -> None:
     for some, stored in ((states, store), (states[:1], None)):
         memory = Memory(flags, anchor, anchor, some)
         token_filter.decide(key, key, valid, memory, rule, 0, False, stored, 7, False)
+    memory = Memory(flags, anchor, anchor, states)
+    for numbers in (lengths, lengths.long()):
+        token_filter.decide(key, key, valid, memory, rule, 0, False, store, numbers, False, numbers, numbers)
 
 
 def main(every: bool) -> None:

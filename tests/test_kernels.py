@@ -558,6 +558,64 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
             assert positions[row, : len(at)].tolist() == (at + 100).tolist()
 
 
+# Three rows and two padding rows (3, 4) of a launch; with one threshold for all, rows take turns.
+IN_TURN = [[0, 3, 1, 2, 4], [3, 0, 1, 4, 2], [0, 1, 2, 3, 4]]
+IN_ANY_ORDER = [*IN_TURN, [2, 3, 0, 4, 1], [4, 1, 0, 3, 2]]
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize(("keep_skipped", "shared", "number"), [(False, False, torch.int32), (True, True, torch.long)])
+def test_tokens_are_stored_in_the_slots_of_their_rows(
+    keep_skipped: bool, shared: bool, number: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "torch":
+        monkeypatch.setattr(ops, "use_kernel", lambda *_: False)
+    key, value, valid = text(tokens=20)
+    skipped = literal(key, value, valid, RULES["kv"], shared)
+    stays = valid if keep_skipped else valid & ~skipped
+    slots, count = torch.tensor([4, 0, 2, 5, 5], device=DEVICE), 6  # the last slot is scratch
+    memory = fresh(*(x[[0] * count] for x in (key, value)), shared)
+    keys, values = (random(count, 3, 21, width).double() for width in (5, 7))
+    positions, totals = torch.full((count, 21), -1, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    lengths = torch.tensor([0, 3, 0, 3, 0, 3], dtype=torch.int32, device=DEVICE)
+    before = [tensor.clone() for tensor in (*memory.tensors, keys, values, positions, lengths)]
+    layouts = IN_TURN if shared else IN_ANY_ORDER
+    for t in range(20):
+        rows = torch.tensor(layouts[t % len(layouts)], device=DEVICE)
+        of_text, is_padding = rows % 3, rows >= 3
+        ends = torch.full((5,), -1, dtype=number, device=DEVICE)
+        absent = ops.decide_and_store(
+            key[of_text, :, t : t + 1],
+            value[of_text, :, t : t + 1],
+            (valid[of_text, t] & ~is_padding)[:, None],
+            memory,
+            RULES["kv"],
+            store=(keys, values, positions, lengths, totals),
+            position=(100 * rows + t).to(number),
+            keep_skipped=keep_skipped,
+            slots=slots[rows].to(number),
+            ends=ends,
+        )
+        assert absent[:, 0].tolist() == ((skipped | ~valid)[of_text, t] | is_padding).tolist()
+        assert ends.tolist() == [3 if row >= 3 else int(stays[row, : t + 1].sum()) for row in rows.tolist()]
+    assert totals.tolist() == [int(valid.sum()), int(skipped.sum())]
+    for row in range(3):
+        at, slot = stays[row].nonzero()[:, 0], int(slots[row])
+        torch.testing.assert_close(keys[slot, :, : len(at)], key[row, :, at])
+        torch.testing.assert_close(values[slot, :, : len(at)], value[row, :, at])
+        assert positions[slot, : len(at)].tolist() == (at + 100 * row).tolist()
+        assert keys[slot, :, len(at) :].equal(before[4][slot, :, len(at) :])
+    unused = [1, 3, 5]
+    after = [*memory.tensors, keys, values, positions, lengths]
+    for i, (tensor, old) in enumerate(zip(after, before, strict=True)):
+        assert (shared and i == 3) or tensor[unused].equal(old[unused])
+    by_row = fresh(key, value, shared)
+    for t in range(20):
+        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], by_row, RULES["kv"])
+    used = [memory.started[slots[:3]], memory.anchor_key[slots[:3]], memory.anchor_value[slots[:3]]]
+    same_memory(Memory(*used, memory.states if shared else memory.states[slots[:3]]), by_row)
+
+
 # ---------------------------------------------------------------------- which way is taken
 
 

@@ -242,7 +242,8 @@ def decode(
     if splits > 1:
         partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
         partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
-    vectors = {name: _contiguous_vectors(tensors.get(name)) for name in ("new_key", "new_value", "positions")}
+    vectors = {name: tensors.get(name) for name in ("new_key", "new_value", "positions")}
+    vectors = {name: None if tensor is None else _contiguous_vectors(tensor) for name, tensor in vectors.items()}
     numbers = {name: _contiguous(tensors.get(name)) for name in ("slots", "skipped", "keep", "masks")}
     block_dv = max(16, triton.next_power_of_2(width_v))
     _decode_kernel[(rows, kv_heads, splits)](
@@ -284,9 +285,9 @@ def decode(
     return out
 
 
-def _contiguous_vectors(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose last dimension has stride 1."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

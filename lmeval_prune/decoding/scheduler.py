@@ -62,6 +62,7 @@ class Schedule(Settings):
             this many tokens takes twice as long as a step with one token.
         static: decode in a step on fixed buffers, which a GPU replays as a CUDA graph, without drafts and with
             `follow=0`. Default: on a GPU, if all interventions are `capturable`.
+        compile: run the static step through `torch.compile`: faster, after a minute or more of compilation.
     """
 
     share: bool = True
@@ -70,6 +71,7 @@ class Schedule(Settings):
     drafts: Natural = 8
     budget: Natural | None = None
     static: bool | None = None
+    compile: bool = False
 
 
 @dataclass

@@ -45,7 +45,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="nothing by torch.compile")
     parser.add_argument("--pretrained", help="sweep, peers: a folder of SmolLM2, instead of random weights")
     parser.add_argument("--texts", help="sweep, peers: a file of JSON lines with a field 'question'")
-    parser.add_argument("--questions", type=int, default=128, help="sweep, peers")
+    parser.add_argument("--questions", type=int, default=256, help="sweep, peers")
     parser.add_argument("--new-tokens", type=int, default=256, help="sweep, peers: largest number in an answer")
     parser.add_argument("--masks", type=int, default=9, help="sweep: the first of them prunes nothing")
     parser.add_argument("--shape", default="smollm2-135m", help="sweep, peers: of random weights")

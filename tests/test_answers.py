@@ -65,7 +65,7 @@ MISREAD = {
         75: "european decimal",
         99: "set difference",
     },
-    "blind/third": {13: "spelled-out", 45: "refusal", 98: "chinese-yes"},
+    "blind/third": {13: "spelled-out"},
 }
 
 

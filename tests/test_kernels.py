@@ -27,6 +27,7 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.decode_attention import naive as naive_attention
 from lmeval_prune.kernels.decode_attention import ops as attention
+from lmeval_prune.kernels.decode_attention import triton as triton_attention
 from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
 from tests.tiny_models import tiny
@@ -302,6 +303,56 @@ def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
                 assert stored[8, :, 0].isfinite().all()  # the scratch slot has the token of a padding row
 
 
+STEP_SHAPES = [((6, 2), (8, 12)), ((3, 3), (20, 20)), ((2, 1), (64, 16)), ((20, 1), (5, 7))]
+STEP_TYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+STEP_CASES = [
+    (name, shape, products, splits)
+    for products, splits in product(("dot", "sums"), (1, 4))
+    for name in STEPS
+    for shape in range(4)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "products", "splits"),
+    [pytest.param(*case, marks=[] if i % 9 == 0 else pytest.mark.long) for i, case in enumerate(STEP_CASES)],
+)
+def test_a_step_in_the_kernel_is_the_one_in_pytorch(
+    name: str, shape: int, products: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = {"dot": triton_attention.DOT_CONFIGS, "sums": triton_attention.SUM_CONFIGS}[products]
+    seed = shape + 4 * splits + list(STEPS).index(name)
+    monkeypatch.setattr(triton_attention, "_configuration", lambda *_: configs[seed % len(configs)])
+    kinds = STEP_TYPES[shape], (torch.int32, torch.long)[seed % 2]
+    step = random_step(seed, *STEP_SHAPES[shape], *kinds, full=seed % 3 == 0, splits=splits, **STEPS[name])
+    expected = step.as_doubles()
+    del expected.arguments["splits"]
+    with only("triton", "decode attention"):
+        found = attention.decode(**step.arguments)
+    is_close(found, naive_attention.decode(**expected.arguments))
+    for stored in ("keys", "values"):
+        kept, wanted = step.arguments[stored], expected.arguments[stored]
+        torch.testing.assert_close(kept[:8].double(), wanted[:8], rtol=0, atol=0, equal_nan=True)
+        assert kept[8, :, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_heads_that_a_mask_removes_read_nothing(splits: int) -> None:
+    step = random_step(0, dtype=torch.float32, splits=splits)
+    step.arguments["keep"] = torch.ones(3, 6, device=DEVICE)
+    step.arguments["keep"][1, :3] = 0  # the first key-value head's group
+    step.arguments["masks"][:] = torch.tensor([1, 1, 0, 1, 0, 1, 1], device=DEVICE)
+    expected = step.as_doubles()
+    del expected.arguments["splits"]
+    expected = naive_attention.decode(**expected.arguments)
+    for row in (0, 1, 3):
+        for stored in ("keys", "values"):
+            step.arguments[stored][step.arguments["slots"][row], 0] = torch.nan
+    found = attention.decode(**step.arguments)
+    is_close(found, expected)
+    assert not found[[0, 1, 3, 5, 6], :3].any() and found[[2, 4]].all()
+
+
 @pytest.mark.parametrize("name", ["all", "window, positions", "neither"])
 def test_compiled_code_has_the_step_as_one_node(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", False)
@@ -505,6 +556,64 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
             torch.testing.assert_close(keys[row, :, : len(at)], key[row, :, at])
             torch.testing.assert_close(values[row, :, : len(at)], value[row, :, at])
             assert positions[row, : len(at)].tolist() == (at + 100).tolist()
+
+
+# Three rows and two padding rows (3, 4) of a launch; with one threshold for all, rows take turns.
+IN_TURN = [[0, 3, 1, 2, 4], [3, 0, 1, 4, 2], [0, 1, 2, 3, 4]]
+IN_ANY_ORDER = [*IN_TURN, [2, 3, 0, 4, 1], [4, 1, 0, 3, 2]]
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize(("keep_skipped", "shared", "number"), [(False, False, torch.int32), (True, True, torch.long)])
+def test_tokens_are_stored_in_the_slots_of_their_rows(
+    keep_skipped: bool, shared: bool, number: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "torch":
+        monkeypatch.setattr(ops, "use_kernel", lambda *_: False)
+    key, value, valid = text(tokens=20)
+    skipped = literal(key, value, valid, RULES["kv"], shared)
+    stays = valid if keep_skipped else valid & ~skipped
+    slots, count = torch.tensor([4, 0, 2, 5, 5], device=DEVICE), 6  # the last slot is scratch
+    memory = fresh(*(x[[0] * count] for x in (key, value)), shared)
+    keys, values = (random(count, 3, 21, width).double() for width in (5, 7))
+    positions, totals = torch.full((count, 21), -1, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    lengths = torch.tensor([0, 3, 0, 3, 0, 3], dtype=torch.int32, device=DEVICE)
+    before = [tensor.clone() for tensor in (*memory.tensors, keys, values, positions, lengths)]
+    layouts = IN_TURN if shared else IN_ANY_ORDER
+    for t in range(20):
+        rows = torch.tensor(layouts[t % len(layouts)], device=DEVICE)
+        of_text, is_padding = rows % 3, rows >= 3
+        ends = torch.full((5,), -1, dtype=number, device=DEVICE)
+        absent = ops.decide_and_store(
+            key[of_text, :, t : t + 1],
+            value[of_text, :, t : t + 1],
+            (valid[of_text, t] & ~is_padding)[:, None],
+            memory,
+            RULES["kv"],
+            store=(keys, values, positions, lengths, totals),
+            position=(100 * rows + t).to(number),
+            keep_skipped=keep_skipped,
+            slots=slots[rows].to(number),
+            ends=ends,
+        )
+        assert absent[:, 0].tolist() == ((skipped | ~valid)[of_text, t] | is_padding).tolist()
+        assert ends.tolist() == [3 if row >= 3 else int(stays[row, : t + 1].sum()) for row in rows.tolist()]
+    assert totals.tolist() == [int(valid.sum()), int(skipped.sum())]
+    for row in range(3):
+        at, slot = stays[row].nonzero()[:, 0], int(slots[row])
+        torch.testing.assert_close(keys[slot, :, : len(at)], key[row, :, at])
+        torch.testing.assert_close(values[slot, :, : len(at)], value[row, :, at])
+        assert positions[slot, : len(at)].tolist() == (at + 100 * row).tolist()
+        assert keys[slot, :, len(at) :].equal(before[4][slot, :, len(at) :])
+    unused = [1, 3, 5]
+    after = [*memory.tensors, keys, values, positions, lengths]
+    for i, (tensor, old) in enumerate(zip(after, before, strict=True)):
+        assert (shared and i == 3) or tensor[unused].equal(old[unused])
+    by_row = fresh(key, value, shared)
+    for t in range(20):
+        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], by_row, RULES["kv"])
+    used = [memory.started[slots[:3]], memory.anchor_key[slots[:3]], memory.anchor_value[slots[:3]]]
+    same_memory(Memory(*used, memory.states if shared else memory.states[slots[:3]]), by_row)
 
 
 # ---------------------------------------------------------------------- which way is taken

@@ -1,12 +1,14 @@
 """Extraction and comparison of numbers."""
 
 import unicodedata
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings
+from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings, vocabulary
 
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
@@ -204,3 +206,20 @@ def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
     answer = extract(text, NumberReader()).answer
     if readings(answer):
         assert numbers_equal(extract(f"The answer is {answer}.", NumberReader()).answer, answer)
+
+
+WORD_LISTS = sorted((Path(vocabulary.__file__).parent / "words").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", WORD_LISTS, ids=lambda path: path.stem)
+def test_word_lists_are_read_alike_with_and_without_libyaml(path: Path) -> None:
+    """PyYAML's own reader refuses a bare `students?` in a list."""
+    text = path.read_text("utf-8")
+    assert yaml.load(text, yaml.BaseLoader) == yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+
+
+def test_each_rule_of_normalisation_says_what_it_is_for() -> None:
+    stages = yaml.load((WORD_LISTS[0].parent / "latex.yaml").read_text("utf-8"), yaml.BaseLoader)["stages"]
+    assert {"layout", "plain", "canonical", "arithmetic"} <= stages.keys()
+    for rules in stages.values():
+        assert all(len(rule) == 3 and rule[2] for rule in rules)

@@ -98,7 +98,6 @@ def _decode(
         unsupported_tensors(*floats),
         too_wide(query.shape[-1], values.shape[-1]),
         "the stored keys and values must have stride 1 in their last dimension" if strided else None,
-        _unfinished(slots, new_key, keep, window if positions is None else None),
     )
     options: dict[str, Any] = {
         "slots": slots,
@@ -159,8 +158,3 @@ def _check_options(
     if keep is not None and masks is not None and (keep.shape[1:] != (heads,) or masks.shape != (rows,)):
         shapes = f"{tuple(keep.shape)} and {tuple(masks.shape)}"
         raise InputError(f"keep and masks of shapes {shapes} do not fit {rows} rows and {heads} heads")
-
-
-def _unfinished(*options: object) -> str | None:
-    """Return a reason if an option is not yet part of the kernel."""
-    return "slots, new keys, masks and windows without positions" if any(x is not None for x in options) else None

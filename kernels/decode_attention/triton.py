@@ -1,12 +1,18 @@
-"""Attention of one token per row over the stored keys of its row. Formulas: `naive`.
+"""Attention of one token per row over the stored keys of its slot. Formulas: `naive`.
 
-    out = Σ_j softmax_j(scaling · q · k_j) v_j,    j < length,  position_j > position_(length − 1) − window
+    out = keep · Σ_j softmax_j(scaling · q · k_j) v_j,    position_j > position_last − window
+
+The sum is over the stored tokens, j < length, and the new one, if it is given. The new token's key and value come from
+registers; the first split also writes them behind the stored tokens, which no program reads in this launch.
 
 The kernel keeps a running maximum and sum of exponentials over blocks of keys. Products are accumulated in float32.
-Rows have different lengths; storage behind a row's length is not read.
+Slots have different lengths; storage behind a row's length is not read, nor is that of skipped rows and of groups of
+heads that the row's mask removes.
 """
 
 from __future__ import annotations
+
+from functools import partial as bind
 
 import torch
 import triton
@@ -17,38 +23,63 @@ from lmeval_prune.kernels.dispatch import INTERPRETED
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_KEYS_PER_SPLIT = 256  # shorter rows are not split
 MAX_SPLITS = 64
+TIMED_KEYS = 1024  # stored tokens of each row when configurations are timed
+SMALL_GROUP = 4  # up to this number of query heads per key-value head, products without padding are tried
 
-# The interpreter uses the first. Hopper has room for more pipeline stages than Ampere.
-DECODE_CONFIGS = [
-    triton.Config({"BLOCK_N": block}, num_warps=warps, num_stages=stages)
+# Configurations of the decode kernel; the interpreter, and a capture before anything was timed, use the first. `DOT`:
+# products by `tl.dot`, which pads a group to 16 query heads; otherwise by sums, with few warps, since a sum over keys
+# joins all warps. Hopper has room for more pipeline stages than Ampere.
+DOT_CONFIGS = [
+    triton.Config({"BLOCK_N": block, "DOT": True, "STAGES": None}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((32, 4, 2), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
 ]
+SUM_CONFIGS = [
+    triton.Config({"BLOCK_N": block, "DOT": False, "STAGES": stages}, num_warps=warps, num_stages=stages)
+    for block, warps, stages in ((16, 1, 2), (32, 1, 2), (32, 2, 3), (32, 4, 3), (64, 4, 2))
+]
+_CHOSEN: dict[tuple[object, ...], triton.Config] = {}  # the fastest configuration, by what `_configuration` says
 
 
-@triton.autotune(configs=DECODE_CONFIGS[: 1 if INTERPRETED else None], key=["GROUP", "WIDTH", "WIDTH_V", "SPLITS"])
+@triton.jit
+def _capped(scores, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:  # tanh(x) = 2 sigmoid(2x) − 1
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    return scores
+
+
 @triton.jit
 def _decode_kernel(
     query,  # (rows, heads, WIDTH)
-    keys,  # (rows, key-value heads, capacity, WIDTH)
-    values,  # (rows, key-value heads, capacity, WIDTH_V)
+    keys,  # (slots, key-value heads, capacity, WIDTH): in and out
+    values,  # (slots, key-value heads, capacity, WIDTH_V): in and out
     lengths,  # (rows)
-    skipped,  # (rows)
-    positions,  # (rows, capacity)
+    slots,  # (rows) or None
+    new_key,  # (rows, key-value heads, WIDTH) or None
+    new_value,  # (rows, key-value heads, WIDTH_V) or None
+    skipped,  # (rows) or None
+    keep,  # (masks, heads) or None
+    masks,  # (rows) or None
+    positions,  # (slots, capacity) or None
     out,  # (rows, heads, WIDTH_V): out, if SPLITS is 1
     partial,  # (rows, heads, SPLITS, WIDTH_V): out, otherwise
     partial_log,  # (rows, heads, SPLITS): out, otherwise
     scale,
     softcap,
     window,
+    capacity,
     stride_query_row,
     stride_query_head,
-    stride_key_row,
+    stride_key_slot,
     stride_key_head,
     stride_key,
-    stride_value_row,
+    stride_value_slot,
     stride_value_head,
     stride_value,
-    stride_position_row,
+    stride_new_key_row,
+    stride_new_key_head,
+    stride_new_value_row,
+    stride_new_value_head,
+    stride_position_slot,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -56,68 +87,107 @@ def _decode_kernel(
     WIDTH_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    padded: tl.constexpr = 16 if DOT and BLOCK_G < 16 else BLOCK_G
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
-    g, d, dv = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    g, d, dv = tl.arange(0, padded), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     head = kv_head * GROUP + g
     is_value = (g < GROUP)[:, None] & (dv < WIDTH_V)[None, :]
-    out += (row * heads + head)[:, None] * WIDTH_V + dv[None, :]
-    if tl.load(skipped + row) != 0:
-        if SPLITS == 1:
-            tl.store(out, tl.zeros([BLOCK_G, BLOCK_DV], out.dtype.element_ty), mask=is_value)
-        return
-
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row).to(tl.int64)
+    keys += slot * stride_key_slot + kv_head * stride_key_head
+    values += slot * stride_value_slot + kv_head * stride_value_head
     length = tl.load(lengths + row).to(tl.int32)
+    factors = tl.full([padded], 1.0, tl.float32)
+    attends = length >= 0
+    if skipped is not None:
+        attends = tl.load(skipped + row) == 0
+    reads = attends
+    if keep is not None:
+        mask = tl.load(masks + row).to(tl.int64)
+        factors = tl.load(keep + mask * heads + head, mask=g < GROUP, other=0.0).to(tl.float32)
+        reads = attends & (tl.max(tl.abs(factors), 0) > 0)
+
+    tokens = length
+    if new_key is not None:
+        tokens = length + 1
     first = 0
-    if WINDOW:  # a window never covers more stored tokens than its width
-        first = tl.maximum(length - window, 0)
-        query_position = tl.load(positions + row * stride_position_row + length - 1, mask=length > 0, other=0).to(
-            tl.int32
-        )
+    if WINDOW:  # a window never covers more tokens than its width
+        first = tl.maximum(tokens - window, 0)
+    if WINDOW and positions is not None:
+        positions += slot * stride_position_slot
+        is_stored = (tokens > 0) & (tokens <= capacity)
+        last_position = tl.load(positions + tokens - 1, mask=is_stored, other=0).to(tl.int32)
+        if new_key is not None:  # of a full slot, the position of the last stored token
+            full_position = tl.load(positions + capacity - 1).to(tl.int32)
+            last_position = tl.where(tokens > capacity, full_position, last_position)
     part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * part
-    end = tl.minimum(begin + part, length)
+    end = tl.where(reads, tl.minimum(begin + part, length), begin)
 
     is_query = (g < GROUP)[:, None] & (d < WIDTH)[None, :]
     query += row * stride_query_row + head[:, None] * stride_query_head + d[None, :]
     q = tl.load(query, mask=is_query, other=0.0)
-    keys += row * stride_key_row + kv_head * stride_key_head
-    values += row * stride_value_row + kv_head * stride_value_head
-    if UPCAST:
+    if UPCAST or not DOT:
         q = q.to(tl.float32)
-    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    sums = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-    for block in range(begin, end, BLOCK_N):
+    maximum = tl.full([padded], float("-inf"), tl.float32)
+    total = tl.zeros([padded], tl.float32)
+    sums = tl.zeros([padded, BLOCK_DV], tl.float32)
+    if new_key is not None:
+        is_first = attends & (split == 0)
+        writes = is_first & (length < capacity)
+        new_key += row * stride_new_key_row + kv_head * stride_new_key_head + d
+        new_value += row * stride_new_value_row + kv_head * stride_new_value_head + dv
+        new_k = tl.load(new_key, mask=d < tl.where(is_first, WIDTH, 0), other=0.0)
+        new_v = tl.load(new_value, mask=dv < tl.where(is_first, WIDTH_V, 0), other=0.0)
+        tl.store(keys + length * stride_key + d, new_k, mask=d < tl.where(writes, WIDTH, 0))
+        tl.store(values + length * stride_value + dv, new_v, mask=dv < tl.where(writes, WIDTH_V, 0))
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+        maximum = tl.where(is_first, _capped(score, softcap, SOFTCAP), float("-inf"))
+        total = tl.where(is_first, 1.0, total)
+        sums += new_v.to(tl.float32)[None, :]
+    for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = block + tl.arange(0, BLOCK_N)
         visible = n < end
-        is_key = visible[None, :] & (d < WIDTH)[:, None]
-        k = tl.load(keys + n[None, :] * stride_key + d[:, None], mask=is_key, other=0.0)
+        if WINDOW and positions is not None:
+            position = tl.load(positions + n, mask=visible, other=0).to(tl.int32)
         v_mask = visible[:, None] & (dv < WIDTH_V)[None, :]
         v = tl.load(values + n[:, None] * stride_value + dv[None, :], mask=v_mask, other=0.0)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        if WINDOW:
-            position = tl.load(positions + row * stride_position_row + n, mask=visible, other=0).to(tl.int32)
-            visible = visible & (position > query_position - window)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if SOFTCAP:  # tanh(x) = 2 sigmoid(2x) − 1
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
+        if DOT:
+            is_key = visible[None, :] & (d < WIDTH)[:, None]
+            k = tl.load(keys + n[None, :] * stride_key + d[:, None], mask=is_key, other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+        else:
+            is_key = visible[:, None] & (d < WIDTH)[None, :]
+            k = tl.load(keys + n[:, None] * stride_key + d[None, :], mask=is_key, other=0.0).to(tl.float32)
+            v = v.to(tl.float32)
+            scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
+        if WINDOW and positions is not None:
+            visible = visible & (position > last_position - window)
+        scores = tl.where(visible[None, :], _capped(scores, softcap, SOFTCAP), float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if DOT:
+            sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        else:
+            sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
         maximum = higher
-    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None] * factors[:, None]
     if SPLITS == 1:
+        out += (row * heads + head)[:, None] * WIDTH_V + dv[None, :]
         tl.store(out, sums.to(out.dtype.element_ty), mask=is_value)
     else:
         at = (row * heads + head) * SPLITS + split
@@ -130,7 +200,6 @@ def _decode_kernel(
 def _join_kernel(
     partial,  # (rows, heads, SPLITS, WIDTH_V)
     partial_log,  # (rows, heads, SPLITS)
-    skipped,  # (rows)
     out,  # (rows, heads, WIDTH_V): out
     SPLITS: tl.constexpr,
     WIDTH_V: tl.constexpr,
@@ -139,10 +208,6 @@ def _join_kernel(
     row, heads = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     at = row * heads + tl.program_id(1)
     s, dv = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
-    out += at * WIDTH_V + dv
-    if tl.load(skipped + row) != 0:
-        tl.store(out, tl.zeros([BLOCK_DV], out.dtype.element_ty), mask=dv < WIDTH_V)
-        return
     log_sums = tl.load(partial_log + at * SPLITS + s)
     highest = tl.max(log_sums, 0)
     weights = tl.exp2(log_sums - tl.where(highest == float("-inf"), 0.0, highest))
@@ -151,7 +216,7 @@ def _join_kernel(
     )
     total = tl.sum(weights, 0)
     sums = tl.sum(weights[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out, sums.to(out.dtype.element_ty), mask=dv < WIDTH_V)
+    tl.store(out + at * WIDTH_V + dv, sums.to(out.dtype.element_ty), mask=dv < WIDTH_V)
 
 
 def decode(
@@ -161,52 +226,48 @@ def decode(
     lengths: torch.Tensor,
     scaling: float,
     *,
-    slots: torch.Tensor | None,
-    new_key: torch.Tensor | None,
-    new_value: torch.Tensor | None,
-    skipped: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    window: int | None,
-    positions: torch.Tensor | None,
-    softcap: float | None,
-    splits: int | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    config: triton.Config | None = None,
+    **tensors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch the kernels; arguments as in `ops.decode`."""
-    query, keys, values = (
-        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
-    )
-    rows, heads, width = query.shape
-    kv_heads, capacity, width_v = values.shape[1:]
-    group = heads // kv_heads
+    """Launch the kernels, in the fastest configuration or `config`; other arguments as in `ops.decode`."""
+    query, keys, values = (_contiguous_vectors(tensor) for tensor in (query, keys, values))
+    (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]
     splits = splits or _splits(rows * kv_heads, min(capacity, window or capacity), query.device)
+    config = config or _configuration(query, keys, values, splits)
     out = torch.empty(rows, heads, width_v, dtype=query.dtype, device=query.device)
-    partial, partial_log = out, out
+    partial = partial_log = out
     if splits > 1:
         partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
         partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    vectors = {name: tensors.get(name) for name in ("new_key", "new_value", "positions")}
+    vectors = {name: None if tensor is None else _contiguous_vectors(tensor) for name, tensor in vectors.items()}
+    numbers = {name: _contiguous(tensors.get(name)) for name in ("slots", "skipped", "keep", "masks")}
     block_dv = max(16, triton.next_power_of_2(width_v))
-    skipped = torch.zeros_like(lengths, dtype=torch.bool) if skipped is None else skipped
-    lengths, skipped = lengths.contiguous(), skipped.contiguous().view(torch.uint8)
     _decode_kernel[(rows, kv_heads, splits)](
-        query,
-        keys,
-        values,
-        lengths,
-        skipped,
-        lengths if positions is None else positions,
-        out,
-        partial,
-        partial_log,
-        scaling * _LOG2_E.value,
-        (softcap or 1.0) * _LOG2_E.value,
-        window or 0,
-        *query.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        0 if positions is None else positions.stride(0),
-        GROUP=group,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        query=query,
+        keys=keys,
+        values=values,
+        lengths=_contiguous(lengths),
+        out=out,
+        partial=partial,
+        partial_log=partial_log,
+        scale=scaling * _LOG2_E.value,
+        softcap=(softcap or 1.0) * _LOG2_E.value,
+        window=window or 0,
+        capacity=capacity,
+        **vectors,
+        **numbers,
+        **_strides("query", query, "row", "head"),
+        **_strides("key", keys, "slot", "head", ""),
+        **_strides("value", values, "slot", "head", ""),
+        **_strides("new_key", vectors["new_key"], "row", "head"),
+        **_strides("new_value", vectors["new_value"], "row", "head"),
+        **_strides("position", vectors["positions"], "slot"),
+        GROUP=heads // kv_heads,
+        BLOCK_G=triton.next_power_of_2(heads // kv_heads),
         WIDTH=width,
         BLOCK_D=max(16, triton.next_power_of_2(width)),
         WIDTH_V=width_v,
@@ -215,12 +276,33 @@ def decode(
         WINDOW=window is not None,
         SOFTCAP=bool(softcap),
         UPCAST=INTERPRETED,  # the interpreter's bfloat16 products are wrong
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **config.kwargs,
     )
     if splits > 1:
-        _join_kernel[(rows, heads)](
-            partial, partial_log, skipped, out, SPLITS=splits, WIDTH_V=width_v, BLOCK_DV=block_dv
-        )
+        _join_kernel[(rows, heads)](partial, partial_log, out, SPLITS=splits, WIDTH_V=width_v, BLOCK_DV=block_dv)
     return out
+
+
+def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose last dimension has stride 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a contiguous tensor, of bytes instead of booleans."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _strides(name: str, tensor: torch.Tensor | None, *dimensions: str) -> dict[str, int]:
+    """Return a tensor's strides as arguments of the kernel; 0 without a tensor."""
+    strides = [0] * len(dimensions) if tensor is None else tensor.stride()
+    names = ["_".join(filter(None, ("stride", name, dimension))) for dimension in dimensions]
+    return dict(zip(names, strides, strict=False))
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
@@ -229,3 +311,36 @@ def _splits(programs: int, keys: int, device: torch.device) -> int:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
     splits = min(2 * processors // programs, triton.cdiv(keys, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1
+
+
+def _configuration(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, splits: int) -> triton.Config:
+    """Return the fastest configuration for this dtype and these widths, timed at the first call outside a capture.
+
+    Nothing that changes from step to step has a say, and the timed launches read the storage but do not write to it.
+    """
+    if not query.is_cuda:
+        return DOT_CONFIGS[0]
+    group = query.shape[1] // keys.shape[1]
+    case = (query.device, query.dtype, group, keys.shape[-1], values.shape[-1], splits > 1)
+    if case not in _CHOSEN:
+        if torch.cuda.is_current_stream_capturing():
+            return DOT_CONFIGS[0]
+        configs = DOT_CONFIGS + (SUM_CONFIGS if group <= SMALL_GROUP else [])
+        _CHOSEN[case] = min(configs, key=bind(_milliseconds, query, keys, values, splits))
+    return _CHOSEN[case]
+
+
+def _milliseconds(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, splits: int, config: triton.Config
+) -> float:
+    """Return a configuration's time over rows with equally many tokens; infinite if it does not fit the device."""
+    slots = torch.arange(len(query), device=query.device) % len(keys)
+    lengths = torch.full_like(slots, min(keys.shape[2], TIMED_KEYS))
+
+    def launch() -> None:
+        decode(query, keys, values, lengths, 1.0, slots=slots, splits=splits, config=config)
+
+    try:
+        return float(triton.testing.do_bench(launch, warmup=10, rep=40, return_mode="median"))
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")

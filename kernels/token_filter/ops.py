@@ -60,17 +60,28 @@ def decide_and_store(
     rule: Rule,
     *,
     store: tuple[torch.Tensor, ...],
-    position: int,
+    position: int | torch.Tensor,
     keep_skipped: bool,
+    slots: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decide about one token per row, and store it unless it skips; one launch on a GPU.
 
+    No value that changes from step to step has to be a Python number: a captured CUDA graph can be replayed with other
+    slots, positions and valid rows.
+
     Args:
-        key, value, valid, memory, rule: as in `decide`, one token per row.
-        store: keys and values (rows, key-value heads, capacity, width), positions (rows, capacity), lengths (rows,)
-            below the capacity, and totals (2,), tokens and skipped tokens so far. All are contiguous, and updated.
-        position: of these tokens in the text.
+        key, value: (rows, key-value heads, 1, width).
+        valid: (rows, 1); where it is false, a row's memory, storage and length stay as they are.
+        memory: of the slots; updated.
+        rule: of the layer.
+        store: keys and values (slots, key-value heads, capacity, width), positions (slots, capacity), lengths (slots,),
+            of valid rows below the capacity, and totals (2,), tokens and skipped tokens so far. All are contiguous, and
+            updated.
+        position: of these tokens in the text, one for all or (rows,).
         keep_skipped: store skipped tokens, too.
+        slots: slot of each row, (rows,); None: row i has slot i. Only rows that are not valid may share a slot.
+        ends: output, the rows' numbers of stored tokens, (rows,); None: not written.
 
     Returns:
         (rows, 1), true for skipped or padding.
@@ -78,15 +89,43 @@ def decide_and_store(
     keys, values, positions, lengths, totals = store
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
     if len(key) and use_kernel("decide", key, _too_large(key, value), types):
-        return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
-    skipped = decide(key, value, valid, memory, rule)
-    rows, ends = torch.arange(len(key), device=key.device), lengths.long()
-    keys[rows, :, ends] = key[:, :, 0].to(keys.dtype)  # read only if the length grows
-    values[rows, :, ends] = value[:, :, 0].to(values.dtype)
-    positions[rows, ends] = position
-    lengths += (valid if keep_skipped else valid & ~skipped)[:, 0]
+        return _launch(key, value, valid, memory, rule, store, position, keep_skipped, slots, ends)
+    skipped = _decide_in_slots(key, value, valid, memory, rule, slots)
+    rows = torch.arange(len(key), device=key.device) if slots is None else slots.long()
+    stays = (valid if keep_skipped else valid & ~skipped)[:, 0]
+    rows, chosen = rows[stays], stays.nonzero()[:, 0]
+    offsets = lengths[rows].long()
+    keys[rows, :, offsets] = key[chosen, :, 0].to(keys.dtype)
+    values[rows, :, offsets] = value[chosen, :, 0].to(values.dtype)
+    positions[rows, offsets] = position[chosen].to(positions.dtype) if isinstance(position, torch.Tensor) else position
+    lengths[rows] += 1
     totals += torch.stack([valid.sum(), skipped.sum()])
+    if ends is not None:
+        ends.copy_(lengths if slots is None else lengths[slots.long()])
     return skipped | ~valid
+
+
+def _decide_in_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor,
+    memory: Memory,
+    rule: Rule,
+    slots: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `decide` with the memory of the rows' slots."""
+    if slots is None:
+        return decide(key, value, valid, memory, rule)
+    slots, chosen = slots.long(), valid[:, 0].nonzero()[:, 0]
+    slots = slots[chosen]
+    states = memory.states if memory.is_shared else memory.states[slots]
+    part = Memory(memory.started[slots], memory.anchor_key[slots], memory.anchor_value[slots], states)
+    skipped = torch.zeros_like(valid)
+    skipped[chosen] = decide(key[chosen], value[chosen], valid[chosen], part, rule)
+    for tensor, new in zip(memory.tensors, part.tensors, strict=True):
+        if new is not tensor:
+            tensor[slots] = new
+    return skipped
 
 
 def _launch(

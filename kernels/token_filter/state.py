@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass
 class Memory:
-    """Memory of a filtered layer with a row for each sequence; decisions update it in place."""
+    """Memory of a filtered layer with a row for each sequence, or slot; decisions update it in place."""
 
     started: torch.Tensor  # whether a sequence has a token, (rows,)
     anchor_key: torch.Tensor  # (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere
@@ -83,6 +83,11 @@ class Memory:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, rows first."""
         return [getattr(self, field.name) for field in fields(Memory)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several sequences share one threshold."""
+        return len(self.states) == 1 < len(self.started)
 
     def rows(self, rows: torch.Tensor) -> Memory:
         """Return a copy of some rows."""

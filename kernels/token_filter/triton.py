@@ -76,17 +76,20 @@ def _decide_kernel(
     key,  # (rows, HEADS, 1, WIDTH)
     value,  # (rows, HEADS, 1, WIDTH_V)
     valid,  # (rows, 1)
-    started,  # (rows)
-    anchor_key,  # (rows, HEADS, WIDTH)
-    anchor_value,  # (rows, HEADS, WIDTH_V)
-    state,  # (rows or 1, COLUMNS)
+    slots,  # (rows) or None
+    started,  # (slots)
+    anchor_key,  # (slots, HEADS, WIDTH)
+    anchor_value,  # (slots, HEADS, WIDTH_V)
+    state,  # (slots or 1, COLUMNS)
     rule,  # share, step size, smoothing, warm-up, quantile
     absent,  # (rows): out, skipped tokens, and padding if STORE
-    stored_keys,  # (rows, HEADS, capacity, WIDTH); this and the next four only if STORE
-    stored_values,  # (rows, HEADS, capacity, WIDTH_V)
-    positions,  # (rows, capacity)
-    lengths,  # (rows)
+    stored_keys,  # (slots, HEADS, capacity, WIDTH); this and the next four only if STORE
+    stored_values,  # (slots, HEADS, capacity, WIDTH_V)
+    positions,  # (slots, capacity)
+    lengths,  # (slots)
     totals,  # (2): tokens, skipped
+    ends,  # (rows) or None: out, lengths after storing
+    row_positions,  # (rows) or None: `position` of each row
     position,
     rows,
     capacity,
@@ -109,11 +112,15 @@ def _decide_kernel(
 ):
     first = tl.program_id(0).to(tl.int64)
     last = first + 1
+    states = state
     if SHARED:
         last = first + rows
-    state += first * _COLUMNS
-    threshold, count, skipped = tl.load(state), tl.load(state + 1), tl.load(state + 2)
-    scored, mean, deviations = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+    elif slots is None:
+        states += first * _COLUMNS
+    else:
+        states += tl.load(slots + first).to(tl.int64) * _COLUMNS
+    threshold, count, skipped = tl.load(states), tl.load(states + 1), tl.load(states + 2)
+    scored, mean, deviations = tl.load(states + 3), tl.load(states + 4), tl.load(states + 5)
     share, step_size, smoothing = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
     warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
     heads = tl.arange(0, BLOCK_H)[:, None]
@@ -121,13 +128,18 @@ def _decide_kernel(
     is_key, is_value = (heads < HEADS) & (d < WIDTH), (heads < HEADS) & (dv < WIDTH_V)
     is_head = tl.arange(0, BLOCK_H) < HEADS
     of_key, of_value = heads * WIDTH + d, heads * WIDTH_V + dv
+    has_token = first < 0
     for row in range(first, last):
+        slot = row
+        if slots is not None:
+            slot = tl.load(slots + row).to(tl.int64)
         is_token = tl.load(valid + row * stride_valid) != 0
-        has_started = tl.load(started + row) != 0
+        has_token = has_token | is_token
+        has_started = tl.load(started + slot) != 0
         new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + d, mask=is_key, other=0.0)
         new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dv, mask=is_value, other=0.0)
-        anchors_k = anchor_key + row * HEADS * WIDTH + of_key
-        anchors_v = anchor_value + row * HEADS * WIDTH_V + of_value
+        anchors_k = anchor_key + slot * HEADS * WIDTH + of_key
+        anchors_v = anchor_value + slot * HEADS * WIDTH_V + of_value
         old_k, old_v = tl.load(anchors_k, mask=is_key, other=0.0), tl.load(anchors_v, mask=is_value, other=0.0)
         k, v = new_key.to(old_k.dtype), new_value.to(old_v.dtype)
 
@@ -138,37 +150,41 @@ def _decide_kernel(
         )  # fmt: skip
 
         if STORE:
-            length = tl.load(lengths + row)
+            length = tl.load(lengths + slot)
         tl.debug_barrier()  # every warp must have read the anchors and the length before they are overwritten
         decay = tl.where(has_started, smoothing, 0.0)
         decay_k, decay_v = decay.to(old_k.dtype), decay.to(old_v.dtype)
         if is_token:
             tl.store(anchors_k, decay_k * old_k + (1 - decay_k) * k, mask=is_key)
             tl.store(anchors_v, decay_v * old_v + (1 - decay_v) * v, mask=is_value)
-            tl.store(started + row, 1)
+            tl.store(started + slot, 1)
         if STORE:
             stays = is_token
             if not KEEP_SKIPPED:
                 stays = is_token & (skip == 0)
             if stays:
-                slot = length.to(tl.int64)
-                tl.store(stored_keys + ((row * HEADS + heads) * capacity + slot) * WIDTH + d, new_key, mask=is_key)
-                tl.store(
-                    stored_values + ((row * HEADS + heads) * capacity + slot) * WIDTH_V + dv, new_value, mask=is_value
-                )
-                tl.store(positions + row * capacity + slot, position)
-                tl.store(lengths + row, length + 1)
+                at = slot * HEADS * capacity + heads.to(tl.int64) * capacity + length
+                tl.store(stored_keys + at * WIDTH + d, new_key, mask=is_key)
+                tl.store(stored_values + at * WIDTH_V + dv, new_value, mask=is_value)
+                if row_positions is None:
+                    tl.store(positions + slot * capacity + length, position)
+                else:
+                    tl.store(positions + slot * capacity + length, tl.load(row_positions + row))
+                tl.store(lengths + slot, length + 1)
+            if ends is not None:
+                tl.store(ends + row, length + stays.to(tl.int32))
             tl.atomic_add(totals, is_token.to(tl.int64))
             tl.atomic_add(totals + 1, skip.to(tl.int64))
             tl.store(absent + row, (skip | (is_token == 0)).to(tl.uint8))
         else:
             tl.store(absent + row, skip.to(tl.uint8))
-    tl.store(state, threshold)
-    tl.store(state + 1, count)
-    tl.store(state + 2, skipped)
-    tl.store(state + 3, scored)
-    tl.store(state + 4, mean)
-    tl.store(state + 5, deviations)
+    if has_token:
+        tl.store(states, threshold)
+        tl.store(states + 1, count)
+        tl.store(states + 2, skipped)
+        tl.store(states + 3, scored)
+        tl.store(states + 4, mean)
+        tl.store(states + 5, deviations)
 
 
 def decide(
@@ -180,8 +196,10 @@ def decide(
     kind: int,
     as_printed: bool,
     store: tuple[torch.Tensor, ...] | None = None,
-    position: int = 0,
+    position: int | torch.Tensor = 0,
     keep_skipped: bool = False,
+    slots: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch one decode step; arguments as in `ops.decide_and_store`, with the rule's numbers on the device."""
     rows, heads, _, width = key.shape
@@ -189,12 +207,13 @@ def decide(
     key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
     absent = torch.empty(rows, 1, dtype=torch.bool, device=key.device)
     stored = store or (memory.states,) * 5
-    shared = memory.states.shape[0] == 1 and rows > 1
+    shared = memory.is_shared
     block_h, block_d, block_dv = (triton.next_power_of_2(size) for size in (heads, width, width_v))
     _decide_kernel[(1 if shared else rows,)](
         key,
         value,
         valid.view(torch.uint8),
+        None if slots is None else slots.contiguous(),
         memory.started.view(torch.uint8),
         memory.anchor_key,
         memory.anchor_value,
@@ -202,7 +221,9 @@ def decide(
         rule,
         absent.view(torch.uint8),
         *stored,
-        position,
+        ends,
+        position.contiguous() if isinstance(position, torch.Tensor) else None,
+        0 if isinstance(position, torch.Tensor) else position,
         rows,
         stored[2].shape[1] if store else 0,
         *key.stride()[:2],

@@ -124,9 +124,13 @@ def _assignment(text: str, depth: int) -> Form | None:
     return Form("equation", tuple(sides)) if is_name(sides[0]) else None
 
 
-def _union(text: str, depth: int) -> Form | None:
+def _union(text: str, depth: int) -> Form | str | None:
+    """Read a union, to which the empty set adds nothing."""
     union = split(text, r"\cup")
-    return Form("list", _forms(union, depth), ("union",)) if len(union) > 1 else None
+    parts = [part for part in union if part.strip() != r"\emptyset"] or union[:1]
+    if len(union) == 1:
+        return None
+    return Form("list", _forms(parts, depth), ("union",)) if len(parts) > 1 else form_of(parts[0], depth + 1)
 
 
 def _bracketed(text: str, depth: int) -> Form | str | None:
@@ -211,7 +215,7 @@ def _interval(text: str) -> Form | None:
         return None
     low, high = (sides[0], sides[2]) if signs[0][0] == "<" else (sides[2], sides[0])
     if r"\ne" in signs:
-        return _union(rf"(-\infty,{low})\cup({low},\infty)", 0)
+        return Form("list", _forms((rf"(-\infty,{low})", rf"({low},\infty)"), 0), ("union",))
     if signs[0][0] != signs[1][0]:
         return None
     closed = ["=" in sign for sign in (signs if signs[0][0] == "<" else signs[::-1])]

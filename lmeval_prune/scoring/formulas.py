@@ -21,7 +21,7 @@ _FORMULA = re.compile(
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
 _TOKEN = (
-    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|{phrases('mathematical_words')}(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
+    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
@@ -139,7 +139,7 @@ class FormulaReader:
         if first:
             denied = _NEGATES.search(atoms.text[: first.start()])
             return None if denied else atoms.joined("".join(_LIST.findall(atoms.text, first.start())[:1]))
-        words = _SAYING.sub("", REASON.split(content, maxsplit=1)[0]).strip(" $*_").rstrip(" .$!。")
+        words = _SAYING.sub("", REASON.split(content, maxsplit=1)[0]).strip(" $*_=").rstrip(" .$!。")
         if not self.words and _MATHEMATICAL.search(words):
             return _UNITS.sub("", words)
         return words if self.words or len(PROSE.findall(words)) <= MAX_WORDS else None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from lmeval_prune.scoring.forms import Form, assigned, form_of
-from lmeval_prune.scoring.normalisation import MAX_LENGTH, canonical, line
+from lmeval_prune.scoring.normalisation import MAX_LENGTH, line, spelled
 from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
@@ -164,6 +164,9 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool | None]] = {
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
 _TWICE = re.compile(r"(.{1,40}?) ?\((?:or|=|≈|i\.e\.,?)? ?([^()]{1,40})\)")
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}|\bradians?\b")
+_DEGREES = re.compile(  # 45°, 22.5 degrees
+    r"(\d[\d./]*|\\frac\s*\{\d+\}\s*\{\d+\})\s*(?:°|\\text\s*\{\s*degrees?\s*\}|degrees?\b)"
+)
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 _FUNCTIONS = words("latex_functions")
 _NO_EXPRESSION = re.compile(
@@ -230,9 +233,8 @@ def _once(answer: str) -> str:
 
 
 def _in_radians(answer: str) -> str:
-    answer = _RADIANS.sub("", answer)
-    degrees = "pi" not in answer and re.search(r"\\circ|°|degree", answer)
-    return f"\\frac{{\\pi}}{{180}} ({canonical(answer)})" if degrees else answer
+    """Return an answer with its degrees in radians, and radians without their name."""
+    return _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer)))
 
 
 def easy_verdict(answer: str, gold: str) -> bool | None:

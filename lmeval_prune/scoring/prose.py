@@ -24,6 +24,8 @@ _COMPARES = re.compile(phrases("compares"))
 _DEPENDS = re.compile(phrases("depends"))
 _RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")
+_CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")
+_RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")
 _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
 # What is not written in an answer.
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
@@ -86,10 +88,12 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
 
 
 def _last_number(prose: Prose) -> int | None:
-    """Return the number of the last clause that is no supposition, reason or comparison."""
+    """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
     clauses = [clause for clause in prose.clauses() if not _is_condition(prose, clause, _SUPPOSES)]
-    stated = [clause for clause in clauses if not _is_reason(prose, clause)]
-    stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
+    written = {clause: prose.words(clause.start, clause.stop) for clause in clauses}
+    concluding = next((clause.start for clause in clauses if _CONCLUDES.match(written[clause])), len(prose.outline))
+    stated = [c for c in clauses if not (c.start > concluding and _RATE.match(written[c])) and not _is_reason(prose, c)]
+    stated = [clause for clause in stated if not _COMPARES.match(written[clause])] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
 

@@ -24,6 +24,10 @@ _GIVES = re.compile(
     rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])",
     re.IGNORECASE,
 )
+_REJECTS = re.compile(
+    rf"\b{phrases('rejecting')}\s[^.!?\n]*\d[^.!?\n]*$", re.IGNORECASE
+)  # another: we rejected 40, as it is too big
+_VALUE = re.compile(r"[\d$\\]")
 _CONFIRMED = pattern("confirmed")
 _NUMBER_IS_WRONG = re.compile(
     r"(-?\d[\d.,/]*|\}|\$)(?= (?:is|was|seems|looks|must be|can't be|cannot be)(?: \w+)? " + phrases("wrong") + ")",
@@ -32,7 +36,9 @@ _NUMBER_IS_WRONG = re.compile(
 
 
 def taken_back(following: str, content: str = "") -> re.Match[str] | None:
-    """Return where what follows a statement takes it back, unless it confirms it after all.
+    """Return the last of the words, before another value, with which what follows a statement takes it back.
+
+    None if it does not, or confirms it after all.
 
     Args:
         following: the text after the statement; its first `WINDOW` characters are looked at.
@@ -40,10 +46,20 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     """
     near = following[:WINDOW]
     numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
+    called = (called for called in _CALLED_WRONG.finditer(near) if not _REJECTS.search(near, 0, called.start()))
     turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
-    candidates = [match for match in (_CALLED_WRONG.search(near) or next(numbers, None), next(turns, None)) if match]
-    first = min(candidates, key=lambda match: match.start(), default=None)
-    return None if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300) else first
+    candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
+    first = min(candidates, key=lambda sign: sign.start(), default=None)
+    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
+        return None
+    return _last_sign(near, first)
+
+
+def _last_sign(text: str, first: re.Match[str]) -> re.Match[str]:
+    """Return the last sign of several before another value: sorry, I made a mistake: it should be."""
+    signs = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(text, first.end()))
+    following = (sign for sign in signs if not _VALUE.search(text, first.end(), sign.start()))
+    return max([first, *following], key=lambda sign: sign.end())
 
 
 def end_of_first(statement: str) -> int | None:

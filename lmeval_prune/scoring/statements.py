@@ -90,6 +90,7 @@ _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
+_KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 
 
@@ -145,6 +146,7 @@ def _following(text: str, start: int) -> tuple[int, str]:
     if before.endswith(('"', "'")):  # quoted, or JSON
         quoted, quote, rest = content.partition(before[-1])
         content = quoted if quote and not rest.strip(" .,;!?}])`") else content
+        content = content.replace("\\\\", "\\") if _KEY_END.search(text, max(0, start - 9), start) else content
     elif text[max(0, start - 2) : start].strip(": ") in ('"', "'"):
         content = re.split(r"\](?=\s*[,}])" if content.startswith("[") else r"\s*[,}](?!\d)", content, maxsplit=1)[0]
     return end, content
@@ -250,7 +252,7 @@ def _extract(text: str, reader: Reader) -> Extraction:
         if _says_nothing(content, at_end, reader):
             continue
         if back := taken_back(following, content):
-            later = reader.read_end(following[back.end() :])
+            later = reader.read_end(_after(following, back))
             if later is not None:
                 return Extraction(later, "end")
             rest = _blanked(rest, 0, until)
@@ -273,8 +275,16 @@ def _end(text: str, reader: Reader) -> Extraction:
     """Return the answer of the first line, if an explanation follows it, or of the last sentence."""
     first = _EXPLAINED.match(text)
     alone = (first[1] or first[2]) if first and not taken_back(text) else ""
-    answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(text)
+    line = _last_line(text)
+    back = taken_back(line)
+    answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else None
+    answer = answer or (reader.read_end(_after(line, back)) if back else None) or reader.read_end(text)
     return Extraction(answer, "end") if answer else Extraction("", "none")
+
+
+def _after(text: str, sign: re.Match[str]) -> str:
+    """Return what stands after a sign and its colon."""
+    return text[sign.end() :].lstrip(" ,:，：—–")
 
 
 def _assumption(text: str, statement: Statement) -> tuple[int, int] | None:

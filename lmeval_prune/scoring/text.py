@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lmeval_prune.scoring.normalisation import line
 from lmeval_prune.scoring.prose import number_of, numbers_in
@@ -32,7 +33,8 @@ _EXPLAINED = re.compile(  # an explanation after a name
 )
 _LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
 _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
-    rf"(?:.*[:,]\s)?(?:{phrases('conclusions')}\b,?\s+)?(yes|no)\b"
+    rf"(?:.*[:,，：]\s*)?(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
+    rf"(?:(?P<yes>yes|{phrases('yes', 'zh')})|no|{phrases('no', 'zh')})"
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
     re.IGNORECASE,
 )
@@ -163,7 +165,7 @@ class TextReader:
     def _part(self, text: str) -> str | None:
         if self._is_yes_or_no:
             answer = _YES_OR_NO.match(text)
-            return answer[1].lower() if answer else None
+            return ("yes" if answer["yes"] else "no") if answer else None
         if self._pattern:
             return _last_free(self._pattern, text)
         golds, numbers = [number_of(part) for part in self.gold.split(";")], numbers_in(text)
@@ -173,16 +175,21 @@ class TextReader:
         return None if any(map(_NO_LIST.search, between)) else "; ".join(numbers)
 
 
+def _ratio(text: str) -> Fraction | str:
+    """Return the value of a ratio of two numbers; a text that is none, as it is."""
+    terms = re.fullmatch(r"(\d+)\s*:\s*0*([1-9]\d*)", text)
+    return Fraction(int(terms[1]), int(terms[2])) if terms else text
+
+
 def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
     matches = list(kind.finditer(text))
+    if " or " in text:  # 3:4, or 6:8
+        alternatives = [_ratio(match.group()) for match in matches]
+        return matches[0].group() if len(alternatives) > 1 and len(set(alternatives)) == 1 else None
     starts = [0, *(match.end() for match in matches)]
     before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
-    if (
-        " or " in text
-        or any(map(_RANGE.search, before))
-        or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:])
-    ):
+    if any(map(_RANGE.search, before)) or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:]):
         return None
     free = (match.group() for match, gap in zip(matches[::-1], before[::-1], strict=True) if not _GOVERNED.search(gap))
     return next(free, None)

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -123,6 +124,11 @@ class Report:
         self.write()
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether a row has failed."""
+        return any("failed" in row for row in self.results["rows"])
+
+    @property
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._begin
@@ -149,6 +155,10 @@ class Report:
                 row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
             except WrongResultsError as error:
                 row["failed"] = str(error)
+            except Exception as error:  # time on a GPU is short: other cases go on, and the program fails at its end
+                row["failed"] = f"{type(error).__name__}: {error}"
+                row["traceback"] = traceback.format_exc()[-3000:]
+                traceback.print_exc()
         row["row_seconds"] = self.seconds - begin
         self._longest[kind] = max(self._longest.get(kind, 0), row["row_seconds"])
         if self.device == "cuda":

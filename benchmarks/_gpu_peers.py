@@ -22,7 +22,7 @@ from _gpu_texts import (
     rates,
     seconds_of,
 )
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from lmeval_prune import map_model
 from lmeval_prune.decoding.request import end_tokens
@@ -84,15 +84,24 @@ class Peers:
                 vars(self.model).pop(name, None)
 
     def run_generate_batch(self) -> dict[str, Any]:
-        """Decode by transformers' continuous batching, over sdpa since flash attention is not there."""
-        before = self.model.config._attn_implementation
-        ends = list(end_tokens(self.model.generation_config))
-        config = GenerationConfig(
-            max_new_tokens=self.longest, do_sample=False, eos_token_id=ends or -1, pad_token_id=0, use_cuda_graph=None
-        )
+        """Decode by transformers' continuous batching, over sdpa since flash attention is not there.
 
-        def run() -> Answers:
-            out = self.model.generate_batch(inputs=list(map(list, self.prompts)), generation_config=config)
+        A first run with short answers captures its graphs and is not timed.
+        """
+        attention, generation = self.model.config._attn_implementation, self.model.generation_config
+        ends = list(end_tokens(generation))
+        config = GenerationConfig(max_new_tokens=self.longest, do_sample=False, eos_token_id=ends or -1, pad_token_id=0)
+        sizes = {"num_blocks": 16, "max_batch_tokens": 64} if self.options.tiny else {}
+        batching = ContinuousBatchingConfig(**sizes)
+
+        def run(longest: int) -> Answers:
+            out = self.model.generate_batch(
+                inputs=[list(prompt) for prompt in self.prompts],
+                generation_config=config,
+                continuous_batching_config=batching,
+                persistent_manager=True,
+                max_new_tokens=longest,
+            )
             results = list(out.values())
             if len(results) != len(self.prompts) or any(result.error for result in results):
                 errors = sorted({str(result.error) for result in results if result.error})
@@ -101,9 +110,11 @@ class Peers:
 
         self.model.set_attn_implementation("paged|sdpa")
         try:
-            return self._timed(run)
+            warm_up = seconds_of(self.device, partial(run, min(4, self.longest)))[1]
+            return {"warm_up_seconds": warm_up, **self._timed(partial(run, self.longest))}
         finally:
-            self.model.set_attn_implementation(before)
+            self.model.destroy_cached_continuous_batching_manager()
+            self.model.set_attn_implementation(attention)
 
     def _timed(self, run: Callable[[], Answers], refuse: bool = False) -> dict[str, Any]:
         answers, seconds = seconds_of(self.device, run)
@@ -135,7 +146,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
         "generate, static cache, compiled": peers.run_static_cache,
     }
     for name, decode in decoders.items():
-        for _ in range(options.rounds):
+        for _ in range(1 if options.tiny else options.rounds):
             report.row(name, {"decoder": name}, decode)
     medians = {
         name: statistics.median(

@@ -67,7 +67,7 @@ class Sweep:
         self.model, tokenizer = loaded_model(options)
         self.model_map = map_model(self.model)
         self.prompts = question_prompts(options, self.model, tokenizer)
-        self.masks = head_masks(self.model_map, 3 if options.tiny else options.masks)
+        self.masks = head_masks(self.model_map, 2 if options.tiny else options.masks)
         self.longest = new_tokens(options)
         self.requests = engine_requests(self.prompts, self.masks, self.longest)
         self.engines = {static: new_engine(self.model, self.model_map, static) for static in (True, False)}
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     report.row("batch", {}, sweep.choose_batch)
     report.row("sweep", {decoder: "generate", "mask": None}, partial(sweep.run_generate, None))
     report.row("sweep", {decoder: "engine, eager"}, partial(sweep.run_engine, False))
-    for _ in range(1, options.rounds):
+    for _ in range(0 if options.tiny else options.rounds - 1):
         report.row("sweep", {decoder: "engine, static"}, partial(sweep.run_engine, True))
     for mask in sweep.masks[1:]:
         report.row("sweep", {decoder: "generate", "mask": str(mask)}, partial(sweep.run_generate, mask))

@@ -37,7 +37,7 @@ def loaded_model(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def question_prompts(options: argparse.Namespace, model: Any, tokenizer: Any) -> list[Prompt]:
     """Return distinct prompts, longest first: questions of `--texts`, or random tokens of similar lengths."""
-    count = 6 if options.tiny else options.questions
+    count = 4 if options.tiny else options.questions
     if options.texts and tokenizer is not None:
         lines = Path(options.texts).read_text().splitlines()[:count]
         texts = (f"Question: {json.loads(line)['question']}\nAnswer:" for line in lines)
@@ -49,7 +49,7 @@ def question_prompts(options: argparse.Namespace, model: Any, tokenizer: Any) ->
 
 def new_tokens(options: argparse.Namespace) -> int:
     """Return the largest number of tokens in an answer."""
-    return 8 if options.tiny else int(options.new_tokens)
+    return 5 if options.tiny else int(options.new_tokens)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def best_batch(
 ) -> tuple[int, dict[str, float | str]]:
     """Return the batch size at which `generate` decodes most tokens a second, and the rates by size."""
     rates: dict[str, float | str] = {}
-    for batch in sorted({min(batch, len(prompts)) for batch in ([2, 4] if options.tiny else options.batches)}):
+    for batch in sorted({min(batch, len(prompts)) for batch in ([4] if options.tiny else options.batches)}):
         part, longest = prompts[:batch], min(64, new_tokens(options))
         try:
             generate_batch(model, part, 4, **settings)

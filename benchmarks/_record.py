@@ -72,7 +72,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:
-    """Write a results file: a name in benchmarks/results, or a path without its suffix. Killed at any moment, it stays."""
+    """Write a results file, all of it or nothing: a name in benchmarks/results, or a path without its suffix."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")

@@ -67,6 +67,8 @@ def main(arguments: list[str] | None = None) -> Path:
     import_module(PARTS[options.part]).run(options, report)
     report.write()
     print(f"written: {results_path(name)}")
+    if report.has_failed:
+        sys.exit("some rows have failed, see the results")
     return Path(results_path(name))
 
 

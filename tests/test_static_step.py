@@ -11,7 +11,7 @@ from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_r
 from tiny_models import CAUSAL, VOCABULARY
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lmeval_prune.decoding import Engine, Schedule
+from lmeval_prune.decoding import Engine, SamplingParams, Schedule
 from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.interventions.token_filter import TokenFilter
 
@@ -96,3 +96,47 @@ def test_a_filtered_step(window: int | None, caplog: pytest.LogCaptureFixture) -
         result = answers(engine, requests)
         for request in requests:
             assert result[request.tag] == alone(model, request), request
+
+
+SAMPLED = [
+    SamplingParams(20, (2,), do_sample=True, temperature=0.7, top_k=12, top_p=0.9),
+    SamplingParams(9, (), do_sample=True, temperature=0.7, top_k=12, top_p=0.9),
+    SamplingParams(14, (2,), ("A",), do_sample=True, temperature=1.3, min_p=0.05),
+    SamplingParams(14, (2,), do_sample=True, repetition_penalty=1.2),
+    SamplingParams(14, (2,)),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("params", [SAMPLED, SAMPLED[:2], SAMPLED[2:4]], ids=["all", "drawn in the step", "two ways"])
+def test_sampled_answers(params: list[SamplingParams], deterministic: bool) -> None:
+    """They are those of the other loop, whether the step or the host draws the tokens."""
+    model = model_of("qwen3")
+    requests = [
+        replace(request, params=params[i % len(params)], seed=i)
+        for i, request in enumerate(some_requests(model, seed=8, prompts=6))
+    ]
+    expected = answers(Engine(model, Letters(), deterministic=deterministic), requests)
+    engine = Engine(model, Letters(), max_rows=4, schedule=STATIC, deterministic=deterministic)
+    assert engine.is_static
+    assert answers(engine, requests) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", pytest.param("phi3", marks=pytest.mark.long)])
+def test_a_compiled_step(family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The whole step is one graph, and the same for all numbers of rows."""
+    graphs: list[Any] = []
+
+    def compile_eagerly(function: Any, **options: Any) -> Any:
+        return torch_compile(function, backend=lambda graph, _: (graphs.append(graph), graph)[1], **options)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    model = model_of(family)
+    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(static=True, compile=True))
+    for seed in (4, 5, 6):
+        requests = some_requests(model, seed=seed)
+        result = answers(engine, requests)
+        assert all(result[request.tag] == alone(model, request) for request in requests)
+    assert not eager_reasons(caplog)
+    assert 0 < len(graphs) <= 3

@@ -94,7 +94,7 @@ class Engine:
         self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
         self.deterministic, self.progress = deterministic, progress
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
-        self._eager_reasons: dict[tuple[Intervention, ...], str | None] = {}
+        self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
         """Decode requests; yield each answer as soon as it is complete, in any order.
@@ -133,8 +133,7 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
-        # on a GPU, launches cost more than reading unused keys, so all slots are one block
-        block = BLOCK if self.device.type == "cpu" else 1 << 30
+        block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
         rows, leaders = self._capacity(longest, groups, scratch=int(bool(schedule.static)))
@@ -143,7 +142,10 @@ class Engine:
             state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
             if schedule.static:
                 ends = max(len(self.stopping.ends(request.params)) for request in requests)
-                step = StaticStep(self.model_map, cache, runner.masks, ends, self.deterministic)
+                warp = sampler.warp(requests, self.device)
+                step = StaticStep(
+                    self.model_map, cache, runner.masks, ends, self.deterministic, warp, compiled=schedule.compile
+                )
                 scheduler: Scheduler = StaticScheduler(*state, progress.step, step=step)
             else:
                 scheduler = Scheduler(*state, progress.step)
@@ -155,6 +157,7 @@ class Engine:
         schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
             schedule = replace(schedule, follow=0, drafts=0)
+        schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0)
         if not schedule.share:
@@ -190,10 +193,18 @@ class Engine:
         """Return whether the engine decodes in a static step, see `Schedule.static`."""
         if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
             return False
-        applied = interventions_on(self.model)
-        if applied not in self._eager_reasons:
-            self._eager_reasons[applied] = why_not_static(self.model_map)
-        return self._eager_reasons[applied] is None
+        return self._eager_reason(compiled=False) is None
+
+    @property
+    def _is_compilable(self) -> bool:
+        return self._eager_reason(compiled=True) is None
+
+    def _eager_reason(self, compiled: bool) -> str | None:
+        """Return why a static step does not work."""
+        key = interventions_on(self.model), compiled
+        if key not in self._eager_reasons:
+            self._eager_reasons[key] = why_not_static(self.model_map, compiled)
+        return self._eager_reasons[key]
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -22,6 +24,20 @@ def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
+@dataclass(frozen=True)
+class Warp:
+    """Logits processors of sampled rows that depend on the logits alone."""
+
+    settings: tuple[float, ...]  # `SamplingParams.warping`
+    processors: tuple[Any, ...]
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Process logits in float32, (rows, vocabulary)."""
+        for processor in self.processors:
+            scores = processor(None, scores)
+        return scores
+
+
 class Sampler:
     """Choose tokens as `generate` does, by the logits processors of its model."""
 
@@ -39,9 +55,21 @@ class Sampler:
         scores = self._scores(logits, request, answer)
         if not request.params.do_sample:
             return int(scores.argmax())
-        cumulative, point = _draw(scores, request, answer)
-        drawn = int(torch.searchsorted(cumulative, point, right=True))
-        return min(drawn, scores.shape[-1] - 1)
+        cumulative = cumulative_distribution(scores)
+        uniform = uniforms(request.seed, len(answer), 1)
+        return int(draw(cumulative, torch.from_numpy(uniform).to(cumulative.device)))
+
+    def warp(self, requests: Iterable[Request], device: torch.device) -> Warp | None:
+        """Return the logits processor of the most common settings of sampled requests that need no history.
+
+        None if no request is sampled so.
+        """
+        counts = Counter(warping for request in requests if (warping := request.params.warping) is not None)
+        if not counts:
+            return None
+        ((warping, _),) = counts.most_common(1)
+        example = next(request for request in requests if request.params.warping == warping)
+        return Warp(warping, tuple(self._processors(example, device)))
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
         """Return whether rounding of the logits could change the chosen token; arguments as in `choose`.
@@ -59,7 +87,8 @@ class Sampler:
         error *= max(params.repetition_penalty, 1 / params.repetition_penalty)
         if not params.do_sample:
             return bool(best - second < 2 * error)
-        cumulative, point = _draw(scores, request, answer)
+        cumulative = cumulative_distribution(scores)
+        point = float(uniforms(request.seed, len(answer), 1)[0]) * float(cumulative[-1])
         share = point / float(cumulative[-1])
         allowed = 2 * error * share * (1 - share) / params.temperature
         return bool((cumulative - point).abs().min() < allowed)
@@ -86,8 +115,22 @@ class Sampler:
         return self._by_request[key]
 
 
-def _draw(scores: torch.Tensor, request: Request, answer: Sequence[int]) -> tuple[torch.Tensor, float]:
-    """Return the cumulative distribution, and a random point in it."""
-    cumulative = scores.double().softmax(-1).cumsum(-1)
-    generator = numpy.random.Generator(numpy.random.Philox(key=request.seed, counter=len(answer)))
-    return cumulative, generator.random() * float(cumulative[-1])
+def cumulative_distribution(scores: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative distribution over the vocabulary, (…, vocabulary), in float64."""
+    return scores.double().softmax(-1).cumsum(-1)
+
+
+def draw(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Map numbers from 0 to 1, (…, draws), to tokens by the inverse of cumulative distributions, (…, vocabulary)."""
+    drawn = torch.searchsorted(cumulative, uniforms * cumulative[..., -1:], right=True)
+    return drawn.clamp(max=cumulative.shape[-1] - 1)
+
+
+def uniforms(seed: int, start: int, count: int) -> numpy.ndarray:
+    """Return the random numbers of the tokens `start`, `start` + 1, … of an answer, (count,), from 0 to 1.
+
+    Each is the first number of one block of a counter-based generator.
+    """
+    blocks = numpy.random.Philox(key=seed, counter=start).random_raw(4 * count)[::4]
+    numbers: numpy.ndarray = (blocks >> numpy.uint64(11)) * 2.0**-53
+    return numbers

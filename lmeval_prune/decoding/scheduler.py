@@ -62,6 +62,7 @@ class Schedule(Settings):
             this many tokens takes twice as long as a step with one token.
         static: decode in a step on fixed buffers, which a GPU replays as a CUDA graph, without drafts and with
             `follow=0`. Default: on a GPU, if all interventions are `capturable`.
+        compile: run the static step through `torch.compile`: faster, after a minute or more of compilation.
     """
 
     share: bool = True
@@ -70,6 +71,7 @@ class Schedule(Settings):
     drafts: Natural = 8
     budget: Natural | None = None
     static: bool | None = None
+    compile: bool = False
 
 
 @dataclass
@@ -257,7 +259,7 @@ class Scheduler:
         Longer rows stay in earlier blocks: the longest row of the next block moves to the free slot, then the same for
         the slot that it leaves. In the last block, the last row moves.
         """
-        block = self.runner.cache.block
+        block = self.runner.cache.block or 1 << 30
         while True:
             start = (slot // block + 1) * block
             next_block = self.active[start : start + block]

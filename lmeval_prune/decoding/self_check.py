@@ -71,20 +71,20 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
         raise UnsupportedAttention(f"its logits would differ by {max(differences):.2g}")
 
 
-def why_not_static(model_map: ModelMap) -> str | None:
-    """Return why the tokens of a model with its interventions are not decoded in a static step; None if they are."""
+def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:
+    """Return why a static step of a model with its interventions does not work; None if it works."""
     try:
-        _check_static_step(model_map)
+        _check_static_step(model_map, compiled)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # also what a graph cannot capture
         reason = first_line(error).removeprefix("UnsupportedAttention: ")
-        logger.warning("the engine decodes without CUDA graphs: %s", reason)
+        logger.warning("the engine decodes without %s: %s", "torch.compile" if compiled else "a static step", reason)
         return reason
     return None
 
 
-def _check_static_step(model_map: ModelMap) -> None:
+def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
     """Refuse a model whose logits differ in a static step, with two sequences in changing rows, one of them pruned."""
     model: Any = model_map.model
     for intervention in interventions_on(model):
@@ -103,7 +103,7 @@ def _check_static_step(model_map: ModelMap) -> None:
                 expected.append(model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float())
         cache = KVCache(4, 12)
         runner = stack.enter_context(ModelRunner.attached(model_map, cache, masks))
-        step = StaticStep(model_map, cache, runner.masks, 1)
+        step = StaticStep(model_map, cache, runner.masks, 1, compiled=compiled)
         for number in (1, 0):  # in the order of their slots
             runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]])])
         step.admit(slots)

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from lmeval_prune.decoding.sampling import uniforms
 from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.decoding.sequence import Sequence
-from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep, StepResult
+from lmeval_prune.decoding.static_step import (
+    ANSWER,
+    COLUMNS,
+    LEFT,
+    LENGTH,
+    MASK,
+    SAMPLED,
+    SLOT,
+    TOKEN,
+    StaticStep,
+    StepResult,
+)
 
 FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 
@@ -37,7 +50,8 @@ class StaticScheduler(Scheduler):
         self._longest = np.zeros(slots, np.int64)  # largest lengths of the answers
         self._ends = np.full((slots, self.step.end_tokens), -1)
         self._running = np.zeros(slots, bool)
-        self._is_sampled = np.zeros(slots, bool)  # the host chooses the tokens
+        self._is_sampled = np.zeros(slots, bool)  # the step draws the tokens
+        self._by_host = np.zeros(slots, bool)  # the host chooses the tokens
         self._stops: list[tuple[str, ...]] = [()]  # distinct stop texts
         self._stop_numbers = np.zeros(slots, np.int64)
         self._may_stop = np.zeros((1, 0), np.int8)  # whether a token may complete a stop text, -1: unknown
@@ -90,13 +104,14 @@ class StaticScheduler(Scheduler):
         new = [row for row in self.active if row.slot not in self._by_slot]
         for row in new:
             self._add(row)
-        self.step.admit([row.slot for row in new])
+        self.step.admit([row.slot for row in new], self._uniforms(new))
         self._rows = slots = np.array([row.slot for row in self.active if not row.ended], np.int64)
         columns = np.ones((COLUMNS, len(slots)), np.int64)
         lengths = self._lengths[slots]
         columns[TOKEN] = self._answers[slots, lengths - 1]
-        columns[LENGTH] = self._prompts[slots] + lengths - 1
+        columns[LENGTH], columns[ANSWER] = self._prompts[slots] + lengths - 1, lengths
         columns[SLOT], columns[MASK], columns[LEFT] = slots, self._masks[slots], self._longest[slots] - lengths
+        columns[SAMPLED] = self._is_sampled[slots]
         self.step.set_rows(columns, self._ends[slots])
 
     def _add(self, row: Sequence) -> None:
@@ -107,12 +122,29 @@ class StaticScheduler(Scheduler):
         self._answers[slot, :count], self._lengths[slot] = row.answer, count
         self._ends[slot] = -1
         self._ends[slot, : len(row.end_tokens)] = row.end_tokens
-        self._running[slot], self._is_sampled[slot] = not row.ended, not params.takes_argmax
+        self._running[slot] = not row.ended
+        self._is_sampled[slot] = self._draws(row)
+        self._by_host[slot] = not (params.takes_argmax or self._is_sampled[slot])
         if params.stop not in self._stops:
             self._stops.append(params.stop)
             unknown = np.full((1, self._may_stop.shape[1]), -1, np.int8)
             self._may_stop = np.concatenate([self._may_stop, unknown])
         self._stop_numbers[slot] = self._stops.index(params.stop)
+
+    def _draws(self, row: Sequence) -> bool:
+        """Return whether the step draws the tokens of a sequence."""
+        warp = self.step.warp
+        return warp is not None and not self.deterministic and row.request.params.warping == warp.settings
+
+    def _uniforms(self, rows: Items[Sequence]) -> np.ndarray | None:
+        """Return the random numbers of the tokens of each sequence, (sequences, tokens)."""
+        if not self.step.warp:
+            return None
+        numbers = np.zeros((len(rows), self.runner.cache.length))
+        for i, row in enumerate(rows):
+            if self._is_sampled[row.slot]:
+                numbers[i, : row.max_tokens] = uniforms(row.request.seed, 0, row.max_tokens)
+        return numbers
 
     # ------------------------------------------------------------------ steps
 
@@ -125,7 +157,7 @@ class StaticScheduler(Scheduler):
         self.statistics.step_tokens += rows
         self.runner.layer_tokens += rows * self.runner.layers
         self.runner.head_tokens += rows
-        self._read_results(0 if self.deterministic or self._is_sampled[self._rows].any() else 1)
+        self._read_results(0 if self.deterministic or self._by_host[self._rows].any() else 1)
 
     def _read_results(self, remaining: int = 0) -> None:
         """Read the results of all steps but the last `remaining`."""
@@ -137,7 +169,7 @@ class StaticScheduler(Scheduler):
         chosen, near = result.read()
         index = np.flatnonzero(self._running[self._rows])
         slots, tokens = self._rows[index], chosen[index]
-        by_host = np.flatnonzero(self._is_sampled[slots] | near[index])
+        by_host = np.flatnonzero(self._by_host[slots] | near[index])
         for i in by_host:
             row = self._by_slot[int(slots[i])]
             row.answer = self._answer(row)

@@ -12,13 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import AttentionOptions, KVCache
-from lmeval_prune.decoding.sampling import near_tied_argmax
+from lmeval_prune.decoding.sampling import Warp, cumulative_distribution, draw, near_tied_argmax
+from lmeval_prune.interventions.applied import without_checks
 from lmeval_prune.interventions.attention_call import (
     Attended,
     AttentionCall,
@@ -31,10 +34,13 @@ from lmeval_prune.interventions.attention_call import (
 from lmeval_prune.interventions.row_masks import LayerKey, MaskTable
 from lmeval_prune.kernels.decode_attention import ops
 
+_COMPILED: WeakKeyDictionary[nn.Module, Callable[..., torch.Tensor]] = WeakKeyDictionary()  # step of each model
+GRAPHS_PER_FUNCTION = 64  # that torch.compile keeps: one for each model, combination of methods and of features
+
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192)
 BUCKET_STEP = 64  # difference between larger buckets
-TOKEN, LENGTH, SLOT, MASK, LEFT, ALIVE = range(6)
-COLUMNS = 6
+TOKEN, LENGTH, ANSWER, SLOT, MASK, LEFT, SAMPLED, ALIVE = range(8)
+COLUMNS = 8
 
 
 def bucket_sizes(capacity: int) -> list[int]:
@@ -72,6 +78,8 @@ class StaticStep:
         masks: head masks, to which rows refer by number.
         end_tokens: largest number of end tokens of a request.
         near_ties: report near-ties of the argmax.
+        warp: logits processors of sampled rows; None: no row is sampled.
+        compiled: run the step through `torch.compile`.
         capacity: largest number of rows.
     """
 
@@ -82,9 +90,12 @@ class StaticStep:
     masks: MaskTable
     end_tokens: int
     near_ties: bool = False
+    warp: Warp | None = None
+    compiled: bool = False
     rows: StepRows | None = field(default=None, init=False)  # of the running step
     packed: Packed = field(default=Packed((), (), ()), init=False)
 
+    @torch.inference_mode(False)  # so that compiled code sees the same kind of tensors in each run
     def __post_init__(self) -> None:
         self.capacity = self.cache.count - 1
         self.count = self.cache.count
@@ -92,12 +103,19 @@ class StaticStep:
         self._device = next(self._model.parameters()).device
         self._is_gpu = self._device.type == "cuda"
         self._buckets = bucket_sizes(self.capacity)
+        width = self.capacity + 1  # wider than all buckets: torch.compile would compile a whole buffer as another case
+        if self.compiled:  # a single row would be another case, too
+            self._buckets = sorted({max(size, 2) for size in self._buckets})
+            width += 1
         # fixed addresses: a graph reads and writes them
-        self._columns = torch.zeros(COLUMNS, self.capacity, dtype=torch.long, device=self._device)
-        self._ends = torch.zeros(self.capacity, max(self.end_tokens, 1), dtype=torch.long, device=self._device)
-        self._result = torch.zeros(2, self.capacity, dtype=torch.long, device=self._device)
+        self._columns = torch.zeros(COLUMNS, width, dtype=torch.long, device=self._device)
+        self._ends = torch.zeros(width, max(self.end_tokens, 1), dtype=torch.long, device=self._device)
+        self._result = torch.zeros(2, width, dtype=torch.long, device=self._device)
         self._stored_lengths: dict[int, torch.Tensor] = {}  # of layers that store only some tokens, (slots,)
-        self._keep: dict[LayerKey, torch.Tensor] = {}
+        self._keep = self._kept_heads()
+        self._uniforms = torch.zeros(
+            self.count, self.cache.length if self.warp else 0, dtype=torch.float64, device=self._device
+        )
         self._host_columns, self._host_ends = self._pinned(self._columns), self._pinned(self._ends)
         self._host_results = [self._pinned(self._result) for _ in range(3)]  # the host is one step behind
         self._started = 0  # number of steps
@@ -128,8 +146,13 @@ class StaticStep:
         self._columns.copy_(self._host_columns, non_blocking=True)
         self._ends.copy_(self._host_ends, non_blocking=True)
 
-    def admit(self, slots: list[int]) -> None:
-        """Prepare slots that prompt passes have filled."""
+    def admit(self, slots: list[int], uniforms: np.ndarray | None = None) -> None:
+        """Prepare slots that prompt passes have filled.
+
+        `uniforms` are the random numbers of the tokens of each answer, (slots, tokens), if there is a `warp`.
+        """
+        if uniforms is not None:
+            self._uniforms[slots, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self._device)
         for layer, lengths in self.cache.lengths.items():
             if layer not in self._stored_lengths:
                 self._stored_lengths[layer] = torch.zeros(self.count, dtype=torch.int32, device=self._device)
@@ -167,19 +190,32 @@ class StaticStep:
 
     def _run(self, bucket: int) -> torch.Tensor:
         """Run a step of `bucket` rows; return the logits, (rows, vocabulary)."""
+        with ExitStack() as stack:
+            replace_attention(self.model_map, self, stack)
+            if not self.compiled:
+                return self._decode(bucket)
+            stack.enter_context(without_checks(self._model))
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=GRAPHS_PER_FUNCTION))
+            return _compiled_step(self._model)(self, bucket)
+
+    def _decode(self, bucket: int) -> torch.Tensor:
         columns = self._columns[:, :bucket]
         alive = columns[ALIVE] != 0
         self.rows = StepRows(columns[SLOT], columns[LENGTH], columns[MASK], alive)
-        with ExitStack() as stack:
-            replace_attention(self.model_map, self, stack)
-            inputs = {"input_ids": columns[TOKEN][None], "position_ids": columns[LENGTH][None]}
-            logits = cast(torch.Tensor, self._model(**inputs, use_cache=False).logits[0])
+        inputs = {"input_ids": columns[TOKEN][None], "position_ids": columns[LENGTH][None]}
+        logits = cast(torch.Tensor, self._model(**inputs, use_cache=False).logits[0])
         self.rows = None
-        chosen = logits.float().argmax(-1)  # in float32 for each model type, as in `generate`
+        scores = logits.float()  # for each model type, as in `generate`
+        chosen = scores.argmax(-1)
+        if self.warp:
+            cumulative = cumulative_distribution(self.warp(scores))
+            uniforms = self._uniforms[columns[SLOT], columns[ANSWER]]
+            chosen = torch.where(columns[SAMPLED] != 0, draw(cumulative, uniforms[:, None])[:, 0], chosen)
         self._result[0, :bucket] = chosen
         if self.near_ties:
             self._result[1, :bucket] = near_tied_argmax(logits)
         columns[LENGTH] += columns[ALIVE]
+        columns[ANSWER] += columns[ALIVE]
         columns[LEFT] -= columns[ALIVE]
         columns[TOKEN] = torch.where(alive, chosen, columns[TOKEN])
         goes_on = (columns[LEFT] > 0) & (chosen[:, None] != self._ends[:bucket]).all(1)
@@ -192,7 +228,7 @@ class StaticStep:
         module: Any = call.module
         keys, values = self.cache.keys[module.layer_idx], self.cache.values[module.layer_idx]
         query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-        keep = self._kept_heads(call)
+        keep = self._keep.get((call.layer.stack, call.layer.index))
         decode = partial(
             ops.decode,
             query,
@@ -211,15 +247,15 @@ class StaticStep:
         positions = self.cache.positions[module.layer_idx]
         return decode(lengths=call.lengths, skipped=skipped, positions=positions).unsqueeze(0), None
 
-    def _kept_heads(self, call: AttentionCall) -> torch.Tensor | None:
-        """Return which heads each mask keeps in a layer, (masks, heads); None if all masks keep all heads."""
-        layer = (call.layer.stack, call.layer.index)
-        if layer not in self.masks.drops:
-            return None
-        if layer not in self._keep:
-            dropped = self.masks.drops[layer].view(self.masks.count, call.layer.heads, -1)[..., 0]
-            self._keep[layer] = (~dropped).to(call.query)
-        return self._keep[layer]
+    def _kept_heads(self) -> dict[LayerKey, torch.Tensor]:
+        """Return which heads each mask keeps, (masks, heads) by layer; nothing if no mask prunes."""
+        kept: dict[LayerKey, torch.Tensor] = {}
+        for layer in self.model_map.attention if self.masks.drops else ():
+            key = (layer.stack, layer.index)
+            kept[key] = torch.ones(self.masks.count, layer.heads, dtype=torch.bool, device=self._device)
+            if key in self.masks.drops:
+                kept[key] = ~self.masks.drops[key].view(self.masks.count, layer.heads, -1)[..., 0].to(self._device)
+        return kept
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; prompt passes have created it."""
@@ -230,3 +266,14 @@ class StaticStep:
         """Return the storage of a layer that stores only some tokens."""
         module: Any = call.module
         return replace(self.cache.stored_tokens(call), lengths=self._stored_lengths[module.layer_idx])
+
+
+def _compiled_step(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the compiled step of a model; the number of rows is dynamic."""
+    if model not in _COMPILED:
+
+        def decode(step: StaticStep, bucket: int) -> torch.Tensor:
+            return step._decode(bucket)
+
+        _COMPILED[model] = torch.compile(decode, fullgraph=True, dynamic=True)
+    return _COMPILED[model]

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -136,17 +135,20 @@ Attend = Callable[[AttentionCall], Attended]
 Handler = Callable[[AttentionCall, Attend], Attended]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wiring:
     """Handlers and stores of a model."""
 
     originals: list[tuple[Any, str]]  # configurations, and their attention implementations
+    modules: list[nn.Module] = field(default_factory=list)
     handlers: list[Handler] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
 
-# For each module of a wired model: the wiring, and the attention layer that the module belongs to, if any.
-_WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer | None]] = WeakKeyDictionary()
+# Attribute of each module of a wired model: the wiring, and the attention layer that the module belongs to, if any. An
+# attribute, which torch.compile can read, and not a dictionary of modules.
+_ATTRIBUTE = "_lmeval_prune_attention"
+_WIRINGS: list[_Wiring] = []
 
 
 def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
@@ -225,10 +227,11 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
     """Return the wiring of a model, new if nothing is attached yet."""
-    if entry := _WIRED.get(model_map.attention[0].module):
-        return entry[0]
+    if entry := vars(model_map.attention[0].module).get(_ATTRIBUTE):
+        wiring: _Wiring = entry[0]
+        return wiring
     configs = _configs_of(model_map.model)
-    wired = {id(config) for wiring, _ in list(_WIRED.values()) for config, _ in wiring.originals}
+    wired = {id(config) for wiring in _WIRINGS for config, _ in wiring.originals}
     if wired & set(map(id, configs)):
         raise InputError(
             "another model with the same configuration object has its attention handled at the moment; build this "
@@ -236,11 +239,13 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
         )
     # a copy of a wired configuration names this module's function
     wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs])
-    for module in model_map.model.modules():
-        _WIRED[module] = (wiring, None)
+    wiring.modules = list(model_map.model.modules())
+    for module in wiring.modules:
+        vars(module)[_ATTRIBUTE] = (wiring, None)
     for layer in model_map.attention:
         for module in layer.module.modules():  # in some families a submodule calls
-            _WIRED[module] = (wiring, layer)
+            vars(module)[_ATTRIBUTE] = (wiring, layer)
+    _WIRINGS.append(wiring)
     return wiring
 
 
@@ -256,8 +261,9 @@ def _remove(wiring: _Wiring, items: list[Any], item: Any) -> None:
     if wiring.handlers or wiring.stores:
         _name_implementation(wiring)
         return
-    for module in [module for module, (wired, _) in _WIRED.items() if wired is wiring]:
-        del _WIRED[module]
+    _WIRINGS.remove(wiring)
+    for module in wiring.modules:
+        del vars(module)[_ATTRIBUTE]
     for config, implementation in wiring.originals:
         config._attn_implementation = implementation
 
@@ -282,7 +288,7 @@ def _attend(
     **options: Any,
 ) -> Attended:
     """Answer a call of transformers; `implementation` is the model's own, None with a store."""
-    wiring, layer = _WIRED.get(module, (None, None))
+    wiring, layer = getattr(module, _ATTRIBUTE, (None, None))
     if wiring is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
     if wiring is None or layer is None:
@@ -299,7 +305,7 @@ def _chain(handler: Handler, attend: Attend) -> Attend:
 
 
 def _original_attention(call: AttentionCall) -> Attended:
-    original = _WIRED[call.module][0].originals[0][1]
+    original = vars(call.module)[_ATTRIBUTE][0].originals[0][1]
     function = _function(original, call.module)
     return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 

@@ -22,8 +22,8 @@ _CHINESE = "[\u4e00-\u9fff]"
 
 # --------------------------------------------------------------------------- the outline
 
-_SPACES = re.compile(r"[ \t]{2,}")
-_ARROW = re.compile(r"[-=]{1,3}>")
+_SPACES = re.compile(r"[ \t]{2,}")  # are one
+_ARROW = re.compile(r"[-=]{1,3}>")  # ->, ==>
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
     r"(?:(?<=[#∞πθ])|(?<![A-Za-z][A-Za-z])(?<=[A-Za-z]))\s*[-–]+\s*(?=#|\(|\\|[b-zB-HJ-Z](?![A-Za-z]))"
@@ -46,8 +46,8 @@ _PART = re.compile(  # the number is an @, others are #
 _NEXT = re.compile(r"\s?#(?!-\w)")  # but 18 12-ounce cans
 # In these patterns a clause is lower-case words.
 _CHANGED_BEFORE = re.compile(rf"(?:^|\W){phrases('changed_before')}\s*$|{phrases('changed_before', 'zh')}\s*$")
-_CHANGED_AFTER = re.compile(rf"\s*(?:{phrases('changed_after')}|{phrases('changed_after', 'zh')})")
-_GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing_clauses')}")
+_CHANGED_AFTER = re.compile(rf"\s*(?:{phrases('changed_after')}|{phrases('changed_after', 'zh')})")  # 18 more than 5
+_GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing_clauses')}")  # in 18, after 18
 
 # --------------------------------------------------------------------------- clauses
 
@@ -64,11 +64,12 @@ _REMARK = re.compile(
     rf"(?:(?<=\s)\\?[(\[{{]|\\?[(\[{{](?=[^()\[\]{{}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}})))(?!\s?[\w#]+\s?\\?[)\]}}])",
     re.ASCII,
 )
-_FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")
+_FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket that is a factor: 3(4)
+# of a clause with sides: 3 shirts cost 12
 VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
 _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
 _CONDITIONS = words("conditions")
-_WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")
+_WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
 _COMPUTES = re.compile(  # with a variable
     rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"

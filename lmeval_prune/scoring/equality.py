@@ -11,7 +11,7 @@ from lmeval_prune.scoring.normalisation import MAX_LENGTH, clean, plain
 from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 from lmeval_prune.scoring.vocabulary import phrases
 
-_TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")
+_TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")  # 05:45 p.m.
 _SEPARATORS = (  # `1,200; 3` before `3,4`
     re.compile(r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+"),
     re.compile(r"\s*[;,]\s*(?:and\s+)?|\s+and\s+"),

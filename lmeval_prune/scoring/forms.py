@@ -33,23 +33,25 @@ _Rule = Callable[[str, int], "Form | str | None"]
 _JOINTS = (
     ",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee", "或", "和", "、",
 )  # fmt: skip
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")
-_MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")  # words
+_THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")  # 12,000
+_MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")  # x \in (
+# 52_8, 52 in base eight
 _BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
 _BASES = values("bases")
 _RATIO = re.compile(r"(\d+(?:\s*(?::|\bto\b)\s*\d+)+)\s*(?:([ap])\.?\s?m\.?)?")  # or a time
-_MATRIX = re.compile(
+_MATRIX = re.compile(  # or a determinant
     r"^\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr|]*\})?([\s\S]*)\\end\{\1(?:matrix|array)\}$"
 )
+# -2 times a matrix
 _SCALED = re.compile(r"(-|[^&\x01=,]{1,60}?)\s*(?:\\cdot|\\times)?\s*(\\begin\{[pb]matrix\}[\s\S]*\\end\{[pb]matrix\})")
 _BRACKETS = [(r"\{", r"\}"), (r"\lbrace", r"\rbrace"), *((a, b) for a in "([" for b in ")]"), (r"\langle", r"\rangle")]
 _SET_BRACKETS = (r"\{", r"\lbrace")
-_SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")
-_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
-_RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
+_SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")  # {x | x > 3}
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # 3 \pm 2
+_RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")  # 3 < x
 _LETTER = re.compile(r"[A-Za-z]")
-_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
+_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")  # x_1, \alpha
 # What may stand before = as the name of a value.
 _NAMES = (
     r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?'*(?:\s*\([^()=]*\))?",  # x, x_1, f(x), f^{-1}(x), f''
@@ -61,7 +63,7 @@ _NAMES = (
     r"[A-Z]{2,}",
     r"S_\{[^{}]*\}+",
 )
-_ASSIGNED = re.compile(
+_ASSIGNED = re.compile(  # a name and what gives it a value
     rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*(?:{'|'.join(_NAMES)})\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)"
 )
 _SHORT_WORDS = words("short_words")

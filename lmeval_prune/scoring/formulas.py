@@ -24,35 +24,41 @@ _TOKEN = (
     rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
+# the longest, of a sentence without dollars: x = 2 + 3i
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
 ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
-_LIST = re.compile(rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*")
-_CONDITION = re.compile(rf"\b{phrases('conditions_before')}\b[A-Za-z\s]{{0,20}}$", re.IGNORECASE)
-_SUPPOSED = re.compile(
+_LIST = re.compile(
+    rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*"
+)  # formulas with joints: x = 1 or x = 2
+_CONDITION = re.compile(rf"\b{phrases('conditions_before')}\b[A-Za-z\s]{{0,20}}$", re.IGNORECASE)  # for x = 3
+_SUPPOSED = re.compile(  # suppose x = 3; next, we add 5
     rf"^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}", re.IGNORECASE
 )
-_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
-_NEGATES = re.compile(
+_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # after it, formulas are reasons
+_NEGATES = re.compile(  # is not x = 3
     rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
     re.IGNORECASE,
 )
-_REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)
-_AFTERTHOUGHT = re.compile(
+_REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
+_AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
     rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
+# x, AB, \alpha: no values
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
-_WORDS = re.compile(
+_WORDS = re.compile(  # and layout in a formula
     r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
 )
+# of a computation or a name: x + 1
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")
-_INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
+_ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")  # a &= b
+_INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")  # rows that are no equations
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
     rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
     rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
     re.IGNORECASE,
 )
-_UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")
+_UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")  # 3\pi square inches
+# a digit, a sign, a lone letter
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
 
 

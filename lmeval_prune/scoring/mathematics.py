@@ -162,14 +162,15 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool | None]] = {
 # --------------------------------------------------------------------------- verdicts
 
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
-_TWICE = re.compile(r"(.{1,40}?) ?\((?:or|=|≈|i\.e\.,?)? ?([^()]{1,40})\)")
+_TWICE = re.compile(r"(.{1,40}?) ?\((?:or|=|≈|i\.e\.,?)? ?([^()]{1,40})\)")  # 49/5 (9.8)
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}|\bradians?\b")
 _DEGREES = re.compile(  # 45°, 22.5 degrees
     r"(\d[\d./]*|\\frac\s*\{\d+\}\s*\{\d+\})\s*(?:°|\\text\s*\{\s*degrees?\s*\}|degrees?\b)"
 )
+# and products, which are not compared: 2 x, 2 \cdot x
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 _FUNCTIONS = words("latex_functions")
-_NO_EXPRESSION = re.compile(
+_NO_EXPRESSION = re.compile(  # what math-verify cannot read
     r"[\u4e00-\u9fff&;→⇒\x01'′″\"]|\.\.\.|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\"
     r"|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text|approx|sim)(?![A-Za-z])"
 )

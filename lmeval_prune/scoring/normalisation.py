@@ -59,10 +59,10 @@ _CHARACTERS: dict[int, int | str | None] = {
     **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_THOUGHT = re.compile(
+_THOUGHT = re.compile(  # what a model thinks before it answers
     r"<(/?)(?:think|thinking|thoughts?|reasoning|reflection|scratchpad|analysis|draft)>", re.IGNORECASE
 )
-_GAP = re.compile(r" {9,}|\n{9,}")
+_GAP = re.compile(r" {9,}|\n{9,}")  # long ones, which slow patterns down
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
 
@@ -84,7 +84,7 @@ def clean(response: str) -> str:
 # --------------------------------------------------------------------------- LaTeX in one spelling
 
 _SIGNS = words_by_key("signs", "latex")
-_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")  # \pi
 _MARKUP = re.compile(r"[\\~<{]")  # without which there is nothing to spell
 _RESPELLED = (
     {name: f"\\{names[0]}" for names in _SIGNS.values() for name in names}
@@ -169,7 +169,7 @@ def canonical(text: str) -> str:
 # --------------------------------------------------------------------------- brackets
 
 _PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
-_PIECE = re.compile(r"\\(?:begin|end)(?=\{\w+\*?\})|\\[A-Za-z]+|\\.|[\s\S]")
+_PIECE = re.compile(r"\\(?:begin|end)(?=\{\w+\*?\})|\\[A-Za-z]+|\\.|[\s\S]")  # a bracket, a command or a character
 _DEEPENS = dict.fromkeys(_PAIRS, 1) | dict.fromkeys(_PAIRS.values(), -1) | {"\\begin": 1, "\\end": -1}
 
 

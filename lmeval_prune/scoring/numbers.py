@@ -39,11 +39,11 @@ _MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what m
         | \sand\sa\s(?P<part>{"|".join(_PARTS)})\b | (?P<more>…) )?""",
     re.VERBOSE,
 )
-_CLOSING = re.compile(r"\s?\\?[)\]}]")
+_CLOSING = re.compile(r"\s?\\?[)\]}]")  # of brackets around a number: (3/8)
 _POWER = re.compile(  # of ten
     r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\(\s?-?\d{1,3}\s?\)|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
-_PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)
+_PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)  # 25%
 _SCALE = re.compile(  # million, 万
     rf"\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
     r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
@@ -51,11 +51,11 @@ _SCALE = re.compile(  # million, 万
 )
 # Where a number may begin; after what a sign is its own.
 _CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
-_EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")
+_EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")  # = - 12
 _BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|[-=]>|{MONEY}|\b{phrases('equal_words')})\s*$", re.I)
 _SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
 _SIGNS = frozenset(["-", "–", "—", "+", "minus"])
-_SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")
+_SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,15 @@ from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 
 # Words that begin a clause; a comparison, two cases, what others share, a result without its subject.
 _REASONS, _CONCLUSIONS = words("reasons"), words("conclusions")
-_SUPPOSES = pattern("suppositions")
+_SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
+# for x = 3, …
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
-_COMPARES = re.compile(phrases("compares"))
-_DEPENDS = re.compile(phrases("depends"))
+_COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9
+_DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
 _RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
-_STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")
-_CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")
-_RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")
+_STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
+_CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
+_RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats
 _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
 # What is not written in an answer.
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
@@ -79,8 +80,6 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
     if len(clauses) < 2:
         return clauses
     clauses = [clause for clause in clauses if not _is_condition(prose, clause)] or clauses
-    if not prose.free(*clauses[0].sides[-1]):
-        clauses = [clause for clause in clauses if prose.free(*clause.sides[-1])] or clauses
     first, *rest = clauses
     if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
         return clauses
@@ -90,12 +89,17 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
 def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
     clauses = [clause for clause in prose.clauses() if not _is_condition(prose, clause, _SUPPOSES)]
-    written = {clause: prose.words(clause.start, clause.stop) for clause in clauses}
-    concluding = next((clause.start for clause in clauses if _CONCLUDES.match(written[clause])), len(prose.outline))
-    stated = [c for c in clauses if not (c.start > concluding and _RATE.match(written[c])) and not _is_reason(prose, c)]
-    stated = [clause for clause in stated if not _COMPARES.match(written[clause])] or stated
+    stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
+    stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
+
+
+def _without_rates(prose: Prose, clauses: list[Clause]) -> list[Clause]:
+    """Return clauses without rates after a conclusion, which they explain: so 5 cars, each with 12 seats."""
+    conclusions = (clause.start for clause in clauses if _CONCLUDES.match(prose.words(clause.start, clause.stop)))
+    start = next(conclusions, len(prose.outline))
+    return [c for c in clauses if c.start <= start or not _RATE.match(prose.words(c.start, c.stop))]
 
 
 def _is_reason(prose: Prose, clause: Clause) -> bool:
@@ -130,8 +134,6 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):
             return None if prose.is_unsolved(sides[-1]) else first
-    if final is None and clause.equates and not (is_quotient and prose.within(*sides[-1])):
-        return first
     return final
 
 
@@ -144,19 +146,10 @@ def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
 
 def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     numbers, free = prose.within(start, stop), prose.free(start, stop)
-    if len(free) > 1 and prose.words(start, free[0] + 1) == "#" and _counts_others(prose, free[0], start, stop):
-        free = free[1:]
     if len(free) > 1 and re.search("[\u4e00-\u9fff]", prose.outline[start:stop]):
         free = free if any(prose.is_part(at, start, stop) for at in free[:-1]) else free[-1:]  # all of 5小时30分
     number = next(iter(free or numbers), None)
     return None if number is None or prose.is_part(number, start, stop) else number
-
-
-def _counts_others(prose: Prose, at: int, start: int, stop: int) -> bool:
-    """Return whether a number counts what another is said of: `1 of them costs 12`, 3个箱子装12个."""
-    return bool(re.match(r"of\b|[\u4e00-\u9fff](?<!的)", prose.words(at + 1, stop))) and not prose.is_part(
-        at, start, stop
-    )
 
 
 def _is_one_of_several(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:

@@ -2,7 +2,6 @@ r"""Reading what a statement says, by what kind of answer is expected: one numbe
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
 from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.retractions import end_of_first
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
 from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import phrases
 
@@ -20,26 +19,26 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
 # --------------------------------------------------------------------------- numbers
 
-_NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)
-_BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")
-_ASIDE = re.compile(rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE)
-_INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)
-_FOOTNOTE = re.compile(
+_NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
+_BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
+_INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
+_FOOTNOTE = re.compile(  # 12 [1]
     r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
 )
+# is 12
 _STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
-_PLANS = re.compile(phrases("planned"), re.IGNORECASE)
-_IN_ALL = re.compile(
+_PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
+_IN_ALL = re.compile(  # for a total of 12
     r",?\s+for (?:a total of (?=[$£€]?\d)|(?=[$£€]?[\d.,]+ (?:in total|altogether|in all)\b))", re.IGNORECASE
 )
-_CLAUSE = re.compile(
+_CLAUSE = re.compile(  # so that it is 12
     r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
     re.IGNORECASE,
 )
-_NOT_BUT = re.compile(
+_NOT_BUT = re.compile(  # it is not 12 but 15
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+"
 )
-_BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")
+_BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")  # 5!
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.
 _ALGEBRA = (
@@ -85,8 +84,7 @@ class NumberReader:
         """Return the number of the last sentence that has one and is no aside, unless doubts follow it."""
         if (CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])) or GIVES_UP.search(text[-300:]):
             return None
-        parts = sentences(text)[::-1]
-        for sentence in itertools.chain(itertools.filterfalse(_ASIDE.search, parts), filter(_ASIDE.search, parts)):
+        for sentence in concluding_sentences(text):
             words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
             words = _NOT_BUT.sub("", plain(words))
             if DENIED.search(_main_clause(words)) or (_PLANS.search(words) and not _STATES.search(words)):

@@ -27,9 +27,9 @@ _GIVES = re.compile(
 _REJECTS = re.compile(
     rf"\b{phrases('rejecting')}\s[^.!?\n]*\d[^.!?\n]*$", re.IGNORECASE
 )  # another: we rejected 40, as it is too big
-_VALUE = re.compile(r"[\d$\\]")
-_CONFIRMED = pattern("confirmed")
-_NUMBER_IS_WRONG = re.compile(
+_VALUE = re.compile(r"[\d$\\]")  # another
+_CONFIRMED = pattern("confirmed")  # after all: yes, that is correct
+_NUMBER_IS_WRONG = re.compile(  # 12 is wrong
     r"(-?\d[\d.,/]*|\}|\$)(?= (?:is|was|seems|looks|must be|can't be|cannot be)(?: \w+)? " + phrases("wrong") + ")",
     _FLAGS,
 )

@@ -66,10 +66,10 @@ class Statement(NamedTuple):
 
 # What stands between `answer` and its value: emphasis, a key of JSON, a verb, a colon or arrow, a dash.
 _EMPHASIS = r"[*_ \t]{0,4}"
-_KEY = rf"[\"'](?:(?:\w{{1,20}}[ _])?{phrases('answer_keys')}|{phrases('answer_keys', 'zh')})[\"']\s*:"
-_IS = rf"\b{phrases('announcing_verbs')}\b(?:\s+{phrases('announcing_adverbs')})*\s*[:：]?"
-_COLON = r"[\"'”)*_\]]{0,4}\s?(?:[:：→|]|=(?!>))+"
-_DASH = r"[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s)"
+_KEY = rf"[\"'](?:(?:\w{{1,20}}[ _])?{phrases('answer_keys')}|{phrases('answer_keys', 'zh')})[\"']\s*:"  # "answer":
+_IS = rf"\b{phrases('announcing_verbs')}\b(?:\s+{phrases('announcing_adverbs')})*\s*[:：]?"  # is therefore
+_COLON = r"[\"'”)*_\]]{0,4}\s?(?:[:：→|]|=(?!>))+"  # : or =
+_DASH = r"[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s)"  # - or =>
 _MARKS = {
     "box": r"(?:\\?\b(?:boxed|framebox|fbox)|(?<![A-Za-z])oxed|\\(?:answer|ans))\s*\{",
     "bare": r"\\(?:boxed|fbox)\s*(?P<word>\$?-?[\w.,/]+)",
@@ -91,6 +91,7 @@ _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
+# a displayed formula
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 
 
@@ -154,7 +155,7 @@ def _following(text: str, start: int) -> tuple[int, str]:
 
 # --------------------------------------------------------------------------- which counts
 
-_SENTENCE = re.compile(
+_SENTENCE = re.compile(  # where one ends
     r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s+/×÷^=]|[\s*_\"')]*$)"
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
@@ -163,7 +164,7 @@ _PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, a
     r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
-_REMARK = re.compile(phrases("remarks"), re.IGNORECASE)
+_REMARK = re.compile(phrases("remarks"), re.IGNORECASE)  # the answer is correct
 _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
     rf"(?:^|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]", re.MULTILINE
 )
@@ -187,18 +188,19 @@ _WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
 _IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
 # An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
+# Answer: x = 3, and 3 + 4 = 7 follows
 _FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
-_NOT_BUT = re.compile(
+_NOT_BUT = re.compile(  # not 12 but
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
 )
 # Notes at the end (`[1] …`, `* …`, `† …`), and an option of a list (`B) …`).
 _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"
-_NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")
-_OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)
+_NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnotes
+_OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
 # `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
-DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)
+DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # that is not the answer
 
 
 def extract(response: str, reader: Reader) -> Extraction:

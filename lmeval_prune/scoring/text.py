@@ -6,6 +6,7 @@ It states what it says of its subject ('the winner is Kim') or, where it compare
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ MAX_WORDS = 4  # of a bare answer in words
 PROSE = re.compile(rf"(?<![\\A-Za-z])(?!{phrases('mathematical_words')}\b)[A-Za-z]{{2,}}|[\u4e00-\u9fff]")
 # What begins a reason after an answer.
 REASON = re.compile(rf"[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}", re.IGNORECASE)
-GIVES_UP = pattern("given_up")
-_BEGINS_ASIDE = re.compile(  # a check, or a courtesy
-    rf"\W*(?:{phrases('checks')}|{phrases('checks', 'zh')}|{phrases('courtesies')}\b)", re.IGNORECASE
+GIVES_UP = pattern("given_up")  # there is not enough information
+_BESIDE = re.compile(  # a check or an offer: let me know …
+    rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE
 )
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
 _EXPLAINED = re.compile(  # an explanation after a name
@@ -38,7 +39,7 @@ _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
     re.IGNORECASE,
 )
-_TIME = re.compile(
+_TIME = re.compile(  # 5:45 pm; or a ratio: 3 to 4
     r"\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)", re.IGNORECASE
 )  # or a ratio
 _DATE = re.compile(  # a month and day, or a day of the week
@@ -46,17 +47,17 @@ _DATE = re.compile(  # a month and day, or a day of the week
     rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b",
     re.IGNORECASE,
 )
-_CHOICE = re.compile(r"\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)", re.IGNORECASE)
+_CHOICE = re.compile(r"\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)", re.IGNORECASE)  # (B), option B
 # Before a time or date: it is one end of a range or ruled out; it is said of something else.
 _RANGE = re.compile(rf"\b(?:{phrases('ranges')}|\w+n't)\b", re.IGNORECASE)
-_GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)
+_GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)  # after 3:45
 # Between two numbers: they are operands, not members of a list.
 _NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–<>]|(?<![A-Za-z] )=")
 _CONCLUSION = re.compile(  # all up to the words after which the conclusion stands
     rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which means(?: that)?)\b,?\s|\si\.e\.,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
     re.IGNORECASE,
 )
-_CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)
+_CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)  # if he is late, …
 _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows a comma, `because` or `to`
     rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
     re.IGNORECASE,
@@ -64,15 +65,18 @@ _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows
 _COPULA = re.compile(  # the subject, and what is said of it
     r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
 )
+# on Monday
 _PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
-_RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)
-_PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)
+_RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)  # is older than Lee
+_PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)  # she
 _ARTICLES = frozenset(["the", "a", "an"])
 
 
 def concluding_sentences(text: str) -> Iterator[str]:
-    """Yield the sentences at the end of a text, the last first, without checks and courtesies."""
-    return (sentence for sentence in reversed(sentences(text)) if not _BEGINS_ASIDE.match(sentence))
+    """Yield the sentences at the end of a text, the last first; checks and offers after all others."""
+    parts = sentences(text)[::-1]
+    yield from itertools.filterfalse(_BESIDE.search, parts)
+    yield from filter(_BESIDE.search, parts)
 
 
 def main_clause(sentence: str) -> str:

@@ -140,7 +140,7 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
 CASES: dict[str, Any] = {
     "family": st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
     "seed": st.integers(0, 10**6),
-    "block": st.sampled_from([1, 2, 3, 16]),
+    "block": st.sampled_from([1, 2, 3, 16, None]),
     "options": st.fixed_dictionaries(
         {
             "max_rows": st.integers(1, 9),

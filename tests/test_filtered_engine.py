@@ -80,7 +80,7 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
 
 CASES: dict[str, Any] = {
     "seed": st.integers(0, 10**6),
-    "block": st.sampled_from([1, 2, 3, 16]),
+    "block": st.sampled_from([1, 2, 3, 16, None]),
     "rule": st.fixed_dictionaries(
         {
             "ratio": st.sampled_from([0.2, 0.5]),

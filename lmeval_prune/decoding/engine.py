@@ -133,8 +133,7 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
-        # on a GPU, launches cost more than reading unused keys, so all slots are one block
-        block = BLOCK if self.device.type == "cpu" else 1 << 30
+        block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
         rows, leaders = self._capacity(longest, groups, scratch=int(bool(schedule.static)))

@@ -11,15 +11,16 @@ tokens. There each slot has its own length.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch.nn import functional
 
+from lmeval_prune.decoding.attention_layout import Layout, Part, neighbouring_parts, padded_parts
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     Packed,
@@ -29,77 +30,6 @@ from lmeval_prune.interventions.attention_call import (
     StoredTokens,
     UnsupportedAttention,
 )
-
-
-@dataclass(frozen=True)
-class Span:
-    """Neighbouring slots whose queries are computed together: each slot has the same number of queries."""
-
-    slot: int  # the first slot
-    ends: tuple[int, ...]  # end of each slot's tokens, the new ones included
-    tokens: int  # number of queries in each slot
-
-
-def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
-    """Join rows (slot, end, number of queries), sorted by slot, into spans that do not cross blocks."""
-    spans: list[Span] = []
-    for slot, end, tokens in rows:
-        last = spans[-1] if spans else None
-        if last and last.slot + len(last.ends) == slot and slot % block and last.tokens == tokens:
-            spans[-1] = Span(last.slot, (*last.ends, end), tokens)
-        else:
-            spans.append(Span(slot, (end,), tokens))
-    return spans
-
-
-@dataclass
-class Layout:
-    """Slots and offsets of the tokens with a query in a packed batch, in the order of the spans."""
-
-    spans: Sequence[Span]
-    slots: torch.Tensor  # (tokens,), like offsets and positions
-    offsets: torch.Tensor
-    positions: torch.Tensor
-    # positions of all stored tokens, (slots, length); None if a token's position is its offset
-    stored_positions: torch.Tensor | None = None
-    parts: list[tuple[Span, slice]] = field(init=False)  # each span with the slice of its tokens
-    _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
-
-    @classmethod
-    def of(cls, packed: Packed, block: int, device: torch.device) -> Layout:
-        """Lay out a pass in which each token has a query, and its offset is its position."""
-        rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
-        slots = [slot for slot, _, count in rows for _ in range(count)]
-        positions = [position for _, start, count in rows for position in range(start, start + count)]
-        index = torch.tensor([slots, positions]).to(device)
-        spans = spans_of(((slot, start + count, count) for slot, start, count in rows), block)
-        return cls(spans, index[0], index[1], index[1])
-
-    def __post_init__(self) -> None:
-        bounds = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
-        self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(bounds)), strict=True))
-
-    def mask(self, span: Span, tokens: slice, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive attention mask of a span: 0 for visible keys, the lowest number for others.
-
-        Shape (slots, 1, group · tokens, keys), with `group` query heads per key-value head; (slots, 1, 1, keys) if each
-        slot has one token.
-        """
-        key = (tokens.start, group, window, dtype)
-        if key not in self._masks:
-            query, position = (x[tokens].view(-1, span.tokens, 1) for x in (self.offsets, self.positions))
-            offsets = key_positions = torch.arange(max(span.ends), device=query.device)
-            if self.stored_positions is not None:
-                key_positions = self.stored_positions[span.slot : span.slot + len(span.ends), None, : len(offsets)]
-            hidden = offsets > query
-            if window is not None:
-                hidden |= key_positions <= position - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
-            mask.masked_fill_(hidden, torch.finfo(dtype).min)
-            if span.tokens > 1:
-                mask = mask.repeat(1, group, 1)
-            self._masks[key] = mask.unsqueeze(1)
-        return self._masks[key]
 
 
 @dataclass
@@ -115,11 +45,14 @@ class SlotCopy:
 class KVCache:
     """Store the keys and values of `count` answers with at most `length` tokens each (implements `Store`).
 
-    Attention runs block by block: `block` slots together, over the length of the longest. A layer's storage, (count,
-    key-value heads, length, width) for keys and for values, is allocated when the layer first runs.
+    Attention runs block by block: `block` neighbouring slots with equal numbers of new tokens together, over the length
+    of the longest. With `block=None`, for a GPU, slots with similar numbers of new tokens run together.
+
+    A layer's storage, (count, key-value heads, length, width) for keys and for values, is allocated when the layer
+    first runs.
     """
 
-    def __init__(self, count: int, length: int, block: int = 1 << 30) -> None:
+    def __init__(self, count: int, length: int, block: int | None = 1 << 30) -> None:
         self.count = count
         self.length = length
         self.block = block
@@ -192,16 +125,33 @@ class KVCache:
             ends = self.lengths[layer][slots] = lengths + new
             stored_positions[layout.slots[stored_mask], offsets[stored_mask]] = layout.positions[stored_mask].int()
         rows = zip(slots.tolist(), ends.tolist(), count_by_slot(has_query).tolist(), strict=True)
-        spans = spans_of(((slot, end, queries) for slot, end, queries in rows if queries), self.block)
+        parts = self._parts([row for row in rows if row[2]], offsets.device)
         has_query = has_query.to(offsets.device)
         tokens = (layout.slots[has_query], offsets[has_query], layout.positions[has_query])
         stored_offsets = offsets if stored_mask is None else offsets[stored_mask]
-        return stored_offsets, has_query, Layout(spans, *tokens, stored_positions)
+        return stored_offsets, has_query, Layout(parts, *tokens, stored_positions)
+
+    def _parts(self, rows: Sequence[tuple[int, int, int]], device: torch.device) -> list[Part]:
+        """Return the parts of rows (slot, end, number of queries), sorted by slot."""
+        if self.block is None:
+            slots, _, counts = zip(*rows, strict=True) if rows else ((), (), ())
+            if len(set(counts)) > 1 or any(slot != following - 1 for slot, following in pairwise(slots)):
+                return padded_parts(rows, device)
+        return neighbouring_parts(rows, self.block or 1 << 30)
+
+    def _layout(self, packed: Packed, device: torch.device) -> Layout:
+        """Lay out a pass in which each token has a query, and its offset is its position."""
+        rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
+        slots = [slot for slot, _, count in rows for _ in range(count)]
+        positions = [position for _, start, count in rows for position in range(start, start + count)]
+        index = torch.tensor([slots, positions]).to(device)
+        parts = self._parts([(slot, start + count, count) for slot, start, count in rows], device)
+        return Layout(parts, index[0], index[1], index[1])
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
         """Set the packed batch of the forward passes in this context."""
-        self.packed, self.layout = packed, Layout.of(packed, self.block, device)
+        self.packed, self.layout = packed, self._layout(packed, device)
         self._reset_states.clear()
         try:
             yield self.layout
@@ -310,17 +260,20 @@ def _attend(
 ) -> torch.Tensor:
     """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
     heads, group = query.shape[0], query.shape[0] // keys.shape[1]
-    parts = []
-    for span, tokens in layout.parts:
-        rows = len(span.ends)
+    outputs = []
+    for part in layout.parts:
         # the query heads of a group become queries of their key-value head
-        q = query[:, tokens].reshape(-1, group, rows, span.tokens, query.shape[-1])
-        q = q.permute(2, 0, 1, 3, 4).reshape(rows, keys.shape[1], group * span.tokens, query.shape[-1])
-        slots, end = slice(span.slot, span.slot + rows), max(span.ends)
-        mask = layout.mask(span, tokens, group, options.window, query.dtype)
-        out = options.attend(q, keys[slots, :, :end], values[slots, :, :end], mask)
-        out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)
-        parts.append(out.reshape(rows * span.tokens, heads, -1))
-    if not parts:
+        q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
+        q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, keys.shape[1], group * part.tokens, query.shape[-1])
+        mask = layout.mask(part, group, options.window, query.dtype)
+        out = options.attend(q, keys[part.slots, :, : part.end], values[part.slots, :, : part.end], mask)
+        out = out.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
+        outputs.append(out.reshape(part.rows * part.tokens, heads, -1))
+    if not outputs:
         return query.new_zeros(0, heads, values.shape[-1])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if layout.parts[0].kept is None:
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    attended = outputs[0].new_empty(query.shape[1], heads, values.shape[-1])
+    for part, out in zip(layout.parts, outputs, strict=True):
+        attended[cast(torch.Tensor, part.queries)[part.kept]] = out[part.kept]
+    return attended

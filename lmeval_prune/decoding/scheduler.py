@@ -259,7 +259,7 @@ class Scheduler:
         Longer rows stay in earlier blocks: the longest row of the next block moves to the free slot, then the same for
         the slot that it leaves. In the last block, the last row moves.
         """
-        block = self.runner.cache.block
+        block = self.runner.cache.block or 1 << 30
         while True:
             start = (slot // block + 1) * block
             next_block = self.active[start : start + block]

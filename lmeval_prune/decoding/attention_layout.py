@@ -1,0 +1,110 @@
+"""Which queries of a packed pass are computed together, and which keys they may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring slots whose queries are computed together: each slot has the same number of queries."""
+
+    slot: int  # the first slot
+    ends: tuple[int, ...]  # end of each slot's tokens, the new ones included
+    tokens: int  # number of queries in each slot
+
+
+def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
+    """Join rows (slot, end, number of queries), sorted by slot, into spans that do not cross blocks."""
+    spans: list[Span] = []
+    for slot, end, tokens in rows:
+        last = spans[-1] if spans else None
+        if last and last.slot + len(last.ends) == slot and slot % block and last.tokens == tokens:
+            spans[-1] = Span(last.slot, (*last.ends, end), tokens)
+        else:
+            spans.append(Span(slot, (end,), tokens))
+    return spans
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries of a pass that are computed together: each of some slots has the same number of them.
+
+    On a GPU, slots with fewer tokens repeat their last query, and the results of the repetitions are dropped.
+    """
+
+    slots: slice | torch.Tensor
+    rows: int  # number of slots
+    tokens: int  # number of queries in each slot
+    end: int  # end of the tokens of the longest slot
+    queries: slice | torch.Tensor  # indices in the pass, (rows · tokens,)
+    kept: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
+
+
+def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
+    """Return the parts of rows (slot, end, number of queries), sorted by slot; see `spans_of`."""
+    spans = spans_of(rows, block)
+    bounds = accumulate((len(span.ends) * span.tokens for span in spans), initial=0)
+    return [
+        Part(slice(span.slot, span.slot + len(span.ends)), len(span.ends), span.tokens, max(span.ends), slice(*queries))
+        for span, queries in zip(spans, pairwise(bounds), strict=True)
+    ]
+
+
+def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> list[Part]:
+    """Return few parts of rows (slot, end, number of queries): numbers that differ by less than half are joined."""
+    firsts = list(accumulate((tokens for _, _, tokens in rows), initial=0))
+    groups: dict[int, list[tuple[int, int, int, int]]] = {}
+    for first, (slot, end, tokens) in zip(firsts, rows, strict=False):
+        groups.setdefault(tokens.bit_length(), []).append((slot, end, tokens, first))
+    parts = []
+    for group in groups.values():
+        slots, ends, counts, starts = torch.tensor(group).unbind(1)
+        tokens = int(counts.max())
+        offsets = torch.arange(tokens)
+        queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
+        kept = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
+        indices = (x.to(device) for x in (slots, queries.flatten(), kept))
+        slots, queries, kept = indices
+        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, kept))
+    return parts
+
+
+@dataclass
+class Layout:
+    """Slots and offsets of the tokens with a query in a packed batch, in the order of the rows."""
+
+    parts: Sequence[Part]
+    slots: torch.Tensor  # (tokens,), like offsets and positions
+    offsets: torch.Tensor
+    positions: torch.Tensor
+    # positions of all stored tokens, (slots, length); None if a token's position is its offset
+    stored_positions: torch.Tensor | None = None
+    _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
+
+    def mask(self, part: Part, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive attention mask of a part: 0 for visible keys, the lowest number for others.
+
+        Shape (slots, 1, group · tokens, keys), with `group` query heads per key-value head; (slots, 1, 1, keys) if each
+        slot has one token.
+        """
+        key = (id(part), group, window, dtype)
+        if key not in self._masks:
+            query, position = (x[part.queries].view(-1, part.tokens, 1) for x in (self.offsets, self.positions))
+            offsets = key_positions = torch.arange(part.end, device=query.device)
+            if self.stored_positions is not None:
+                key_positions = self.stored_positions[part.slots, None, : part.end]
+            hidden = offsets > query
+            if window is not None:
+                hidden |= key_positions <= position - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
+            mask.masked_fill_(hidden, torch.finfo(dtype).min)
+            if part.tokens > 1:
+                mask = mask.repeat(1, group, 1)
+            self._masks[key] = mask.unsqueeze(1)
+        return self._masks[key]

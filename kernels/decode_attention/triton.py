@@ -239,11 +239,7 @@ def decode(
     (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]
     splits = splits or _splits(rows * kv_heads, min(capacity, window or capacity), query.device)
     config = config or _configuration(query, keys, values, splits)
-    out = torch.empty(rows, heads, width_v, dtype=query.dtype, device=query.device)
-    partial = partial_log = out
-    if splits > 1:
-        partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
-        partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    out, partial, partial_log = _outputs(query, width_v, splits)
     vectors = {name: tensors.get(name) for name in ("new_key", "new_value", "positions")}
     vectors = {name: None if tensor is None else _contiguous_vectors(tensor) for name, tensor in vectors.items()}
     numbers = {name: _contiguous(tensors.get(name)) for name in ("slots", "skipped", "keep", "masks")}
@@ -285,6 +281,16 @@ def decode(
     if splits > 1:
         _join_kernel[(rows, heads)](partial, partial_log, out, SPLITS=splits, WIDTH_V=width_v, BLOCK_DV=block_dv)
     return out
+
+
+def _outputs(query: torch.Tensor, width: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocate the output, and the splits' parts of it; without splits, the output stands for them."""
+    out = torch.empty(*query.shape[:2], width, dtype=query.dtype, device=query.device)
+    if splits == 1:
+        return out, out, out
+    shape = (*query.shape[:2], splits)
+    partial = torch.empty(*shape, width, dtype=torch.float32, device=query.device)
+    return out, partial, torch.empty(*shape, dtype=torch.float32, device=query.device)
 
 
 def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:

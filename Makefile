@@ -11,7 +11,7 @@ LLAMACPP_VENV ?= .venv-llamacpp
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: demo test test-long test-vllm test-llamacpp lint format bench scoring-report clean
+.PHONY: demo test test-long test-vllm test-llamacpp lint format bench scoring-report scoring-generality clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
@@ -43,6 +43,9 @@ bench: $(VENV)/.installed
 
 scoring-report: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py
+
+scoring-generality: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_generality.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

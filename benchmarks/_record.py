@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 def environment() -> dict[str, Any]:
     import torch
 
-    packages = ("lmeval-prune", "lm_eval", "transformers", "torch")
+    packages = ("lmeval-prune", "lm_eval", "transformers", "torch", "triton")
     return {
         "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
         "commit": commit(),
@@ -28,13 +28,23 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a checkout that is not installed will do for some benchmarks
+        return None
 
 
 def commit() -> str:
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
+        except FileNotFoundError:  # no git on this machine
+            return ""
         return done.stdout.strip()
 
     known = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
@@ -61,11 +71,15 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return out, time.perf_counter() - begin
 
 
-def write(name: str, results: dict[str, Any]) -> None:
-    RESULTS.mkdir(exist_ok=True)
+def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:
+    """Write a results file, all of it or nothing: a name in benchmarks/results, or a path without its suffix."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"written: {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(results, indent=2) + "\n")
+    unfinished.replace(path)
+    if not quiet:
+        print(f"written: {path}")
 
 
 def write_table(document: Path, name: str, table: str) -> None:

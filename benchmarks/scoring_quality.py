@@ -152,16 +152,23 @@ def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[s
         wrong = [case for case, right in zip(found, given, strict=True) if right != case.expected]
         entry["wrong"][scorer] = round(rate(found, wrong), 5)
         entry["cases"][scorer] = len(found)
-        for category in dict.fromkeys(case.category for case in found):
-            part = [case for case in found if case.category == category]
-            share = rate(part, [case for case in wrong if case.category == category])
-            by_class[category]["wrong"][scorer] = round(share, 5)
+        for category, of_class in class_rates(found, wrong).items():
+            by_class[category]["wrong"][scorer] = of_class
     for category, part_of in by_class.items():
         part_of["forms"] = len({case.line for case in whole if case.category == category})
     entry["classes"] = dict(by_class)
     entry["forms"] = len({case.line for case in whole})
     entry["expected"] = sorted({int(case.expected) for case in whole})
     return entry
+
+
+def class_rates(found: list[Case], wrong: list[Case]) -> dict[str, float]:
+    """Return the share of each class of cases that is wrong."""
+    groups: dict[str, tuple[list[Case], list[Case]]] = defaultdict(lambda: ([], []))
+    for column, group in enumerate((found, wrong)):
+        for case in group:
+            groups[case.category][column].append(case)
+    return {category: round(rate(*group), 5) for category, group in groups.items()}
 
 
 def measure_blind(name: str, skipped: dict[str, str], pool: Any) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 `decode` is also the PyTorch operator `lmeval_prune::decode`, which `torch.compile` keeps as one node. Compiled code
 calls the operator, other code the function: that saves 0.1 ms a call on a CPU, and has gradients in PyTorch.
+
+Before a CUDA graph is captured, run the step once outside the capture: the first call with a dtype and shape compiles
+the kernel and times its configurations, which a capture does not allow.
 """
 
 from __future__ import annotations

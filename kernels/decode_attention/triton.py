@@ -12,6 +12,7 @@ heads that the row's mask removes.
 
 from __future__ import annotations
 
+import logging
 from functools import partial as bind
 
 import torch
@@ -35,8 +36,9 @@ DOT_CONFIGS = [
 ]
 SUM_CONFIGS = [
     triton.Config({"BLOCK_N": block, "DOT": False, "STAGES": stages}, num_warps=warps, num_stages=stages)
-    for block, warps, stages in ((16, 1, 2), (32, 1, 2), (32, 2, 3), (32, 4, 3), (64, 4, 2))
+    for block, warps, stages in ((16, 1, 2), (16, 1, 4), (16, 2, 3), (32, 4, 2), (32, 4, 3))
 ]
+logger = logging.getLogger(__name__)
 _CHOSEN: dict[tuple[object, ...], triton.Config] = {}  # the fastest configuration, by what `_configuration` says
 
 
@@ -237,11 +239,7 @@ def decode(
     (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]
     splits = splits or _splits(rows * kv_heads, min(capacity, window or capacity), query.device)
     config = config or _configuration(query, keys, values, splits)
-    out = torch.empty(rows, heads, width_v, dtype=query.dtype, device=query.device)
-    partial = partial_log = out
-    if splits > 1:
-        partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
-        partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    out, partial, partial_log = _outputs(query, width_v, splits)
     vectors = {name: tensors.get(name) for name in ("new_key", "new_value", "positions")}
     vectors = {name: None if tensor is None else _contiguous_vectors(tensor) for name, tensor in vectors.items()}
     numbers = {name: _contiguous(tensors.get(name)) for name in ("slots", "skipped", "keep", "masks")}
@@ -285,6 +283,16 @@ def decode(
     return out
 
 
+def _outputs(query: torch.Tensor, width: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocate the output, and the splits' parts of it; without splits, the output stands for them."""
+    out = torch.empty(*query.shape[:2], width, dtype=query.dtype, device=query.device)
+    if splits == 1:
+        return out, out, out
+    shape = (*query.shape[:2], splits)
+    partial = torch.empty(*shape, width, dtype=torch.float32, device=query.device)
+    return out, partial, torch.empty(*shape, dtype=torch.float32, device=query.device)
+
+
 def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose last dimension has stride 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -324,6 +332,7 @@ def _configuration(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     case = (query.device, query.dtype, group, keys.shape[-1], values.shape[-1], splits > 1)
     if case not in _CHOSEN:
         if torch.cuda.is_current_stream_capturing():
+            logger.warning("decode attention is captured in an untimed configuration; call it once before the capture")
             return DOT_CONFIGS[0]
         configs = DOT_CONFIGS + (SUM_CONFIGS if group <= SMALL_GROUP else [])
         _CHOSEN[case] = min(configs, key=bind(_milliseconds, query, keys, values, splits))

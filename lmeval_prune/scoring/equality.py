@@ -12,10 +12,7 @@ from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 from lmeval_prune.scoring.vocabulary import phrases
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")  # 05:45 p.m.
-_SEPARATORS = (  # `1,200; 3` before `3,4`
-    re.compile(r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+"),
-    re.compile(r"\s*[;,]\s*(?:and\s+)?|\s+and\s+"),
-)
+_SEPARATOR = re.compile(r"\s*;\s*|,\s+(?:and\s+)?|,(?!\d{3})|\s+and\s+")  # of several: 3; 4, or 3, 4 and 5
 
 
 def same_text(answer: str, gold: str) -> bool:
@@ -27,8 +24,8 @@ def same_text(answer: str, gold: str) -> bool:
         return _same_item(answer, gold)
     answer = plain(clean(answer)).strip()
     answer = answer[1:-1] if answer.startswith("(") and answer.find(")") == len(answer) - 1 else answer
-    splits = (separator.split(answer) for separator in _SEPARATORS)
-    return any(len(items) == len(golds) and all(map(_same_item, items, golds)) for items in splits)
+    items = _SEPARATOR.split(answer)
+    return len(items) == len(golds) and all(map(_same_item, items, golds))
 
 
 def _same_item(answer: str, gold: str) -> bool:

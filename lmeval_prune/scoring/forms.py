@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split
+from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split, trimmed
 from lmeval_prune.scoring.vocabulary import values, words
 
 
@@ -73,7 +73,7 @@ def form_of(text: str, depth: int = 0) -> Form | str:
     """Take an answer apart, down to `MAX_DEPTH` brackets in one another; return a single expression as its text."""
     if depth > MAX_DEPTH or len(text) > MAX_LENGTH:
         return text[: MAX_LENGTH + 1]
-    text = _MEMBER_OF.sub("", canonical(text))
+    text = _MEMBER_OF.sub("", trimmed(text) if depth else canonical(text))
     return next((form for rule in _RULES if (form := rule(text, depth)) is not None), _THOUSANDS.sub("", text))
 
 

@@ -158,6 +158,11 @@ def canonical(text: str) -> str:
     text = _replaced(spelled(text[: MAX_LENGTH + 1]).translate(_CANONICAL_SIGNS), _CANONICAL_COMMANDS)
     text = _CANONICAL(_SCALE.sub(lambda scale: rf" \cdot {_SCALES[scale[1]]} ", text)).translate(_INDICES)
     text = _MIXED.sub(lambda m: f"({m[1]}+\\frac{{{m[2]}}}{{{m[3]}}})" if int(m[2]) < int(m[3]) else m[0], text)
+    return trimmed(text)
+
+
+def trimmed(text: str) -> str:
+    """Return canonical LaTeX without stops, brackets and a unit around it."""
     text = text.strip(" .,;")
     for _ in range(MAX_DEPTH):
         if not encloses(text, "{"):

@@ -10,7 +10,6 @@ from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
 from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
-from lmeval_prune.scoring.retractions import end_of_first
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
 from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences
 from lmeval_prune.scoring.vocabulary import phrases
@@ -155,9 +154,8 @@ class ExpressionReader(FormulaReader):
         expressions = []
         for sentence in concluding_sentences(atoms.text):
             letters = re.findall(ATOM, sentence)
-            stated = sentence[end_of_first(sentence) or 0 :]
-            concluded = _CONCLUDED.split(stated)[-1]
-            stated = concluded if has_operator(concluded) and not has_operator(stated) else stated
+            concluded = _CONCLUDED.split(sentence)[-1]
+            stated = concluded if has_operator(concluded) and not has_operator(sentence) else sentence
             expressions.append(atoms.formula(letters[-1]) if letters else stated)
         expressions = [expression for expression in expressions if re.search(r"\d", expression)]
         last = next(filter(has_operator, expressions), next(iter(expressions), None))

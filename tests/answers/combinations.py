@@ -123,6 +123,23 @@ CARRIERS = [
     Carrier("Chinese last sentence", "所以结果是{v}。", "", "zh"),
     Carrier("Chinese last sentence", "因此一共是{v}。", "", "zh", AMOUNTS),
 ]
+CARRIERS += [
+    Carrier("phrase", "We conclude that the answer is {v}."),
+    Carrier("phrase", "The answer to the question is {v}."),
+    Carrier("phrase", "So, the answer's {v}."),
+    Carrier("result", "Result: {v}", LINE),
+    Carrier("label", "ANSWER: {v}", LINE),
+    Carrier("label", "Answer = {v}", LINE),
+    Carrier("label", "> **Answer:** {v}", PARAGRAPH),
+    Carrier("label", "(Answer: {v})", LINE),
+    Carrier("box", r"Thus $\boxed{{m}}$ is the answer."),
+    Carrier("bold", "✅ **{v}**", PARAGRAPH),
+    Carrier("arrow", "→ {v}", LINE),
+    Carrier("last sentence", "It equals {v}."),
+    Carrier("Chinese label", "【答案】{v}", LINE, "zh"),
+    Carrier("Chinese phrase", "综上，答案是**{v}**。", "", "zh"),
+    Carrier("Chinese box", r"最终答案：$\boxed{{m}}$", LINE, "zh"),
+]
 PREFACES = {
     "en": [
         "",
@@ -153,6 +170,11 @@ ENDINGS = [
         "\n\nQuestion: A train has {a} cars with {b} seats each. How many seats are there?\nAnswer: {p}",
     ),
     Ending("next question", "\n\nQ: Tom has {a} pens and buys {b} more. How many has he now?\nA: {s}"),
+    Ending("remark", "This took {a} steps."),
+    Ending("remark", "Remember that an hour has 60 minutes."),
+    Ending("remark", "P.S. The first step alone has {a} cases."),
+    Ending("remark", "(The {a} in the first step is the number of boxes.)"),
+    Ending("farewell", "Have a nice day! 😊"),
     Ending("nothing", "", "zh"),
     Ending("check", "验算：{a}×{b}={p}，正确。", "zh"),
     Ending("offer", "希望对你有帮助！如果还有其他问题，请告诉我。", "zh"),
@@ -164,6 +186,13 @@ ENDINGS = [
     Ending("retraction: scratch that", "Scratch that: {w}.", replaces=True),
     Ending("retraction", "Actually, no. It is {w}.", replaces=True),
     Ending("retraction", "On second thought, the correct answer is {w}.", replaces=True),
+    Ending("retraction", "No wait, I misread the question. The answer should be {w}.", replaces=True),
+    Ending("retraction", "EDIT: the answer is {w}.", replaces=True),
+    Ending("retraction", "My mistake. The right answer is {w}.", replaces=True),
+    Ending("retraction", "That can't be right. Redoing it gives {w}.", replaces=True),
+    Ending("retraction", "Oops! I meant {w}.", replaces=True),
+    Ending("retraction", "Let me correct that: the answer is {w}, not {v}.", replaces=True),
+    Ending("retraction", "更正：答案是{w}。", "zh", True),
     Ending("retraction", "等等，不对，应该是{w}。", "zh", True),
     Ending("retraction", "抱歉，我算错了，正确答案是{w}。", "zh", True),
 ]
@@ -250,4 +279,72 @@ class Misread:
 
 
 # Classes that are known to be misread; one that is read now has to go.
-MISREAD: list[Misread] = []
+MISREAD = [
+    Misread(
+        "a remark with a number after an answer without a mark",
+        ("Total = 21.4\n\nThis took 7 steps.", "number", "21.4", True),
+        carriers=(
+            "last sentence",
+            "equation",
+            "bold",
+            "bold in a sentence",
+            "heading over bold",
+            "table with a total",
+            "arrow",
+            "result",
+        ),
+        endings=("remark",),
+    ),
+    Misread(
+        "the answer's, which is no mark",
+        ("So, the answer's 7. This took 12 steps.", "number", "7", True),
+        carriers=("phrase",),
+        written="the answer's",
+    ),
+    Misread(
+        "a label and its formula in brackets",
+        ("(Answer: 6^28)\n\nThat is my final answer.", MATHEMATICS, "6^{28}", True),
+        written=r"\(Answer: ",
+    ),
+    Misread(
+        "one formula, not another",
+        (
+            r"The answer is $\{1, 2\}$. Let me correct that: the answer is {-6, 22}, not $\{1, 2\}$.",
+            MATHEMATICS,
+            r"\{-6, 22\}",
+            True,
+        ),
+        values=tuple(family for family in VALUES if family.startswith("MATH")),
+        written="Let me correct that",
+    ),
+    Misread(
+        "'I meant' before a sign",
+        (r"Answer: $\{1, 2\}$" + "\n\n" + r"Oops! I meant $\{-4, 3\}$.", MATHEMATICS, r"\{-4, 3\}", True),
+        written="I meant",
+    ),
+    Misread(
+        "an arrow before a formula",
+        ("→ 2^37", MATHEMATICS, "2^{37}", True),
+        carriers=("arrow",),
+        values=tuple(family for family in VALUES if family.startswith("MATH")),
+        written=r"→ [^$\\]*$",
+    ),
+    Misread(
+        "a pair without dollar signs before an explanation",
+        ("Thus we get (7, 0).\n\nExplanation: each of the 9 rows has 8 seats.", MATHEMATICS, "(7, 0)", True),
+        carriers=("last sentence",),
+        values=("MATH: pair",),
+        endings=("explanation",),
+    ),
+    Misread(
+        "the answer to the next question, where the first is of another form",
+        (
+            "So (10, -9) it is.\n\nQ: Tom has 5 pens and buys 5 more. How many has he now?\nA: 10",
+            MATHEMATICS,
+            "10",
+            False,
+        ),
+        carriers=("last sentence", "equation", "bold", "bold in a sentence", "phrase"),
+        endings=("next question",),
+    ),
+]

@@ -152,11 +152,45 @@ def _polynomial(random: Random) -> Value:
     return _formula(latex, latex, f"{a}x^2 {turned} {b}x + {c}", f"{a}x^2 {sign} {b}x", f"{c}")
 
 
+def _mixed_number(random: Random) -> Value:
+    whole, bottom = random.randint(1, 9), random.randint(2, 9)
+    top = random.choice([n for n in range(1, bottom) if gcd(n, bottom) == 1])
+    target = f"{whole * bottom + top}/{bottom}"
+    return _number(target, f"{whole} {top}/{bottom}", rf"{whole}\frac{{{top}}}{{{bottom}}}")
+
+
+def _degrees(random: Random) -> Value:
+    size = random.randint(5, 175)
+    return _formula(rf"{size}^\circ", f"{size}°", rf"{size + 1}^\circ", rf"{180 - size}^\circ" if size != 90 else "1")
+
+
+def _power(random: Random) -> Value:
+    base, exponent = random.randint(2, 9), random.randint(11, 40)
+    return _formula(f"{base}^{{{exponent}}}", f"{base}^{exponent}", f"{base}{exponent}", f"{base}", f"{exponent}")
+
+
+def _matrix(random: Random) -> Value:
+    a, b, c = random.sample(range(-9, 20), 3)
+    rows = [
+        rf"\begin{{pmatrix}} {x} \\ {y} \\ {z} \end{{pmatrix}}" for x, y, z in [(a, b, c), (b, a, c), (a, b, c + 1)]
+    ]
+    return _formula(rows[0], f"${rows[0]}$", *rows[1:])
+
+
+def _union(random: Random) -> Value:
+    low = random.randint(-9, 0)
+    high = low + random.randint(1, 9)
+    latex = rf"(-\infty, {low}) \cup [{high}, \infty)"
+    other = rf"(-\infty, {low}] \cup [{high}, \infty)"
+    return _formula(latex, f"(-∞, {low}) ∪ [{high}, ∞)", other, rf"(-\infty, {low})", rf"[{high}, \infty)")
+
+
 VALUES: dict[str, Callable[[Random], Value]] = {
     "integer": _integer,
     "negative": _negative,
     "decimal": _decimal,
     "fraction": _fraction,
+    "mixed number": _mixed_number,
     "thousands": _thousands,
     "money": _money,
     "percent": _percent,
@@ -170,5 +204,9 @@ VALUES: dict[str, Callable[[Random], Value]] = {
     "MATH: set": _set,
     "MATH: pair": _pair,
     "MATH: polynomial": _polynomial,
+    "MATH: degrees": _degrees,
+    "MATH: power": _power,
+    "MATH: column": _matrix,
+    "MATH: union": _union,
 }
 AMOUNTS = ("integer", "decimal", "thousands", "money", "unit", "MATH: integer")

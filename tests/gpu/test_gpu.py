@@ -99,6 +99,7 @@ def test_a_fingerprint_does_not_depend_on_the_device() -> None:
 
 
 def test_pruned_hf_runs_there(tiny_folder: Path) -> None:
+    pytest.importorskip("lm_eval", reason="pruned-hf needs lm_eval")
     from lmeval_prune.models.pruned_hf import PrunedHFLM
     from tests.test_pruned_hf import HEADS
     from tests.test_pruned_hf import requests as asked

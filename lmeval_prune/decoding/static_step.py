@@ -8,7 +8,7 @@ CPU the same step runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -166,6 +166,10 @@ class StaticStep:
 
     def start(self, rows: int) -> StepResult:
         """Start a step of the first `rows` rows. On a GPU, do not wait for it."""
+        with torch.cuda.device(self._device) if self._is_gpu else nullcontext():
+            return self._start(rows)
+
+    def _start(self, rows: int) -> StepResult:
         bucket = self.bucket(rows)
         if bucket in self._graphs:
             graph, logits = self._graphs[bucket]
@@ -176,13 +180,13 @@ class StaticStep:
         else:  # compiles the kernels, too
             logits = self._run(bucket)
             self._warm.add(bucket)
-        host, event = self._host_results[self._started % len(self._host_results)][:, :rows], None
+        host, event = self._host_results[self._started % len(self._host_results)], None
         self._started += 1
-        host.copy_(self._result[:, :rows], non_blocking=True)
+        host.copy_(self._result, non_blocking=True)  # the whole buffer: a copy of a part would wait for the device
         if self._is_gpu:
             event = torch.cuda.Event()
             event.record()
-        return StepResult(logits, host, event)
+        return StepResult(logits, host[:, :rows], event)
 
     def _capture(self, bucket: int) -> tuple[Any, torch.Tensor]:
         """Capture a step; it does not run."""

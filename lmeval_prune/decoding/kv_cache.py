@@ -223,6 +223,13 @@ class KVCache:
         return int(self.lengths[layer][slot]) if layer in self.lengths else length
 
 
+def compiled_decode(*arguments: Any) -> torch.Tensor:
+    """Compute the attention of one token per row on a CPU; see `kernels.decode_attention.compiled.decode`."""
+    from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
+
+    return decode(*arguments)
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """Scaling, soft cap and window of a layer's attention."""
@@ -260,8 +267,15 @@ def _attend(
 ) -> torch.Tensor:
     """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
     heads, group = query.shape[0], query.shape[0] // keys.shape[1]
+    is_compiled = query.device.type == "cpu" and query.dtype == torch.float32 and options.softcap is None
+    is_compiled &= options.window is None or layout.stored_positions is None
     outputs = []
     for part in layout.parts:
+        if is_compiled and part.tokens == 1:
+            slots, lengths = layout.slots[part.queries], layout.offsets[part.queries] + 1
+            rows = query[:, part.queries].transpose(0, 1)
+            outputs.append(compiled_decode(rows, keys, values, slots, lengths, options.scaling, options.window))
+            continue
         # the query heads of a group become queries of their key-value head
         q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
         q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, keys.shape[1], group * part.tokens, query.shape[-1])

@@ -1,0 +1,119 @@
+"""Attention of one token per row on a CPU, compiled by numba: each key and value is read once. Formulas: `naive`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+LOWEST = np.float32(-3e38)
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
+    """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the sum.
+
+    exp(x) = 2^t exp(r), with t = round(x / log 2), and a polynomial of degree 7 for exp(r). The compiler uses vector
+    instructions for it, but not for its own `exp`.
+    """
+    largest = LOWEST
+    for j in range(begin, end):
+        largest = max(largest, scores[j])
+    for j in range(begin, end):
+        x = max(scores[j] - largest, np.float32(-87))  # exp(-87) is the smallest normal number
+        t = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        r = x - t * np.float32(0.693359375) + t * np.float32(2.1219444e-4)  # log 2 in two parts
+        p = np.float32(1 / 5040) * r + np.float32(1 / 720)
+        p = p * r + np.float32(1 / 120)
+        p = p * r + np.float32(1 / 24)
+        p = p * r + np.float32(1 / 6)
+        p = p * r + np.float32(1 / 2)
+        weights[j] = p * r * r + r + np.float32(1)
+        bits[j] += np.int32(t) << np.int32(23)  # adds t to the exponent
+    total = np.float32(0)
+    for j in range(begin, end):
+        total += weights[j]
+    return total
+
+
+@cache
+def _decode_rows(group: int, width: int, width_v: int) -> Any:
+    """Return the compiled loop for heads of one shape; the compiler unrolls loops of constant length."""
+
+    @njit(cache=True, nogil=True, fastmath=True)
+    def decode_rows(
+        query: Any,
+        keys: Any,
+        values: Any,
+        slots: Any,
+        lengths: Any,
+        scaling: Any,
+        window: int,
+        first: int,
+        last: int,
+        out: Any,
+    ) -> None:
+        scores, weights = np.empty((group, keys.shape[2]), np.float32), np.empty((group, keys.shape[2]), np.float32)
+        bits, sums = weights.view(np.int32), np.empty((group, width_v), np.float32)
+        for row in range(first, last):
+            end = lengths[row]
+            begin = max(0, end - window) if window else 0
+            for kv_head in range(keys.shape[1]):
+                k, v, q = keys[slots[row], kv_head], values[slots[row], kv_head], query[row, kv_head * group :]
+                for j in range(begin, end):
+                    for g in range(group):
+                        score = np.float32(0)
+                        for d in range(width):
+                            score += q[g, d] * k[j, d]
+                        scores[g, j] = score * scaling
+                sums[:] = 0
+                for g in range(group):
+                    total = _exponentials(scores[g], begin, end, weights[g], bits[g])
+                    for j in range(begin, end):
+                        weights[g, j] /= total
+                for j in range(begin, end):
+                    for g in range(group):
+                        weight = weights[g, j]
+                        for d in range(width_v):
+                            sums[g, d] += weight * v[j, d]
+                out[row, kv_head * group : (kv_head + 1) * group] = sums
+
+    return decode_rows
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count)
+
+
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Compute the attention of one token per row over the `lengths` stored tokens of its slot, in float32.
+
+    Arguments as in `ops.decode`, without positions; returns (rows, heads, width of values). Uses torch's number of
+    threads.
+    """
+    out = torch.empty(*query.shape[:2], values.shape[-1])
+    tensors = (query.contiguous(), keys, values, slots, lengths)
+    arguments = (*(tensor.numpy() for tensor in tensors), np.float32(scaling), window or 0)
+    decode_rows = _decode_rows(query.shape[1] // keys.shape[1], query.shape[-1], values.shape[-1])
+    threads, rows = min(torch.get_num_threads(), len(query)), len(query)
+    if threads < 2:
+        decode_rows(*arguments, 0, rows, out.numpy())
+        return out
+    bounds = [rows * i // threads for i in range(threads + 1)]
+    parts = pairwise(bounds)
+    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, out.numpy()), parts))
+    return out

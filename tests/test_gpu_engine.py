@@ -22,8 +22,8 @@ LOOP = {"host_ms", "host_wait_ms", "loop_steps", "steady_ms", "busy_share"}
 RATES = {"seconds", "tokens", "tokens_per_second", "texts", "identical"}
 
 
-def rehearse(part: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    path = gpu_engine.main(["--part", part, "--tiny", "--device", "cpu", "--out", str(folder / part), *arguments])
+def rehearse(part: str, folder: Path) -> dict[str, Any]:
+    path = gpu_engine.main([*f"--part {part} --tiny --device cpu --no-compile --out".split(), str(folder / part)])
     results: dict[str, Any] = json.loads(path.read_text())
     assert not list(folder.glob("*.tmp"))
     assert {"commit", "device", "versions", "seconds", "options", "operations"} <= results.keys()

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_requests
 from tiny_models import CAUSAL, VOCABULARY
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lmeval_prune.decoding import Engine, SamplingParams, Schedule
-from lmeval_prune.decoding.static_step import StaticStep
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
+from lmeval_prune.decoding.sampling import uniforms
+from lmeval_prune.decoding.static_step import StaticStep, bucket_sizes
+from lmeval_prune.interventions import HeadMask, Intervention, Plan
+from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.kernels.decode_attention import ops
 
+QUICK = ("llama", "gemma2", "qwen3", "phi3", "gpt_neox", "opt", "deepseek_v3")
+WAITING = {"gpt2", "deepseek_v3", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe"}  # their code waits for the device
 FAMILIES = sorted(set(CAUSAL) - BY_GENERATE)
 STATIC = Schedule(static=True)
 
@@ -24,7 +36,12 @@ def eager_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("lmeval_prune")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def marked(families: Iterable[str]) -> list[Any]:
+    """All families, those that are not `QUICK` as long tests."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in families]
+
+
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_every_family_gives_what_generate_gives(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(family)
     engine = Engine(model, Letters(), max_rows=5, schedule=STATIC)
@@ -70,7 +87,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return recorded
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(sorted(set(FAMILIES) - WAITING)))
 def test_a_recorded_step_gives_what_generate_gives(
     family: str, recordings: list[Recording], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,12 +120,15 @@ SAMPLED = [
     SamplingParams(9, (), do_sample=True, temperature=0.7, top_k=12, top_p=0.9),
     SamplingParams(14, (2,), ("A",), do_sample=True, temperature=1.3, min_p=0.05),
     SamplingParams(14, (2,), do_sample=True, repetition_penalty=1.2),
+    SamplingParams(25, (2,), do_sample=True, temperature=1.5),
     SamplingParams(14, (2,)),
 ]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("params", [SAMPLED, SAMPLED[:2], SAMPLED[2:4]], ids=["all", "drawn in the step", "two ways"])
+@pytest.mark.parametrize(
+    "params", [SAMPLED, SAMPLED[:2], SAMPLED[2:4], SAMPLED[4:]], ids=["all", "top_p", "two ways", "temperature"]
+)
 def test_sampled_answers(params: list[SamplingParams], deterministic: bool) -> None:
     """They are those of the other loop, whether the step or the host draws the tokens."""
     model = model_of("qwen3")
@@ -140,3 +160,137 @@ def test_a_compiled_step(family: str, monkeypatch: pytest.MonkeyPatch, caplog: p
         assert all(result[request.tag] == alone(model, request) for request in requests)
     assert not eager_reasons(caplog)
     assert 0 < len(graphs) <= 3
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_a_model_that_waits_for_the_device_is_decoded_by_the_other_loop(
+    family: str, recordings: list[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(family)
+    engine = Engine(model, Letters(), max_rows=5, schedule=STATIC)
+    assert not engine.is_static and "without a static step" in eager_reasons(caplog)[0]
+    requests = some_requests(model, seed=3)
+    result = answers(engine, requests)
+    assert all(result[request.tag] == alone(model, request) for request in requests)
+
+
+@dataclass(frozen=True)
+class Doubled(Intervention):
+    """Doubles attention outputs; it does not say that it can be captured."""
+
+    tokenwise = True
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        for layer in model_map.attention:
+            change_output(layer.o_proj, lambda x: 2 * x, stack)
+
+
+def test_a_method_that_is_not_capturable_is_decoded_by_the_other_loop(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("llama")
+    requests = some_requests(model, seed=3)
+    with Doubled().applied_to(model):
+        engine = Engine(model, Letters(), max_rows=5, schedule=STATIC)
+        result = answers(engine, requests)
+        assert not engine.is_static and "Doubled is not capturable" in eager_reasons(caplog)[0]
+        assert all(result[request.tag] == alone(model, request) for request in requests)
+    assert engine.is_static  # the same engine, without the method
+
+
+@pytest.mark.parametrize("plan", [Plan("L0H1+L2H0-1", channels={"L1": "3-9"}), HeadMask("L1H2")], ids=["plan", "mask"])
+def test_permanent_changes_are_captured(plan: Any, recordings: list[Recording]) -> None:
+    model = model_of("llama")
+    requests = some_requests(model, seed=4)
+    with plan.applied_to(model):
+        engine = Engine(model, Letters(), max_rows=5, schedule=STATIC)
+        assert engine.is_static
+        result = answers(engine, requests)
+        assert all(result[request.tag] == alone(model, request) for request in requests)
+    assert sum(recording.replays for recording in recordings) > 10
+
+
+def test_logits_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that attends to another row's slot does not pass the check."""
+    decode = ops.decode
+    monkeypatch.setattr(ops, "decode", lambda *args, slots, **kwargs: decode(*args, slots=slots.flip(0), **kwargs))
+    engine = Engine(model_of("llama"), Letters(), schedule=STATIC)
+    assert not engine.is_static and "logits would differ" in eager_reasons(caplog)[0]
+
+
+def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
+    model = model_of("qwen2")
+    layers = list(model.model.layers)
+
+    class Broken(Letters):
+        def decode(self, tokens: list[int]) -> str:
+            raise RuntimeError("broken")
+
+    requests = [Request((5, 6), None, SamplingParams(9, (), stop=("x",)))]
+    with pytest.raises(RuntimeError, match="broken"):
+        list(Engine(model, Broken(), schedule=STATIC).decode(requests))
+    assert list(model.model.layers) == layers and model.config._attn_implementation == "sdpa"
+    assert (
+        len(answers(Engine(model, Letters(), schedule=STATIC), [replace(requests[0], params=SamplingParams(9))])) == 1
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 700))
+def test_bucket_sizes(capacity: int) -> None:
+    """They grow, end at the capacity, and waste less than half of the rows."""
+    sizes = bucket_sizes(capacity)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == capacity
+    for rows in range(1, capacity + 1):
+        assert next(size for size in sizes if size >= rows) < 2 * rows
+
+
+class Words:
+    """A tokenizer like SentencePiece's: a space before a word is part of it, but dropped at the beginning of a text."""
+
+    clean_up_tokenization_spaces = False
+    pieces = ("▁the", "▁", "end", "s", "▁end", ".", "▁\n", "<0xE2>", "<0x80>", "<0xA6>", "!")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        data = b"".join(
+            bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+            for piece in (self.pieces[token] for token in tokens)
+        )
+        return data.decode("utf-8", errors="replace").removeprefix(" ")
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [0] * 12
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, len(Words.pieces) - 1), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["end", "ends", " ", "the end", "…", ".", "\n", "s "]), min_size=1, max_size=2),
+)
+def test_stop_texts_are_searched_for_when_the_last_token_may_complete_one(tokens: list[int], stop: list[str]) -> None:
+    stopping, decode, texts = Stopping(Words()), Words().decode, tuple(stop)
+    for end in range(1, len(tokens) + 1):
+        expected = any(each in decode(tokens[:end]) for each in stop)
+        assert stopping.has_stop_text(tokens[:end], texts) == expected
+        if expected:
+            break
+
+
+def test_few_answers_are_decoded_in_search_of_a_stop_text() -> None:
+    class Counting(Letters):
+        calls = 0
+
+        def decode(self, tokens: list[int]) -> str:
+            self.calls += 1
+            return super().decode(tokens)
+
+    tokenizer = Counting()
+    stopping = Stopping(tokenizer)
+    answer = [5] * 400
+    assert not any(stopping.has_stop_text(answer[:end], ("ABC",)) for end in range(1, 401))
+    assert tokenizer.calls == 1
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**63])
+def test_random_numbers_of_an_answer_are_those_of_its_tokens(seed: int) -> None:
+    """They are the first of each block of numpy's generator."""
+    expected = [numpy.random.Generator(numpy.random.Philox(key=seed, counter=i)).random() for i in range(40)]
+    assert uniforms(seed, 0, 40).tolist() == expected and uniforms(seed, 7, 3).tolist() == expected[7:10]

@@ -52,7 +52,8 @@ class Engine:
         model_map: the model's `map_model`, to save the time of computing it.
         max_rows: answers decoded at once. Default: as many as fit in memory, at most 192 (512 on a GPU).
         context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
-        memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory.
+        memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory,
+            three quarters on a GPU.
         schedule: switches for the engine's optimisations. `drafts` and `follow` remove tokens from the cache, so they
             are off if an intervention depends on earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
@@ -220,7 +221,7 @@ class Engine:
         width = self.model.config.get_text_config().hidden_size
         kept = slot + token * width * first_layers if first_layers else 0
         extra = (scratch + self.deterministic) * slot
-        memory = (self.memory or _free_memory(self.device) // 2) - extra
+        memory = (self.memory or _available_memory(self.device)) - extra
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
             needed = slot + kept + extra
@@ -251,9 +252,10 @@ class Engine:
         return tokens // 2
 
 
-def _free_memory(device: torch.device) -> int:
+def _available_memory(device: torch.device) -> int:
+    """Return the bytes that the engine may use: a share of the free memory, the rest is for activations and graphs."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(0.75 * torch.cuda.mem_get_info(device)[0])
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return int(0.5 * psutil.virtual_memory().available)

@@ -41,6 +41,7 @@ class ModelRunner:
     """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`.
 
     Attributes:
+        device: the model's device.
         cache: keys and values.
         masks: the head masks.
         layers: number of layers.
@@ -58,7 +59,7 @@ class ModelRunner:
         self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
         if any(masks):
             self._masking = partial(rows.using, self.masks)
-        self._device = next(self._model.parameters()).device
+        self.device = next(self._model.parameters()).device
         self.layers = len(model_map.attention)
         self.cache = cache
         self.layer_tokens = self.head_tokens = 0
@@ -100,7 +101,7 @@ class ModelRunner:
         columns = zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
         hidden = None if hidden is None else hidden.unsqueeze(0)
-        packing = self.cache.packing(Packed(*columns), self._device)
+        packing = self.cache.packing(Packed(*columns), self.device)
         with self._skip.running(start, hidden, keep) as current, packing as layout:
             logits = self._logits(tokens, masks, layout.positions, with_logits)
         self.layer_tokens += len(tokens) * (self.layers - start)
@@ -119,16 +120,16 @@ class ModelRunner:
             replace_attention(self._model_map, cache, stack)
             stack.enter_context(preserve_state(self._model))
             stack.enter_context(self._skip.running())
-            layout = stack.enter_context(cache.packing(packed, self._device))
+            layout = stack.enter_context(cache.packing(packed, self.device))
             return self._logits(list(tokens), [mask] * length, layout.positions, [length - 1])[0]
 
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]
     ) -> torch.Tensor:
-        to_keep = slice(None) if len(with_logits) == len(tokens) else torch.tensor(with_logits, device=self._device)
+        to_keep = slice(None) if len(with_logits) == len(tokens) else torch.tensor(with_logits, device=self.device)
         with self._masking(torch.tensor([masks])):
             out = self._model(
-                input_ids=torch.tensor([tokens], device=self._device),
+                input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=to_keep,

@@ -24,12 +24,32 @@ def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
+def near_tied_draw(
+    logits: torch.Tensor, cumulative: torch.Tensor, uniforms: torch.Tensor, factor: float
+) -> torch.Tensor:
+    """Return for each line of logits, (…, vocabulary), whether rounding could change the drawn token, (…,).
+
+    An error e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
+    The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
+    """
+    largest = logits.float().abs().amax(-1).double()
+    error = (32 * torch.finfo(logits.dtype).eps * largest).clamp(min=1e-3) / 2
+    distance = (cumulative - (uniforms * cumulative[..., -1])[..., None]).abs().amin(-1)
+    return distance < 2 * error * uniforms * (1 - uniforms) * factor
+
+
 @dataclass(frozen=True)
 class Warp:
     """Logits processors of sampled rows that depend on the logits alone."""
 
     settings: tuple[float, ...]  # `SamplingParams.warping`
     processors: tuple[Any, ...]
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature, if nothing else is set: then rounding does not change the set of allowed tokens."""
+        temperature, *others = self.settings
+        return temperature if others == [0, 1, 0] else None
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """Process logits in float32, (rows, vocabulary)."""
@@ -74,24 +94,18 @@ class Sampler:
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
         """Return whether rounding of the logits could change the chosen token; arguments as in `choose`.
 
-        The assumed error of a logit is that of `near_tied_argmax`. An error e of all logits moves a cumulative
-        distribution F by at most 2 e F (1 - F) / temperature (in first order).
+        The assumed error of a logit is that of `near_tied_argmax`.
         """
         params = request.params
         if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
             return True  # rounding may change the set of allowed tokens
         scores = self._scores(logits, request, answer)
+        factor = max(params.repetition_penalty, 1 / params.repetition_penalty)
+        if params.do_sample:
+            uniform = torch.from_numpy(uniforms(request.seed, len(answer), 1)).to(scores.device)[0]
+            return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor / params.temperature))
         best, second = scores.topk(2).values.tolist()
-        size = float(logits.abs().max()) if params.do_sample else abs(best)
-        error = max(1e-3, 32 * torch.finfo(logits.dtype).eps * size) / 2
-        error *= max(params.repetition_penalty, 1 / params.repetition_penalty)
-        if not params.do_sample:
-            return bool(best - second < 2 * error)
-        cumulative = cumulative_distribution(scores)
-        point = float(uniforms(request.seed, len(answer), 1)[0]) * float(cumulative[-1])
-        share = point / float(cumulative[-1])
-        allowed = 2 * error * share * (1 - share) / params.temperature
-        return bool((cumulative - point).abs().min() < allowed)
+        return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
 
     def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> torch.Tensor:
         history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)

@@ -27,7 +27,7 @@ from lmeval_prune.settings import Natural, Settings
 
 # Largest number of prompt tokens in a pass, unless a single prompt is longer. It bounds how long new prompts delay the
 # running rows.
-PASS = 2048
+PASS, GPU_PASS = 2048, 8192
 
 
 @dataclass
@@ -91,6 +91,11 @@ class Scheduler:
     drafter: Drafter = field(default_factory=Drafter)
 
     @property
+    def largest_pass(self) -> int:
+        """Largest number of prompt tokens in a pass."""
+        return GPU_PASS if self.runner.device.type == "cuda" else PASS
+
+    @property
     def capacity(self) -> int:
         """Largest number of rows."""
         return self.runner.cache.count
@@ -141,7 +146,7 @@ class Scheduler:
         if not tokens:  # the first row of a pass always fits
             return True
         checked = self.schedule.follow if logits else 0  # tokens of the leader's answer
-        return tokens + len(row.request.prompt) + checked <= PASS and logits < PASS // 4
+        return tokens + len(row.request.prompt) + checked <= self.largest_pass and logits < self.largest_pass // 4
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""

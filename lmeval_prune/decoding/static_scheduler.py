@@ -134,7 +134,9 @@ class StaticScheduler(Scheduler):
     def _draws(self, row: Sequence) -> bool:
         """Return whether the step draws the tokens of a sequence."""
         warp = self.step.warp
-        return warp is not None and not self.deterministic and row.request.params.warping == warp.settings
+        if warp is None or row.request.params.warping != warp.settings:
+            return False
+        return not self.deterministic or warp.temperature is not None
 
     def _uniforms(self, rows: Items[Sequence]) -> np.ndarray | None:
         """Return the random numbers of the tokens of each sequence, (sequences, tokens)."""
@@ -173,7 +175,7 @@ class StaticScheduler(Scheduler):
         for i in by_host:
             row = self._by_slot[int(slots[i])]
             row.answer = self._answer(row)
-            choice = (int(tokens[i]), True) if row.request.params.takes_argmax else None
+            choice = (int(tokens[i]), True) if row.request.params.takes_argmax else None  # True: a near-tie
             tokens[i] = self._choose(row, result.logits[index[i]], choice)
         self._answers[slots, self._lengths[slots]] = tokens
         self._lengths[slots] += 1

@@ -8,7 +8,7 @@ CPU the same step runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -20,7 +20,13 @@ from torch import nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import AttentionOptions, KVCache
-from lmeval_prune.decoding.sampling import Warp, cumulative_distribution, draw, near_tied_argmax
+from lmeval_prune.decoding.sampling import (
+    Warp,
+    cumulative_distribution,
+    draw,
+    near_tied_argmax,
+    near_tied_draw,
+)
 from lmeval_prune.interventions.applied import without_checks
 from lmeval_prune.interventions.attention_call import (
     Attended,
@@ -160,6 +166,10 @@ class StaticStep:
 
     def start(self, rows: int) -> StepResult:
         """Start a step of the first `rows` rows. On a GPU, do not wait for it."""
+        with torch.cuda.device(self._device) if self._is_gpu else nullcontext():
+            return self._start(rows)
+
+    def _start(self, rows: int) -> StepResult:
         bucket = self.bucket(rows)
         if bucket in self._graphs:
             graph, logits = self._graphs[bucket]
@@ -170,13 +180,13 @@ class StaticStep:
         else:  # compiles the kernels, too
             logits = self._run(bucket)
             self._warm.add(bucket)
-        host, event = self._host_results[self._started % len(self._host_results)][:, :rows], None
+        host, event = self._host_results[self._started % len(self._host_results)], None
         self._started += 1
-        host.copy_(self._result[:, :rows], non_blocking=True)
+        host.copy_(self._result, non_blocking=True)  # the whole buffer: a copy of a part would wait for the device
         if self._is_gpu:
             event = torch.cuda.Event()
             event.record()
-        return StepResult(logits, host, event)
+        return StepResult(logits, host[:, :rows], event)
 
     def _capture(self, bucket: int) -> tuple[Any, torch.Tensor]:
         """Capture a step; it does not run."""
@@ -205,15 +215,10 @@ class StaticStep:
         inputs = {"input_ids": columns[TOKEN][None], "position_ids": columns[LENGTH][None]}
         logits = cast(torch.Tensor, self._model(**inputs, use_cache=False).logits[0])
         self.rows = None
-        scores = logits.float()  # for each model type, as in `generate`
-        chosen = scores.argmax(-1)
-        if self.warp:
-            cumulative = cumulative_distribution(self.warp(scores))
-            uniforms = self._uniforms[columns[SLOT], columns[ANSWER]]
-            chosen = torch.where(columns[SAMPLED] != 0, draw(cumulative, uniforms[:, None])[:, 0], chosen)
+        chosen, near = self._choose(logits, columns)
         self._result[0, :bucket] = chosen
-        if self.near_ties:
-            self._result[1, :bucket] = near_tied_argmax(logits)
+        if near is not None:
+            self._result[1, :bucket] = near
         columns[LENGTH] += columns[ALIVE]
         columns[ANSWER] += columns[ALIVE]
         columns[LEFT] -= columns[ALIVE]
@@ -221,6 +226,19 @@ class StaticStep:
         goes_on = (columns[LEFT] > 0) & (chosen[:, None] != self._ends[:bucket]).all(1)
         columns[ALIVE] *= goes_on
         return logits
+
+    def _choose(self, logits: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the next token of each row, (rows,), and whether it is a near-tie, if that is to be reported."""
+        scores = logits.float()  # for each model type, as in `generate`
+        chosen, near = scores.argmax(-1), near_tied_argmax(logits) if self.near_ties else None
+        if self.warp:
+            is_sampled, uniforms = columns[SAMPLED] != 0, self._uniforms[columns[SLOT], columns[ANSWER]]
+            cumulative = cumulative_distribution(self.warp(scores))
+            chosen = torch.where(is_sampled, draw(cumulative, uniforms[:, None])[:, 0], chosen)
+            if near is not None and self.warp.temperature:
+                tied = near_tied_draw(logits, cumulative, uniforms, 1 / self.warp.temperature)
+                near = torch.where(is_sampled, tied, near)
+        return chosen, near
 
     def attend(self, call: AttentionCall) -> Attended:
         """Compute the attention of one token per row, (1, rows, heads, width of values); store it if no handler has."""

@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
-from lmeval_prune.decoding import Engine, SamplingParams
+from lmeval_prune.decoding import Engine, SamplingParams, Schedule
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
@@ -217,6 +217,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             model_map=self.model_map,
             max_rows=options.engine_rows,
             context=self.max_length,
+            schedule=Schedule(compile=options.engine_compile),
             deterministic=bool(options.deterministic),
         )
 

@@ -69,7 +69,7 @@ class Trace:
         return spent if self.device == "cuda" else spent - step.started
 
     def summary(self) -> dict[str, Any]:
-        """Return milliseconds of the host and of the device from step to step, with the same rows and nothing between."""
+        """Return milliseconds of host and device from step to step, of the same rows without a pass between."""
         busy = sum(self.between(step.first, step.last) for step in self.steps)
         out: dict[str, Any] = {"loop_steps": len(self.steps), "step_share_of_run": busy / (1000 * self.wall)}
         steady = [

@@ -62,15 +62,14 @@ class StepResult:
     """The tokens that a step chose. On a GPU the step may still run."""
 
     logits: torch.Tensor  # (rows of the bucket, vocabulary); the next step overwrites them
-    _rows: int
-    _host: torch.Tensor  # (2, at least that many rows)
+    _host: torch.Tensor  # (2, rows)
     _event: Any  # CUDA event behind the copy to the host; None on a CPU
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the step; return the tokens, (rows,), and whether each was a near-tie."""
         if self._event is not None:
             self._event.synchronize()
-        tokens, near = self._host.numpy()[:, : self._rows]
+        tokens, near = self._host.numpy()
         return tokens.copy(), near.astype(bool)
 
 
@@ -195,7 +194,7 @@ class StaticStep:
         if self._is_gpu:
             event = torch.cuda.Event()
             event.record()
-        return StepResult(logits, rows, host, event)
+        return StepResult(logits, host[:, :rows], event)
 
     def check_waiting(self) -> None:
         """Run a step of no sequence, with an error if it waits for the device.

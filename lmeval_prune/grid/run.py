@@ -10,7 +10,7 @@ from typing import Any
 
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.runners import LocalRunner, Runner
 from lmeval_prune.grid.worker import BUSY, FAILED, Job
 
@@ -41,7 +41,7 @@ class _Run:
         self.grid, self.folder, self.runner = grid, folder, runner
         self.cells = cells_of(grid)
         self.model_args = {cell.key: cell.model_args(folder.prepared) for cell in self.cells}
-        self.names = {costs_failure(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
+        self.names = {measurement_key(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
         self.names |= {cell.key: cell.name for cell in self.cells}
 
     def run(self, retry_failed: bool) -> Summary:
@@ -49,7 +49,7 @@ class _Run:
         entries = [cell.entry(self.model_args[cell.key]) for cell in cells]
         folder.create(self.grid.title, self.grid.baseline, entries)
         if retry_failed:
-            for key in {key for cell in cells for key in (cell.key, cell.prepared, costs_failure(cell.costs)) if key}:
+            for key in {key for cell in cells for key in (cell.key, cell.prepared, measurement_key(cell.costs)) if key}:
                 folder.clear_failure(key)
         done_before = folder.done_cells().intersection(self.model_args)
         if done_before:

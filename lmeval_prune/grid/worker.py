@@ -18,7 +18,7 @@ from torch.utils import collect_env
 
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_cell
 from lmeval_prune.grid.preparations import make_preparation
@@ -39,7 +39,7 @@ DONE, FAILED, BUSY = "done", "failed", "busy"
 class Result:
     """Result of a cell, of a preparation, or of a measurement of costs."""
 
-    key: str  # of the cell or the preparation; `costs_failure(...)` of a measurement
+    key: str  # of the cell or the preparation; `measurement_key(...)` of a measurement
     state: str  # `DONE`, `FAILED`, or `BUSY`: another process holds the lock
     reason: str = ""  # of the failure
 
@@ -261,7 +261,7 @@ class Worker:
         """Measure the variant of a done cell if its costs are missing: an earlier run did not get to it."""
         if not (self.job.measures and self.folder.needs_costs(cell.costs)):
             return Result(cell.key, DONE)
-        key = costs_failure(cell.costs)
+        key = measurement_key(cell.costs)
         try:
             self._load(_Task.of(cell, self.folder))
             return Result(key, self._measure(cell), self.folder.failure(key) or "")
@@ -272,20 +272,20 @@ class Worker:
         """Measure the loaded variant unless its costs are known; a failed measurement does not fail the cell."""
         key, lm = cell.costs, self.loaded.lm
         assert lm is not None
-        with self.folder.lock(costs_failure(key)) as is_held:
+        with self.folder.lock(measurement_key(key)) as is_held:
             if not is_held:
                 return BUSY
             if not self.folder.needs_costs(key):
                 return DONE
             if reason := _not_measurable(lm):
-                self.folder.record_failure(costs_failure(key), f"its costs are not measured: {reason}", "")
+                self.folder.record_failure(measurement_key(key), f"its costs are not measured: {reason}", "")
                 return FAILED
             try:
                 self.folder.write_costs(key, measure(lm))
             except Exception as error:
                 self._raise_disk_error(error)
                 logger.warning("%s cannot be measured (%s)", cell.variant.name, first_line(error))
-                self.folder.record_failure(costs_failure(key), first_line(error), traceback.format_exc())
+                self.folder.record_failure(measurement_key(key), first_line(error), traceback.format_exc())
                 return FAILED
         return DONE
 

@@ -25,7 +25,7 @@ from lmeval_prune.reporting.statistics import (
 )
 
 POOLED = "all tasks"
-LEVEL = 0.05  # of all tests of a comparison together
+LEVEL = 0.05  # significance level of all tests of a comparison together
 Question = tuple[str, int, str]  # task, number and hash
 
 
@@ -47,11 +47,11 @@ class Row:
     test: str = ""  # `McNemar` or `sign flips`
     p: float | None = None
     p_holm: float | None = None  # corrected for all tests of the comparison
-    detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None: no such
+    detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None if none has
     chosen_on: int = 0  # number of the questions that the variant was selected on
     lower_is_better: bool = False
     cut_off: float | None = None  # share of answers cut off by `max_gen_toks`; None for log-likelihoods
-    mean_tokens: float | None = None  # of an answer
+    mean_tokens: float | None = None  # mean length of an answer
 
 
 @dataclass(frozen=True)

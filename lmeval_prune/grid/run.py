@@ -15,7 +15,7 @@ from lmeval_prune.grid.runners import LocalRunner, Runner
 from lmeval_prune.grid.worker import BUSY, FAILED, Job
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 2.0  # between two looks at the cells of another run
+POLL_SECONDS = 2.0  # between two checks for cells that another run evaluates
 REMINDER_SECONDS = 60.0  # between two messages about them
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
@@ -75,7 +75,7 @@ class _Run:
         return left
 
     def _prepare(self, done: set[str]) -> None:
-        """Run the preparations; a cell whose preparation fails fails with it."""
+        """Run the preparations; if one fails, its cells are recorded as failed."""
         folder = self.folder
         dependent = [cell for cell in self.cells if cell.prepared and cell.key not in done]
         preparations = {cell.prepared: cell for cell in dependent}
@@ -120,7 +120,7 @@ class _Run:
                 cells = left()
 
     def _jobs(self, cells: Sequence[Cell]) -> list[Job]:
-        """Group cells into jobs: variants of one model on one task that differ only in their masks, others alone.
+        """Group cells into jobs: variants of one model on one task that differ only in masks, others singly.
 
         Jobs of one model are adjacent, and within them the jobs of one task, which share an answer store.
         """

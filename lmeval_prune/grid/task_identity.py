@@ -62,8 +62,8 @@ class TaskIdentity:
                 "version": str((config.get("metadata") or {}).get("version", "")),
                 "config": _digest(_counted(config)),
                 "code": code_digest(task, _counted(vars(task.config))),
-                "questions": _digest([*questions, *_built(task, questions)]),
-                "exemplars": _digest([*exemplars, *_built(task, exemplars)]),
+                "questions": _digest([*questions, *_build_questions(task, questions)]),
+                "exemplars": _digest([*exemplars, *_build_questions(task, exemplars)]),
             }
         return cls(content, draws, samples)
 
@@ -98,18 +98,18 @@ def _check(name: str, task: Any, grid_task: GridTask) -> None:
             raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
 
 
-def _built(task: Any, docs: list[Any]) -> list[Any]:
+def _build_questions(task: Any, docs: list[Any]) -> list[Any]:
     """Build each question's prompt, target and choices."""
     names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
     state = random.getstate()
     try:
         random.seed(0)  # random parts of a prompt belong to the evaluation
-        return [_part(getattr(task, name), doc) for doc in docs for name in names]
+        return [_build_part(getattr(task, name), doc) for doc in docs for name in names]
     finally:
         random.setstate(state)
 
 
-def _part(build: Callable[[Any], Any], doc: Any) -> Any:
+def _build_part(build: Callable[[Any], Any], doc: Any) -> Any:
     try:
         return build(doc)
     except Exception as error:  # some types of tasks lack a part

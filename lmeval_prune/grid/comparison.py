@@ -31,7 +31,7 @@ Question = tuple[str, int, str]  # task, number and hash
 
 @dataclass
 class Row:
-    """One variant on one task, or on all tasks pooled."""
+    """Results of one variant on one task, or on all tasks pooled."""
 
     variant: str
     task: str
@@ -84,7 +84,7 @@ class Table:
 
 @dataclass
 class Comparison:
-    """All rows of a grid."""
+    """Result of comparing a grid's variants with a baseline."""
 
     title: str
     baseline: str
@@ -193,7 +193,7 @@ def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, d
 
 
 def _pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
-    """Pool the tasks where higher is better, if there are several; return notes on left-out tasks and merged rows."""
+    """Pool the tasks where higher is better, if there are several; return notes on omitted tasks and merged rows."""
     higher = [table for table in tables.values() if not table.lower_is_better]
     if len(higher) < 2:
         return {}, []

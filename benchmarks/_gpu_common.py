@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
-from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
+from lmeval_prune.decoding.static_step import ALIVE, COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.kernels import dispatch
 
@@ -56,7 +55,6 @@ TINY = {
     "vocab_size": 256,
     "initializer_range": 0.15,
 }
-COMPILES = "compiled" in inspect.signature(StaticStep).parameters
 ENDLESS = 1 << 30  # tokens that a row may still decode
 
 
@@ -272,8 +270,7 @@ def filled_cache(
 
 def new_step(model_map: ModelMap, cache: KVCache, runner: ModelRunner, kind: str) -> StaticStep:
     """Create a step: `eager` without CUDA graphs, `graph`, or `compiled` with both."""
-    options: dict[str, Any] = {"compiled": kind == "compiled"} if COMPILES else {}
-    step = StaticStep(model_map, cache, runner.masks, end_tokens=1, **options)
+    step = StaticStep(model_map, cache, runner.masks, end_tokens=1, compiled=kind == "compiled")
     if kind == "eager":
         step.capturing_devices = ()  # type: ignore[misc]
     return step
@@ -283,14 +280,9 @@ def set_step_rows(
     step: StaticStep, tokens: Sequence[int], lengths: Sequence[int], slots: Sequence[int], masks: Sequence[int]
 ) -> None:
     """Set rows that never end."""
-    columns = np.ones((COLUMNS, len(tokens)), np.int64)
-    columns[TOKEN], columns[LENGTH], columns[SLOT], columns[MASK], columns[LEFT] = (
-        tokens,
-        lengths,
-        slots,
-        masks,
-        ENDLESS,
-    )
+    columns = np.zeros((COLUMNS, len(tokens)), np.int64)
+    columns[TOKEN], columns[LENGTH], columns[SLOT], columns[MASK] = tokens, lengths, slots, masks
+    columns[LEFT], columns[ALIVE] = ENDLESS, 1
     synchronize(step.cache.keys[0].device.type)
     step.set_rows(columns, np.full((len(tokens), 1), -1))
 
@@ -313,8 +305,8 @@ def check_static_step(model: Any, model_map: ModelMap, device: str, kind: str = 
             with mask.applied_to(model, model_map) if mask else nullcontext():
                 expected.append(model(torch.tensor(text[None], device=device), use_cache=False).logits[0].float())
     largest, difference = max(float(logits.abs().max()) for logits in expected), 0.0
-    slots, lengths = [4, 0, 5, 2, 1], list(prompts)
-    with filled_cache(model_map, 6, texts.shape[1], masks) as (cache, runner):
+    slots, lengths = [4, 0, 12, 2, 1], list(prompts)
+    with filled_cache(model_map, 13, texts.shape[1], masks) as (cache, runner):
         for row in np.argsort(slots).tolist():
             runner.forward([Chunk(slots[row], 0, numbers[row], texts[row][: prompts[row]].tolist())])
         step = new_step(model_map, cache, runner, kind)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from _gpu_common import (
-    COMPILES,
     NumberTokenizer,
     Report,
     alternating_medians,
@@ -190,7 +189,7 @@ def gates(report: Report) -> list[dict[str, Any]]:
 
 def step_kinds(options: argparse.Namespace) -> list[str]:
     """Return the kinds of steps that exist."""
-    return ["eager", "graph", *(["compiled"] if COMPILES and options.compile else [])]
+    return ["eager", "graph", *(["compiled"] if options.compile else [])]
 
 
 def cases(options: argparse.Namespace, name: str) -> list[tuple[int, int]]:

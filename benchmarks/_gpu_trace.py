@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -26,15 +28,27 @@ KERNEL_CLASSES = {
 
 
 @dataclass
+class StepTrace:
+    """A step of the static loop; seconds of the host since the run began, and marks of the device's clock."""
+
+    rows: int
+    passes: int  # number of prompt passes before the step
+    earlier: int  # number of earlier steps with as many rows
+    begin: float
+    waited: float  # in `StepResult.read` before the step, on a GPU for the device
+    first: Any
+    started: float = 0.0  # in `StaticStep.start`, on a GPU launching
+    last: Any = None
+
+
+@dataclass
 class Trace:
-    """Times of a run of the static loop, in seconds of the host, and the steps by the device's clock."""
+    """Times of a run of the static loop."""
 
     device: str
-    rows: list[int] = field(default_factory=list)  # of each step
-    events: list[tuple[Any, Any]] = field(default_factory=list)  # before and after each step on the device
-    start: float = 0.0  # in `StaticStep.start`, on a GPU launching
-    wait: float = 0.0  # in `StepResult.read`, on a GPU waiting for the device
-    prompts: float = 0.0  # in prompt passes
+    steps: list[StepTrace] = field(default_factory=list)
+    waited: float = 0.0
+    passes: int = 0
     wall: float = 0.0
 
     def mark(self) -> Any:
@@ -49,51 +63,60 @@ class Trace:
         """Return the milliseconds between two marks."""
         return first.elapsed_time(last) if self.device == "cuda" else 1000 * (last - first)
 
+    def host_seconds(self, step: StepTrace, following: StepTrace) -> float:
+        """Return the host's own time from one start to the next: without waiting and, on a CPU, without the step."""
+        spent = following.begin - step.begin - (following.waited - step.waited)
+        return spent if self.device == "cuda" else spent - step.started
+
     def summary(self) -> dict[str, Any]:
-        """Return milliseconds a step: of the host, and of the device in steps with all rows."""
-        steps = len(self.rows)
-        loop = self.wall - self.prompts - self.wait - self.start
-        out: dict[str, Any] = {
-            "loop_steps": steps,
-            "loop_seconds": self.wall,
-            "loop_prompt_seconds": self.prompts,
-            "host_ms": 1000 * (loop + (self.start if self.device == "cuda" else 0)) / max(1, steps),
-            "host_launch_ms": 1000 * self.start / max(1, steps) if self.device == "cuda" else None,
-            "host_wait_ms": 1000 * self.wait / max(1, steps),
-        }
-        steady = [pair for pair, rows in zip(self.events, self.rows, strict=True) if rows == max(self.rows)][SETTLING:]
+        """Return milliseconds of host and device from step to step, of the same rows without a pass between."""
+        busy = sum(self.between(step.first, step.last) for step in self.steps)
+        out: dict[str, Any] = {"loop_steps": len(self.steps), "step_share_of_run": busy / (1000 * self.wall)}
+        steady = [
+            (step, following)
+            for step, following in pairwise(self.steps)
+            if step.rows == following.rows and step.passes == following.passes and step.earlier >= SETTLING
+        ]
         if steady:
-            busy = sum(self.between(*pair) for pair in steady)
-            wall = self.between(steady[0][0], steady[-1][1])
-            out |= {"steady_steps": len(steady), "steady_ms": wall / len(steady), "busy_share": busy / wall}
+            periods = [self.between(step.first, following.first) for step, following in steady]
+            durations = [self.between(step.first, step.last) for step, _ in steady]
+            out |= {
+                "steady_steps": len(steady),
+                "steady_ms": statistics.median(periods),
+                "busy_share": sum(durations) / sum(periods),
+                "host_ms": 1000 * statistics.median(self.host_seconds(*pair) for pair in steady),
+                "host_wait_ms": 1000 * statistics.median(after.waited - step.waited for step, after in steady),
+            }
+            if self.device == "cuda":
+                out["host_launch_ms"] = 1000 * statistics.median(step.started for step, _ in steady)
         return out
 
 
 @contextmanager
 def traced(device: str) -> Iterator[Trace]:
     """Trace the static loop inside the block."""
-    trace = Trace(device)
+    trace, counts = Trace(device), Counter[int]()
     start, read, forward = StaticStep.start, StepResult.read, ModelRunner.forward
 
     def traced_start(step: StaticStep, rows: int, *args: Any, **kwargs: Any) -> Any:
-        begin, first = time.perf_counter(), trace.mark()
+        earlier = counts[rows]
+        record = StepTrace(rows, trace.passes, earlier, time.perf_counter(), trace.waited, trace.mark())
         result = start(step, rows, *args, **kwargs)
-        trace.events.append((first, trace.mark()))
-        trace.rows.append(rows)
-        trace.start += time.perf_counter() - begin
+        record.last = trace.mark()
+        record.started = time.perf_counter() - record.begin
+        trace.steps.append(record)
+        counts[rows] += 1
         return result
 
     def traced_read(result: StepResult) -> Any:
         begin = time.perf_counter()
         out = read(result)
-        trace.wait += time.perf_counter() - begin
+        trace.waited += time.perf_counter() - begin
         return out
 
     def traced_forward(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        out = forward(runner, *args, **kwargs)
-        trace.prompts += time.perf_counter() - begin
-        return out
+        trace.passes += 1
+        return forward(runner, *args, **kwargs)
 
     with (
         patch.object(StaticStep, "start", traced_start),

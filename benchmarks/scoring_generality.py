@@ -177,6 +177,7 @@ def report(chosen: list[Case], right: list[bool], owned: dict[str, list[Rule]], 
             }
             for name, numbers in members.items()
         }
+    found["parts"]["all"] = found["parts"].pop("all")  # the last row
     for name, entry in found["families"].items():
         entry["own_rules"] = len(owned.get(name, []))
     return found

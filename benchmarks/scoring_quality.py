@@ -255,7 +255,8 @@ def blind_table(found: dict[str, Any]) -> str:
         kinds = entry["kinds"]
         total = [sum(kind[key] for kind in kinds.values()) for key in ("answers", "traps")]
         ours = [sum(kind["wrong"][OURS][key] for kind in kinds.values()) for key in ("missed", "accepted")]
-        rows = [(name.partition("/")[2], total, tally(entry["first_read"]), ["{} + {}".format(*ours), "", "", ""])]
+        title = f"{name.partition('/')[2]} (mended since: {entry['mended']})"
+        rows = [(title, total, tally(entry["first_read"]), ["{} + {}".format(*ours), "", "", ""])]
         for kind, part in kinds.items():
             cells = [tally(part["wrong"].get(column)) for column in columns]
             rows.append((f"— {kind}", [part["answers"], part["traps"]], "", cells))

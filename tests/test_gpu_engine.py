@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import _gpu_common
+import _gpu_filter
 import _gpu_steps
 import _gpu_tests
 import _gpu_texts
+import _gpu_trace
 import gpu_engine
 import pytest
 import torch
@@ -18,12 +20,12 @@ from lmeval_prune import HeadMask
 from lmeval_prune.decoding.static_step import StaticStep
 
 TIMES = {"eager_ms", "graph_ms", "rounds_ms", "limit_ms", "products_ms", "limit_at_shapes_ms", "tokens_per_second"}
-LOOP = {"host_ms", "host_wait_ms", "loop_steps", "steady_ms", "busy_share"}
+LOOP = {"host_ms", "host_wait_ms", "loop_steps", "steady_ms", "busy_share", "step_share_of_run"}
 RATES = {"seconds", "tokens", "tokens_per_second", "texts", "identical"}
 
 
-def rehearse(part: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    path = gpu_engine.main(["--part", part, "--tiny", "--device", "cpu", "--out", str(folder / part), *arguments])
+def rehearse(part: str, folder: Path) -> dict[str, Any]:
+    path = gpu_engine.main([*f"--part {part} --tiny --device cpu --no-compile --out".split(), str(folder / part)])
     results: dict[str, Any] = json.loads(path.read_text())
     assert not list(folder.glob("*.tmp"))
     assert {"commit", "device", "versions", "seconds", "options", "operations"} <= results.keys()
@@ -149,6 +151,32 @@ def test_texts_may_differ_at_near_ties_only(tied: bool) -> None:
         return
     found = _gpu_texts.compare_texts(model, {(prompt, mask): other}, expected)
     assert found == {"texts": 1, "identical": 0, "near_ties": 1}
+
+
+def test_the_hosts_time_is_that_between_steps_without_waits_and_prompts() -> None:
+    """Steps of 10 ms start every 12 ms after 1 ms of waiting; prompts run before the sixth step, other rows follow."""
+    trace = _gpu_trace.Trace("cpu", wall=1.0)
+    begin = 0.0
+    for number in range(12):
+        begin += 0.5 if number == 5 else 0.012
+        rows = 4 if number < 10 else 2
+        step = _gpu_trace.StepTrace(
+            rows, int(number >= 5), number if rows == 4 else number - 10, begin, 0.001 * number, begin
+        )
+        step.last, step.started = begin + 0.010, 0.010
+        trace.steps.append(step)
+    summary = trace.summary()
+    assert summary["steady_steps"] == 5  # from the fourth on, but not to the sixth, and not to other rows
+    assert summary["host_ms"] == pytest.approx(1.0) and summary["host_wait_ms"] == pytest.approx(1.0)
+    assert summary["steady_ms"] == pytest.approx(12.0) and summary["busy_share"] == pytest.approx(10 / 12)
+    assert summary["step_share_of_run"] == pytest.approx(0.12)
+
+
+def test_layers_of_the_filters_model_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = gpu_engine.parsed(["--part", "filter"])
+    for free, layers in ((139, 32), (40, 19)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free << 30, 0))
+        assert _gpu_filter.fitting_layers(options, 8192) == layers
 
 
 def test_the_roofline_is_that_of_the_design() -> None:

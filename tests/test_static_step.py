@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_requests
 from tiny_models import CAUSAL, VOCABULARY
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
+from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping, static_step
+from lmeval_prune.decoding.engine import _available_memory
 from lmeval_prune.decoding.sampling import uniforms
+from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.decoding.static_step import StaticStep, bucket_sizes
-from lmeval_prune.interventions import HeadMask, Intervention, Plan
+from lmeval_prune.interventions import HeadMask, Intervention, Plan, interventions_on
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.decode_attention import ops
@@ -231,6 +234,106 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
     assert (
         len(answers(Engine(model, Letters(), schedule=STATIC), [replace(requests[0], params=SamplingParams(9))])) == 1
     )
+
+
+def test_results_are_copied_as_whole_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch copies a part of a buffer to the host by way of unpinned memory, and waits for the device."""
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.copy_.default:
+                copied.append(args[:2])
+            return function(*args, **(kwargs or {}))
+
+    steps: list[StaticStep] = []
+    start = StaticStep.start
+
+    def watched(step: StaticStep, rows: int) -> Any:
+        steps.append(step)
+        with Copies():
+            return start(step, rows)
+
+    monkeypatch.setattr(StaticStep, "start", watched)
+    model = model_of("llama")
+    answers(Engine(model, Letters(), max_rows=5, schedule=STATIC), some_requests(model, seed=1))
+    buffers = {buffer.untyped_storage().data_ptr() for step in steps for buffer in step._host_results}
+    to_host = [pair for pair in copied if pair[0].untyped_storage().data_ptr() in buffers]
+    assert len(to_host) == len(steps) > 5
+    assert all(target.is_contiguous() and source.is_contiguous() for target, source in to_host)
+
+
+def test_steps_run_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs and events belong to the current device, which need not be the model's."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def launch_on(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor.device)
+        yield
+        entered.pop()
+
+    run = StaticStep._run
+
+    def inside(step: StaticStep, bucket: int) -> torch.Tensor:
+        assert entered == [step._device]
+        return run(step, bucket)
+
+    monkeypatch.setattr(static_step, "launch_on", launch_on)
+    monkeypatch.setattr(StaticStep, "_run", inside)
+    engine = Engine(model_of("llama"), Letters(), schedule=STATIC)
+    assert engine.is_static
+    assert len(answers(engine, [Request((5, 6), None, SamplingParams(3, ()))])) == 1
+
+
+def test_a_model_that_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A failed capture would leave PyTorch's allocator in a state of capturing."""
+
+    class Refused(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+                raise RuntimeError("called a synchronizing operation")
+            return function(*args, **(kwargs or {}))
+
+    captured: list[int] = []
+    monkeypatch.setattr(static_step, "_waiting_refused", lambda device: Refused(), raising=False)
+    monkeypatch.setattr(StaticStep, "capturing_devices", ("cpu",))
+    monkeypatch.setattr(StaticStep, "_capture", lambda step, bucket: captured.append(bucket))
+    engine = Engine(model_of("mixtral"), Letters(), schedule=STATIC)
+    assert not engine.is_static and not captured
+    assert "synchronizing" in eager_reasons(caplog)[0]
+
+
+def test_counters_are_those_of_the_other_loop() -> None:
+    """They count no tokens that are dropped; a filter counts at most one of each answer that a stop text ends."""
+    model, params = model_of("mistral"), SamplingParams(30, ())
+    requests = [replace(request, mask=None, params=params) for request in some_requests(model, seed=5, longest=20)]
+    stopped = requests[::4]
+    counts, statistics = [], []
+    for schedule in (Schedule(static=False, follow=0, drafts=0), STATIC):
+        with TokenFilter(0.3, warmup=3).applied_to(model):
+            engine = Engine(model, Letters(), schedule=schedule)
+            if not counts:  # the fourth token, or an earlier one like it, is to end some answers
+                result = answers(engine, requests)
+                stops = {request.tag: (Letters().decode(result[request.tag][3:4]),) for request in stopped}
+            mixed = [replace(each, params=replace(params, stop=stops.get(each.tag, ()))) for each in requests]
+            interventions_on(model)[0].attention.totals.clear()
+            engine.statistics = Statistics()
+            answers(engine, mixed)
+            counts.append(interventions_on(model)[0].counts)
+            statistics.append(engine.statistics)
+    for layer, expected in counts[0].items():
+        assert expected["tokens"] <= counts[1][layer]["tokens"] <= expected["tokens"] + len(stopped)
+    for name in ("step_rows", "step_tokens", "layer_tokens", "head_tokens", "answer_tokens"):
+        assert getattr(statistics[0], name) == getattr(statistics[1], name), name
+
+
+def test_memory_that_pytorch_keeps_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of an earlier run is free memory of PyTorch, not of the device."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2000, 10000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    assert _available_memory(torch.device("cuda", 0)) == 6000
 
 
 @settings(max_examples=20, deadline=None)

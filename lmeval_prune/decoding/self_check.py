@@ -107,6 +107,8 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
         for number in (1, 0):  # in the order of their slots
             runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]])])
         step.admit(slots)
+        if not compiled:  # a compiled step is checked after the other
+            step.check_waiting()
         for order in ([0, 1], [1, 0], [1], [0, 1]):  # a graph is captured in the second step, and replayed in the last
             columns = np.ones((COLUMNS, len(order)), np.int64)
             columns[TOKEN], columns[LENGTH] = [tokens[lengths[number]] for number in order], lengths[order]

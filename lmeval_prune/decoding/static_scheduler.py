@@ -152,13 +152,8 @@ class StaticScheduler(Scheduler):
 
     def _step(self) -> None:
         """Start a step, and read the results of the one before; its own if the host chooses or checks a token."""
-        rows = int(self._running[self._rows].sum())
         self._in_flight.append(self.step.start(len(self._rows)))
         self.statistics.steps += 1
-        self.statistics.step_rows += rows
-        self.statistics.step_tokens += rows
-        self.runner.layer_tokens += rows * self.runner.layers
-        self.runner.head_tokens += rows
         self._read_results(0 if self.deterministic or self._by_host[self._rows].any() else 1)
 
     def _read_results(self, remaining: int = 0) -> None:
@@ -171,6 +166,7 @@ class StaticScheduler(Scheduler):
         chosen, near = result.read()
         index = np.flatnonzero(self._running[self._rows])
         slots, tokens = self._rows[index], chosen[index]
+        self._count(len(index))
         by_host = np.flatnonzero(self._by_host[slots] | near[index])
         for i in by_host:
             row = self._by_slot[int(slots[i])]
@@ -180,12 +176,20 @@ class StaticScheduler(Scheduler):
         self._answers[slots, self._lengths[slots]] = tokens
         self._lengths[slots] += 1
         ended = (self._lengths[slots] >= self._longest[slots]) | (tokens[:, None] == self._ends[slots]).any(1)
-        ended |= self._has_stopped(slots, tokens, result.logits.shape[-1])
-        for slot in slots[ended].tolist():
+        stopped = self._has_stopped(slots, tokens, result.logits.shape[-1])
+        self.step.stop(index[stopped & ~ended].tolist())
+        for slot in slots[ended | stopped].tolist():
             row = self._by_slot[slot]
             row.answer, row.ended, self._running[slot] = self._answer(row), True, False
         if len(by_host):
             self._set_rows()
+
+    def _count(self, rows: int) -> None:
+        """Count a step's rows whose tokens are used."""
+        self.statistics.step_rows += rows
+        self.statistics.step_tokens += rows
+        self.runner.layer_tokens += rows * self.runner.layers
+        self.runner.head_tokens += rows
 
     def _has_stopped(self, slots: np.ndarray, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
         """Return which answers contain a stop text; only those are decoded whose last token may complete it."""

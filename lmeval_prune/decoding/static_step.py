@@ -7,10 +7,11 @@ CPU the same step runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,7 @@ from lmeval_prune.interventions.attention_call import (
 )
 from lmeval_prune.interventions.row_masks import LayerKey, MaskTable
 from lmeval_prune.kernels.decode_attention import ops
+from lmeval_prune.kernels.dispatch import launch_on
 
 _COMPILED: WeakKeyDictionary[nn.Module, Callable[..., torch.Tensor]] = WeakKeyDictionary()  # step of each model
 GRAPHS_PER_FUNCTION = 64  # that torch.compile keeps: one for each model, combination of methods and of features
@@ -164,8 +166,18 @@ class StaticStep:
                 self._stored_lengths[layer] = torch.zeros(self.count, dtype=torch.int32, device=self._device)
             self._stored_lengths[layer][slots] = lengths[slots].int().to(self._device)
 
+    def stop(self, rows: Iterable[int]) -> None:
+        """End rows whose last token is not an end token. A step that has started still computes them."""
+        for row in rows:
+            self._columns[ALIVE, row].zero_()
+
     def start(self, rows: int) -> StepResult:
         """Start a step of the first `rows` rows. On a GPU, do not wait for it."""
+        with launch_on(self._columns):
+            return self._start(rows)
+
+    def _start(self, rows: int) -> StepResult:
+        """Start a step on the current device."""
         bucket = self.bucket(rows)
         if bucket in self._graphs:
             graph, logits = self._graphs[bucket]
@@ -176,18 +188,29 @@ class StaticStep:
         else:  # compiles the kernels, too
             logits = self._run(bucket)
             self._warm.add(bucket)
-        host, event = self._host_results[self._started % len(self._host_results)][:, :rows], None
+        host, event = self._host_results[self._started % len(self._host_results)], None
         self._started += 1
-        host.copy_(self._result[:, :rows], non_blocking=True)
+        host.copy_(self._result, non_blocking=True)  # whole buffers: a copy of a part of them waits for the device
         if self._is_gpu:
             event = torch.cuda.Event()
             event.record()
-        return StepResult(logits, host, event)
+        return StepResult(logits, host[:, :rows], event)
+
+    def check_waiting(self) -> None:
+        """Run a step of no sequence, with an error if it waits for the device.
+
+        A capture would fail there, too. But a failed capture leaves PyTorch's allocator and current stream changed.
+        """
+        self.set_rows(np.zeros((COLUMNS, 0), np.int64), np.zeros((0, 1), np.int64))
+        self.start(1).read()  # compiles the kernels and prepares constants, which may wait
+        with launch_on(self._columns), _waiting_refused(self._device):
+            self._run(self.bucket(1))
 
     def _capture(self, bucket: int) -> tuple[Any, torch.Tensor]:
         """Capture a step; it does not run."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        stream = _capture_stream(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._run(bucket)
         self._pool = graph.pool()
         return graph, logits
@@ -280,6 +303,28 @@ class StaticStep:
         """Return the storage of a layer that stores only some tokens."""
         module: Any = call.module
         return replace(self.cache.stored_tokens(call), lengths=self._stored_lengths[module.layer_idx])
+
+
+@contextmanager
+def _waiting_refused(device: torch.device) -> Iterator[None]:
+    """Raise an error in the block where PyTorch waits for a CUDA device."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that it does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream of all captures on a device; PyTorch's default is on the device of its first capture."""
+    return torch.cuda.Stream(device)
 
 
 def _compiled_step(model: nn.Module) -> Callable[..., torch.Tensor]:

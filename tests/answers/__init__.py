@@ -14,7 +14,7 @@ Each `.jsonl` file here is one question put to them; each of its lines is a form
 | `equations` | expressions, whose value counts | both |
 | `scoring_md` | named texts that were scored wrongly once | both |
 | `blind/first`, `blind/second` | texts written without sight of code and corpus; what was misread was mended | both |
-| `blind/third` | the same, written after that, and read once by the rules of then | both |
+| `blind/third` | the same, first read after that | both |
 
 A form that names no gold answer is filled with each of `golds.jsonl` of its kind (of the classes in its `golds`, if it has
 any). `{gold}` stands for the gold answer as it is written in prose, `{latex}` in LaTeX, `{target}` as the data set has it,
@@ -86,7 +86,7 @@ class Blind:
     Attributes:
         missed: answers of the set that were missed when it was first read.
         accepted: texts that only look like answers and were accepted then.
-        mended: what was changed for the set since.
+        mended: what was mended for the set since.
     """
 
     missed: int
@@ -97,8 +97,8 @@ class Blind:
 # The same answers and traps, by kind, were asked for in each: plain forms that models write, and what is nearly one.
 BLIND = {
     "blind/first": Blind(18, 6, "all"),
-    "blind/second": Blind(29, 1, "all that the rules mean to read"),
-    "blind/third": Blind(2, 1, "nothing"),
+    "blind/second": Blind(29, 1, "all but numbers in words, dozens, decimal commas, differences of sets"),
+    "blind/third": Blind(2, 1, "a refusal, a Chinese yes"),
 }
 SLOW = ("wrappings", "neighbours", "equivalents", "near_misses")  # compared by a computer algebra system
 

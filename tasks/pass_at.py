@@ -1,7 +1,7 @@
 """pass@k, maj@N and the number of distinct answers for tasks with `repeats: N`.
 
 ```yaml
-include: [prune_gsm8k.yaml, ../_pass] # `include: prune_gsm8k_pass8.yaml` is enough to change only N
+include: [prune_gsm8k.yaml, ../_pass] # to change only N: include: prune_gsm8k_pass8.yaml
 task: prune_gsm8k_pass8
 repeats: 8
 ```
@@ -22,8 +22,9 @@ from lmeval_prune.tasks.scored import ScoredTask
 class PassAtTask(ScoredTask):
     """A generative task with N responses per document.
 
-    Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for ordered candidates of a
-    router) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k); for exchangeable samples). Further metrics: `maj@N`;
+    Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
+    routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
+    responses; for random samples). Further metrics: `maj@N`;
     `distinct`, the number of different answers; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
     `algebra`, …). With k = N both estimators are equal.
 
@@ -40,8 +41,8 @@ class PassAtTask(ScoredTask):
             raise InputError(f"task {config.get('task')}: repeats must be a whole number above 0, not {count!r}")
         self.attempts = count
         self.main = f"pass@{count}"
-        self.prefix = f"{self.main}_"  # of the metrics of subsets
-        # Replace `take_first` by `take_first_k`: keep N responses, without the copies with which lm-eval pads ranks.
+        self.prefix = f"{self.main}_"  # followed by the name of a subset
+        # Keep N responses. With several processes lm-eval may append copies, so that all processes have equally many.
         pipelines = config.get("filter_list")
         filters = [step for step in pipelines[0]["filter"] if step["function"] != "take_first"] if pipelines else []
         keep = {"function": "take_first_k", "k": count}
@@ -50,12 +51,12 @@ class PassAtTask(ScoredTask):
 
     @property
     def ks(self) -> list[int]:
-        """Return the values of k for which pass@k is reported."""
+        """Values of k for which pass@k is reported."""
         return attempts(self.attempts)
 
     @property
     def means(self) -> list[str]:
-        """Return the metrics that are means over the documents."""
+        """Names of the metrics that are averaged over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
 

@@ -27,7 +27,7 @@ from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
@@ -360,7 +360,7 @@ def test_costs_that_cannot_be_measured_are_tried_once(
     assert len(tried) == 2
     folder = GridFolder(tmp_path)
     costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert {folder.failure(costs_failure(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    assert {folder.failure(measurement_key(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     run(grid, str(tmp_path), retry_failed=True)
     assert all(folder.costs(one) for one in costs) and not list((tmp_path / "failed").iterdir())

@@ -76,7 +76,8 @@ def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) ->
 
     Args:
         path: the folder, or a link to it.
-        check: called with the path at the beginning and just before the replacement; raises to refuse the path.
+        check: called with the path at the beginning and just before the replacement; it raises an error to refuse the
+            path.
 
     Yields:
         A temporary path to write to. If the `with` block raises, the old folder stays.
@@ -139,7 +140,7 @@ def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _report_full_disk(path: PathLike) -> Iterator[None]:
-    """Convert the error of a full disk to a `DiskError` of one line."""
+    """Raise a `DiskError` instead of the error that a full disk causes in the block."""
     try:
         yield
     except Exception as error:
@@ -179,7 +180,7 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Write a file or folder from the system's cache to the disk."""
+    """Flush a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

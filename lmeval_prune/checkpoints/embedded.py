@@ -86,9 +86,9 @@ def cache_folder() -> Path:
 
 
 def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-    """Raise `InputError` if a folder, embedded model or hub model does not exist; `options` as in `cached_file`.
+    """Raise `InputError` if a name is no folder, no embedded model and no hub model; `options` as in `cached_file`.
 
-    Otherwise transformers would search the model hub for half a minute.
+    Without this check transformers would search the model hub for half a minute.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
@@ -101,7 +101,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
 
     try:
         why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
-    except HfHubHTTPError:  # no access, or the hub is busy: transformers reports it
+    except HfHubHTTPError:  # no access, or the hub is busy: transformers will report it
         return
     except HFValidationError:
         why = "this is no name on the model hub"
@@ -126,7 +126,7 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
 def resolve(name: str) -> str:
     """Return the folder of an embedded model for transformers; convert the model at first use (half a minute).
 
-    Other names are returned unchanged. The conversion is atomic, also with several processes.
+    Other names are returned unchanged. If several processes need the model, one converts it and the others wait.
     """
     if name not in MODELS or Path(name).is_dir():
         return name

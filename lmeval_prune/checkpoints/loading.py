@@ -22,17 +22,17 @@ _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
 _LANGUAGE_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
 # Tensors in layers that the class does not need: buffers of older transformers versions, and scales of caches.
-_UNUSED = re.compile(
+_UNUSED_TENSORS = re.compile(
     r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$"
     r"|\.(q|k|v|kv|prob|output)_(scale|zero_point)$"
 )
 # Names of multi-token-prediction layers, which follow the model's own layers.
-_NEXT_TOKENS = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
+_MULTI_TOKEN_PREDICTION = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
 
 
 @contextmanager
 def as_input_error(problem: str) -> Iterator[None]:
-    """Turn any error inside the block into an `InputError` of one line that begins with `problem`."""
+    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block."""
     try:
         yield
     except InputError:
@@ -43,7 +43,7 @@ def as_input_error(problem: str) -> Iterator[None]:
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
                 f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
             ) from error
-        reason = " ".join(str(error).split())[:300]  # the first line alone may name a field but not the fault
+        reason = " ".join(str(error).split())[:300]  # its first line may name only a field, not the fault
         raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
@@ -81,7 +81,7 @@ def checkpoint_class(config: Any) -> Any:
 
 
 def architecture_class(config: Any) -> Any:
-    """Return the stock class that `architectures` names; None if missing or unknown, `InputError` for other objects."""
+    """Return the model class that `architectures` names; None if missing or unknown, `InputError` for other objects."""
     names = getattr(config, "architectures", None) or [""]
     name = names[0] if isinstance(names, list) else None
     if not isinstance(name, str) or (has_pruned_layers(config) and not name.startswith(PREFIX)):
@@ -114,12 +114,12 @@ def auto_model_class(name: str, config: Any) -> Any:
 
 @cache
 def pruned_class(stock: type) -> Any:
-    """Return the `Pruned` variant of a stock class."""
+    """Return the `Pruned` variant of a transformers class."""
     return type(f"{PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
 def pruned_base_class(config: Any) -> Any:
-    """Return the `Pruned` variant of the stock model without its head."""
+    """Return the `Pruned` variant of the transformers class without a head."""
     return pruned_class(auto_model_class("AutoModel", config))
 
 
@@ -133,7 +133,7 @@ def stock_class(model: Any) -> type:
 
 
 def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a model in evaluation mode: a stock one, or a cut one whose layers differ.
+    """Load a model in evaluation mode: any transformers model, or a cut one whose layers differ.
 
     Args:
         folder: a folder, or a name that transformers or `lmeval-prune models` knows.
@@ -155,7 +155,7 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     an auto class; the other arguments are those of its `from_pretrained`.
     """
     model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
-    dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED.search(key))
+    dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
     for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
             raise InputError(
@@ -189,13 +189,13 @@ class CheckedLoader:
 def _needed(model: Any, dropped: list[str]) -> list[str]:
     """Return the dropped tensors that the checkpoint's own model uses, so that the class computes something else.
 
-    These are parameters that a module of the class may have (a bias), parts of its layers, further layers, and heads
+    These are parameters that a module of the class may have (a bias), parts of its layers, additional layers, and heads
     if `architectures` does not name the class. Not needed are towers of other modalities, multi-token-prediction
     layers, and heads that the named class does not have.
     """
     modules = dict(model.named_modules())
     is_named = architecture_class(model.config) is not None
-    counts = [count for name, count in model.config.to_dict().items() if _NEXT_TOKENS.search(name)]
+    counts = [count for name, count in model.config.to_dict().items() if _MULTI_TOKEN_PREDICTION.search(name)]
     next_token_layers = max((count for count in counts if type(count) is int), default=0)
 
     def split(key: str) -> tuple[str, list[str]]:
@@ -208,11 +208,11 @@ def _needed(model: Any, dropped: list[str]) -> list[str]:
         # in a model that was saved without its head, names lack the prefix of the base model
         candidates = map(split, (key, f"{model.base_model_prefix}.{key}"))
         module, (part, *rest) = min(candidates, key=lambda candidate: len(candidate[1]))
-        if part.isdecimal():  # a further layer
+        if part.isdecimal():  # an additional layer
             layer = key.removesuffix(".".join(rest))
             tensors = (other[len(layer) :] for other in dropped if other.startswith(layer))
             own_layers = len(list(modules[module].children()))
-            return not any(map(_NEXT_TOKENS.match, tensors)) and int(part) >= own_layers + next_token_layers
+            return not any(map(_MULTI_TOKEN_PREDICTION.match, tensors)) and int(part) >= own_layers + next_token_layers
         if (not rest and part in modules[module]._parameters) or re.search(r"\.\d+(\.|$)", module):
             return True
         is_tower = any(re.match(rf"{re.escape(part)}\..*\.\d+\.", other) for other in dropped)

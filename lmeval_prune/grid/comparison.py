@@ -25,13 +25,13 @@ from lmeval_prune.reporting.statistics import (
 )
 
 POOLED = "all tasks"
-LEVEL = 0.05  # of all tests of a comparison together
+LEVEL = 0.05  # significance level of all tests of a comparison together
 Question = tuple[str, int, str]  # task, number and hash
 
 
 @dataclass
 class Row:
-    """One variant on one task, or on all tasks pooled."""
+    """Results of one variant on one task, or on all tasks pooled."""
 
     variant: str
     task: str
@@ -47,11 +47,11 @@ class Row:
     test: str = ""  # `McNemar` or `sign flips`
     p: float | None = None
     p_holm: float | None = None  # corrected for all tests of the comparison
-    detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None: no such
+    detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None if none has
     chosen_on: int = 0  # number of the questions that the variant was selected on
     lower_is_better: bool = False
     cut_off: float | None = None  # share of answers cut off by `max_gen_toks`; None for log-likelihoods
-    mean_tokens: float | None = None  # of an answer
+    mean_tokens: float | None = None  # mean length of an answer
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Table:
 
 @dataclass
 class Comparison:
-    """All rows of a grid."""
+    """Result of comparing a grid's variants with a baseline."""
 
     title: str
     baseline: str
@@ -193,7 +193,7 @@ def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, d
 
 
 def _pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
-    """Pool the tasks where higher is better, if there are several; return notes on left-out tasks and merged rows."""
+    """Pool the tasks where higher is better, if there are several; return notes on omitted tasks and merged rows."""
     higher = [table for table in tables.values() if not table.lower_is_better]
     if len(higher) < 2:
         return {}, []

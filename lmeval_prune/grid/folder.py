@@ -3,10 +3,12 @@
     grid.json                   all cells of the grid as of the last run
     cells/KEY/                  a cell: cell.json, results.json and samples_TASK.jsonl (both lm-eval's),
                                 outcomes.parquet and answers.parquet (the samples in columns, for comparisons)
-    failed/KEY.json             reason why a cell or a preparation failed; measure-KEY.json: why costs are missing
+    failed/KEY.json             reason why a cell or a preparation failed
+    failed/measure-KEY.json     reason why the costs of a variant could not be measured
     prepared/KEY/               result of a preparation
     measures/KEY.json           costs of a variant
-    answers/                    answers, stored one by one, so that a killed cell can resume
+    answers/NAME/               answers of a model on a task, stored one by one, so that a killed cell can resume
+    locks/KEY.lock              lock of a cell, a preparation or a measurement
 
 A cell's folder is written completely before it appears. The process that evaluates a cell holds its lock.
 """
@@ -30,29 +32,29 @@ GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid
 VERSION = 1
 
 
-class Entry(TypedDict):
-    """A cell in `grid.json`."""
+class CellEntry(TypedDict):
+    """Fields of a cell in `grid.json`; other fields are not checked."""
 
-    key: str
-    variant: str
+    key: str  # name of the cell's folder
+    variant: str  # name of the variant
     task: str
-    metric: str | None
-    selected_on: list[str]
+    metric: str | None  # compared metric; None: the default of the task
+    selected_on: list[str]  # tasks whose questions the variant was selected on
     model_args: dict[str, Any]
-    prepare: dict[str, dict[str, Any]]
-    costs: str
+    prepare: dict[str, dict[str, Any]]  # settings of a preparation, by its name
+    costs: str  # key of the variant's measured costs
 
 
-class Contents(TypedDict):
+class GridContents(TypedDict):
     """Fields of `grid.json`."""
 
     title: str
     baseline: str | None
-    cells: Annotated[list[Entry], Len(1)]
+    cells: Annotated[list[CellEntry], Len(1)]
 
 
 class Failure(TypedDict):
-    """Fields of a failure."""
+    """Fields of a file in `failed/` that are read."""
 
     reason: str
 
@@ -61,10 +63,11 @@ Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 
 
 class Costs(TypedDict):
-    """Measured costs of a variant."""
+    """Measured costs of a variant; None if a cost cannot be measured."""
 
     device: NotRequired[str]
     threads: NotRequired[int]
+    # slowest and fastest run of each speed
     ranges: NotRequired[dict[str, Annotated[list[Finite], Len(2, 2), Predicate(lambda ends: ends[0] <= ends[-1])]]]
     parameters: NotRequired[Finite | None]
     flops_per_token: NotRequired[Finite | None]
@@ -75,11 +78,11 @@ class Costs(TypedDict):
 
 
 class GridFolder:
-    """The folder of a grid. It is created when something is written."""
+    """The folder of a grid. The first write creates it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
-        self._list = self.path / "grid.json"
+        self._grid_file = self.path / "grid.json"
         self.prepared = self.path / "prepared"
 
     def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
@@ -87,19 +90,19 @@ class GridFolder:
         if self.path.is_file():
             raise InputError(f"{self.path} is a file; name a folder")
         files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
-        if files and not self._list.exists():  # a killed run may leave hidden files
+        if files and not self._grid_file.exists():  # a killed run may leave hidden files
             raise InputError(f"{self.path} is not empty and holds no grid; name a new folder")
-        write_artefact(self._list, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
+        write_artefact(self._grid_file, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
-        if not self._list.is_file():
+        if not self._grid_file.is_file():
             if self.path.is_file():
                 raise InputError(f"{self.path} is a file; name the folder of a grid")
             raise InputError(
                 f"{self.path} holds no grid; create one by `lmeval-prune grid run GRID.yaml --output {self.path}`"
             )
-        return read_artefact(self._list, GRID, VERSION, Contents)[0]
+        return read_artefact(self._grid_file, GRID, VERSION, GridContents)[0]
 
     @contextmanager
     def lock(self, key: str) -> Iterator[bool]:
@@ -142,7 +145,7 @@ class GridFolder:
         return new_folder(self.prepared / file_name(key))
 
     def answers(self, name: str) -> Path:
-        """Return the answer store of one model on one task."""
+        """Return the folder with stored answers of one model on one task; `name` is `Cell.answers`."""
         return self.path / "answers" / file_name(name)
 
     # ------------------------------------------------------------------ failures and costs
@@ -178,7 +181,7 @@ class GridFolder:
 
     def needs_costs(self, key: str) -> bool:
         """Return whether the costs of a variant are still to be measured."""
-        return not self._costs(key).is_file() and self.failure(costs_failure(key)) is None
+        return not self._costs(key).is_file() and self.failure(measurement_key(key)) is None
 
     def _costs(self, key: str) -> Path:
         return self.path / "measures" / f"{file_name(key)}.json"
@@ -189,8 +192,8 @@ def _reason(path: Path) -> str | None:
     return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
 
-def costs_failure(key: str) -> str:
-    """Return the key of the failure and of the lock of a measurement."""
+def measurement_key(key: str) -> str:
+    """Return the key of the lock and of the failure of a measurement, given the key of the costs."""
     return f"measure-{key}"
 
 
@@ -200,7 +203,7 @@ def samples_file(cell: Path, task: str) -> Path:
 
 
 def check_name(kind: str, name: str, known: list[str]) -> None:
-    """Refuse a name that the grid does not have."""
+    """Raise `InputError` for a name that the grid does not have; `kind` is used in the message, e.g. `task`."""
     if name not in known:
         hint = did_you_mean(name, known) or f"; it has {first_few(known)}"
         raise InputError(f"there is no {kind} {name!r} in the grid{hint}")

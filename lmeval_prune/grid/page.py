@@ -62,10 +62,12 @@ def write_page(comparison: Comparison, folder: GridFolder, path: Path, without_t
 
 
 def _varies(comparison: Comparison, key: str) -> bool:
+    """Return whether the variants differ in a cost."""
     return len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1
 
 
 def _variant(comparison: Comparison, name: str) -> dict[str, Any]:
+    """Return a variant's rows, costs and commands for the page, as JSON."""
     costs = {key: value for key, value in comparison.costs[name].items() if key in COSTS}
     return {
         "name": name,
@@ -112,7 +114,7 @@ class _Questions:
 
 
 def _values(table: Table) -> dict[str, Any]:
-    """Return a task's values without any text."""
+    """Return a task's values for the page, without the texts of questions and answers."""
     values = {
         name: [round(float(value), 6) for value in column]
         for name, column in zip(table.variants, table.values.T, strict=True)
@@ -128,7 +130,7 @@ def _values(table: Table) -> dict[str, Any]:
 
 
 def _shortened(text: Any) -> str:
-    """Return a text without the middle of a long one."""
+    """Return a text; of a long one, leave out the middle."""
     text = str(text)
     if len(text) <= MAX_TEXT:
         return text

@@ -84,12 +84,12 @@ class Prune(Preparation):
             check_length(model_map.model, self.tokens)
             reading = (self.windows, self.tokens, self.batch, self.seed, self.apply_chat_template, lm.add_bos_token)
             text = read_calibration(lm.tokenizer, self.text, self.task, *reading)
-        work = final_path(folder).with_name(f".{folder.name}.layers")  # a killed run resumes here
-        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work)
+        layers_folder = final_path(folder).with_name(f".{folder.name}.layers")  # a killed run resumes here
+        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=layers_folder)
         plan.save(folder / "plan.json", model_map)
         if self.cut:
             cut_to(folder / "model", model_map.model, plan, lm.tokenizer)
-        rmtree(work, ignore_errors=True)
+        rmtree(layers_folder, ignore_errors=True)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the checkpoint, or the plan."""

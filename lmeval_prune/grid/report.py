@@ -61,20 +61,21 @@ def write(
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:
-        notes = [f"missing cells: {_missing(comparison.missing)}", *notes]
+        notes = [f"missing cells: {_missing_cells(comparison.missing)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
     write_text(target / "table.csv", csv(pd.DataFrame(rows)))
-    write_text(target / "comparison.json", _json(comparison, rows))
+    write_text(target / "comparison.json", _comparison_json(comparison, rows))
     if costs:
         _draw_pareto(comparison, costs, target / "pareto")
-    write_text(target / "report.md", _report(comparison, notes, costs, without_texts))
+    write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts))
     write_page(comparison, GridFolder(path), target / "page.html", without_texts)
     pictures = ["pareto.png", "pareto.svg"] if costs else []
     names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
-    return _table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
+    return _task_table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
 
 
-def _json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
+def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
+    """Return the content of `comparison.json`."""
     content = {
         "created_by": CREATED_BY,
         "title": comparison.title,
@@ -86,12 +87,13 @@ def _json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _missing(cells: list[tuple[str, str, str]]) -> str:
+def _missing_cells(cells: list[tuple[str, str, str]]) -> str:
+    """Describe cells that are not done, with their reasons, in one line."""
     named = [f"{variant} on {task} ({reason})" for variant, task, reason in cells]
     return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
 
-def _report(comparison: Comparison, notes: list[str], costs: list[str], without_texts: Sequence[str]) -> str:
+def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str], without_texts: Sequence[str]) -> str:
     cells, rows = comparison.cells.items(), comparison.rows.values()
     by_hooks = {"heads", "mask", "plan"}
     hooked = {name for (name, _), cell in cells if by_hooks & cell["model_args"].keys() or cell["prepare"]}
@@ -100,32 +102,34 @@ def _report(comparison: Comparison, notes: list[str], costs: list[str], without_
         comparison=comparison,
         notes=notes,
         without_texts=without_texts,
-        tables={task: _table(comparison, task) for task in comparison.tasks},
+        tables={task: _task_table(comparison, task) for task in comparison.tasks},
         tests=sum(row.p is not None for row in rows),
         hooked=[name for name in comparison.variants if name in hooked],
         marked=any(row.chosen_on for row in rows),
-        costs=_costs(comparison, costs) if costs else "",
+        costs=_costs_table(comparison, costs) if costs else "",
         timed=any(COSTS[key].timed for key in costs),
         front_of_speeds=any(COSTS[key].timed for key in comparison.fronts[comparison.tasks[-1]]),
-        devices=", ".join(sorted({_device(figures) for figures in comparison.costs.values() if figures})),
+        devices=", ".join(sorted({_device_text(figures) for figures in comparison.costs.values() if figures})),
     )
 
 
-def _device(costs: dict[str, Any]) -> str:
+def _device_text(costs: dict[str, Any]) -> str:
     device = costs.get("device", "cpu")
     return f"a CPU ({costs.get('threads', 1)} threads)" if device == "cpu" else str(device)
 
 
-def _table(comparison: Comparison, task: str) -> str:
+def _task_table(comparison: Comparison, task: str) -> str:
+    """Return the Markdown table of a task: a row for each variant."""
     rows = [comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows]
-    frame = pd.DataFrame([_cells(row) for row in rows])
+    frame = pd.DataFrame([_row_cells(row) for row in rows])
     if any(row.mean_tokens is not None for row in rows):
         frame["tokens"] = ["" if row.mean_tokens is None else f"{row.mean_tokens:.0f}" for row in rows]
         frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
     return markdown(frame, TEXT_COLUMNS)
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _row_cells(row: Row) -> dict[str, str]:
+    """Format a row of a task's table, by column."""
     name = f"{row.variant} †" if row.chosen_on else row.variant
     cells = {"variant": name, "questions": str(row.questions), "mean": f"{100 * row.mean:.1f}"}
     if row.difference is None:
@@ -143,17 +147,18 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _costs(comparison: Comparison, keys: list[str]) -> str:
+def _costs_table(comparison: Comparison, keys: list[str]) -> str:
+    """Return the Markdown table of costs; ◆ marks the Pareto front."""
     fronts = comparison.fronts[comparison.tasks[-1]]
     rows = []
     for variant in comparison.variants:
         if figures := comparison.costs[variant]:
-            cells = {COSTS[key].label: _cost(figures, key, variant in fronts.get(key, ())) for key in keys}
+            cells = {COSTS[key].label: _cost_text(figures, key, variant in fronts.get(key, ())) for key in keys}
             rows.append({"variant": variant, **cells})
     return markdown(pd.DataFrame(rows), TEXT_COLUMNS)
 
 
-def _cost(costs: dict[str, Any], key: str, on_front: bool) -> str:
+def _cost_text(costs: dict[str, Any], key: str, on_front: bool) -> str:
     if costs.get(key) is None:
         return ""
     low, high = cost_range(costs, key)

@@ -10,12 +10,12 @@ from typing import Any
 
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.runners import LocalRunner, Runner
 from lmeval_prune.grid.worker import BUSY, FAILED, Job
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 2.0  # between two looks at the cells of another run
+POLL_SECONDS = 2.0  # between two checks for cells that another run evaluates
 REMINDER_SECONDS = 60.0  # between two messages about them
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
@@ -41,7 +41,7 @@ class _Run:
         self.grid, self.folder, self.runner = grid, folder, runner
         self.cells = cells_of(grid)
         self.model_args = {cell.key: cell.model_args(folder.prepared) for cell in self.cells}
-        self.names = {costs_failure(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
+        self.names = {measurement_key(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
         self.names |= {cell.key: cell.name for cell in self.cells}
 
     def run(self, retry_failed: bool) -> Summary:
@@ -49,7 +49,7 @@ class _Run:
         entries = [cell.entry(self.model_args[cell.key]) for cell in cells]
         folder.create(self.grid.title, self.grid.baseline, entries)
         if retry_failed:
-            for key in {key for cell in cells for key in (cell.key, cell.prepared, costs_failure(cell.costs)) if key}:
+            for key in {key for cell in cells for key in (cell.key, cell.prepared, measurement_key(cell.costs)) if key}:
                 folder.clear_failure(key)
         done_before = folder.done_cells().intersection(self.model_args)
         if done_before:
@@ -75,7 +75,7 @@ class _Run:
         return left
 
     def _prepare(self, done: set[str]) -> None:
-        """Run the preparations; a cell whose preparation fails fails with it."""
+        """Run the preparations; if one fails, its cells are recorded as failed."""
         folder = self.folder
         dependent = [cell for cell in self.cells if cell.prepared and cell.key not in done]
         preparations = {cell.prepared: cell for cell in dependent}
@@ -120,7 +120,7 @@ class _Run:
                 cells = left()
 
     def _jobs(self, cells: Sequence[Cell]) -> list[Job]:
-        """Group cells into jobs: variants of one model on one task that differ only in their masks, others alone.
+        """Group cells into jobs: variants of one model on one task that differ only in masks, others singly.
 
         Jobs of one model are adjacent, and within them the jobs of one task, which share an answer store.
         """

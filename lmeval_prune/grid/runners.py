@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from lmeval_prune.errors import DiskError, InputError, first_line
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.worker import FAILED, Job, LoadedModel, Result, Worker
 from lmeval_prune.models.registered import TARGETS
 
@@ -33,7 +33,7 @@ class Runner(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources, after the last job."""
+        """Release all resources after the last job."""
 
 
 class LocalRunner:
@@ -132,7 +132,7 @@ def _unfinished(job: Job, folder: GridFolder) -> list[str]:
     if job.prepares:
         return [cell.prepared for cell in job.cells if not folder.has_preparation(cell.prepared)]
     costs = {cell.costs for cell in job.cells if folder.has_cell(cell.key)} if job.measures else set()
-    measures = [costs_failure(key) for key in sorted(costs) if folder.needs_costs(key)]
+    measures = [measurement_key(key) for key in sorted(costs) if folder.needs_costs(key)]
     return [cell.key for cell in job.cells if not folder.has_cell(cell.key)] + measures
 
 

@@ -1,4 +1,4 @@
-"""Questions that a variant was selected on: those that its artefacts (routers, masks, plans) were made from."""
+"""Questions that a variant was selected on: those that its router, outcome store, mask or plan was made from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmeval_prune.models.head_router import POLICIES
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
 
 
-class Identity(TypedDict):
+class CellIdentity(TypedDict):
     """The router in a cell's identity."""
 
     router: NotRequired[dict[str, Any] | None]
@@ -30,10 +30,10 @@ class CellContents(TypedDict):
     """Fields of `cell.json` that locate artefacts."""
 
     prepared: NotRequired[str]
-    identity: NotRequired[Identity]
+    identity: NotRequired[CellIdentity]
 
 
-class Artefact(TypedDict):
+class SelectionArtefact(TypedDict):
     """Fields of an artefact that name its questions."""
 
     schema: str
@@ -103,7 +103,7 @@ def _questions(path: Path) -> frozenset[str]:
             return frozenset()
         return frozenset(digest(text) for text in texts)
     try:
-        content = read_json(path / "router.json" if path.is_dir() else path, Artefact)
+        content = read_json(path / "router.json" if path.is_dir() else path, SelectionArtefact)
     except InputError:
         return frozenset()
     return frozenset(content.get("seen", ())) if content["schema"].startswith("lmeval-prune/") else frozenset()

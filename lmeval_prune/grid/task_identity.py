@@ -36,7 +36,7 @@ LM_EVAL_GENERATION_SETTINGS = ("max_gen_toks", "max_tokens", "max_completion_tok
 
 @dataclass(frozen=True)
 class TaskIdentity:
-    """A task, or the tasks of a group, as far as prompts and scores depend on them."""
+    """Everything that the prompts and scores of a task, or of the tasks of a group, depend on."""
 
     content: dict[str, Any]  # JSON value by task name
     draws: bool  # exemplars or answers are drawn at random
@@ -49,26 +49,27 @@ class TaskIdentity:
         draws = samples = False
         for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
             _configure(task, grid_task)
-            _check(name, task, grid_task)
+            _check_settings(name, task, grid_task)
             config = task.dump_config()
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"
             samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = list(task.fewshot_docs()) if shots else []
-            questions = list(_first(task.eval_docs, get_sample_size(task, grid_task.limit)))
+            questions = list(_first_documents(task.eval_docs, get_sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
                 "version": str((config.get("metadata") or {}).get("version", "")),
-                "config": _digest(_counted(config)),
-                "code": code_digest(task, _counted(vars(task.config))),
-                "questions": _digest([*questions, *_built(task, questions)]),
-                "exemplars": _digest([*exemplars, *_built(task, exemplars)]),
+                "config": _digest(_identifying_fields(config)),
+                "code": code_digest(task, _identifying_fields(vars(task.config))),
+                "questions": _digest([*questions, *_build_questions(task, questions)]),
+                "exemplars": _digest([*exemplars, *_build_questions(task, exemplars)]),
             }
         return cls(content, draws, samples)
 
 
-def _counted(config: dict[str, Any]) -> dict[str, Any]:
+def _identifying_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a task's configuration that its identity contains."""
     return {key: value for key, value in config.items() if key not in IGNORED_FIELDS}
 
 
@@ -83,7 +84,8 @@ def _configure(task: Any, grid_task: GridTask) -> None:
         task.set_config(key="num_fewshot", value=0)
 
 
-def _check(name: str, task: Any, grid_task: GridTask) -> None:
+def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
+    """Raise `InputError` for a metric, a filter or a gen_kwargs setting that does not exist."""
     metric, _, filter_name = (grid_task.metric or "").partition(",")
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
@@ -98,34 +100,37 @@ def _check(name: str, task: Any, grid_task: GridTask) -> None:
             raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
 
 
-def _built(task: Any, docs: list[Any]) -> list[Any]:
+def _build_questions(task: Any, docs: list[Any]) -> list[Any]:
     """Build each question's prompt, target and choices."""
     names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
     state = random.getstate()
     try:
-        random.seed(0)  # random parts of a prompt belong to the evaluation
-        return [_part(getattr(task, name), doc) for doc in docs for name in names]
+        random.seed(0)  # so that a prompt's random parts do not change the identity
+        return [_build_part(getattr(task, name), doc) for doc in docs for name in names]
     finally:
         random.setstate(state)
 
 
-def _part(build: Callable[[Any], Any], doc: Any) -> Any:
+def _build_part(build: Callable[[Any], Any], doc: Any) -> Any:
+    """Return a prompt, target or list of choices; if the task cannot build it, the name of the error."""
     try:
         return build(doc)
     except Exception as error:  # some types of tasks lack a part
         return type(error).__name__
 
 
-def _first(values: Any, count: int | None) -> Iterator[Any]:
+def _first_documents(values: Any, count: int | None) -> Iterator[Any]:
+    """Yield the first `count` documents of a data set; all for None."""
     for index in range(len(values) if count is None else min(count, len(values))):
         yield values[index]
 
 
 def _digest(value: Any) -> str:
-    return digest(json.loads(json.dumps(value, default=_named)))
+    """Return the digest of a value's JSON form."""
+    return digest(json.loads(json.dumps(value, default=_name_of)))
 
 
-def _named(value: Any) -> str:
+def _name_of(value: Any) -> str:
     """Name a value that has no JSON form, without its memory address."""
     kind = type(value) if type(value).__str__ is object.__str__ else None
     return getattr(value, "__qualname__", None) or (kind.__qualname__ if kind else str(value))

@@ -18,7 +18,7 @@ from torch.utils import collect_env
 
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
-from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_cell
 from lmeval_prune.grid.preparations import make_preparation
@@ -39,7 +39,7 @@ DONE, FAILED, BUSY = "done", "failed", "busy"
 class Result:
     """Result of a cell, of a preparation, or of a measurement of costs."""
 
-    key: str  # of the cell or the preparation; `costs_failure(...)` of a measurement
+    key: str  # key of the cell or the preparation; `measurement_key(...)` for a measurement
     state: str  # `DONE`, `FAILED`, or `BUSY`: another process holds the lock
     reason: str = ""  # of the failure
 
@@ -55,18 +55,18 @@ class Job:
 
 
 class VariantLM(PrunedHFLM):
-    """A loaded model that becomes one variant after another."""
+    """A loaded model whose arguments are changed from variant to variant."""
 
-    # Masks of the job's variants: the first request to generate text is answered under all of them in one pass.
+    # Masks of the job's variants: `generate_until` answers the first task's requests with each of them, in one batch.
     job_masks: tuple[HeadMask | None, ...] = ()
 
     @property
     def store_rank(self) -> int | None:
-        """Return None: several processes write answers of one grid, each under a free number."""
+        """Return None: each process that writes answers of the grid gets the next free file number."""
         return None
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answer as the base class, after answering the requests under all masks of the job."""
+        """Store the answers of all masks of the job, then answer as the base class does, from the store."""
         if self.job_masks and self.answering.store:
             self._applied.close()
             try:
@@ -77,11 +77,11 @@ class VariantLM(PrunedHFLM):
 
 
 class ServedLM(PrunedServerLM):
-    """A variant that a server answers for."""
+    """A variant whose answers a server computes."""
 
     @property
     def store_rank(self) -> int | None:
-        """Return None: several processes write answers of one grid, each under a free number."""
+        """Return None: each process that writes answers of the grid gets the next free file number."""
         return None
 
 
@@ -213,9 +213,10 @@ class Worker:
                     yield self._failed(key, error)
                 else:
                     yield Result(key, DONE)
-                masks = ()  # the first cell's pass has answered for all of them
+                masks = ()  # the first cell has answered the requests with all masks
 
     def _evaluate(self, task: _Task, masks: tuple[HeadMask | None, ...]) -> None:
+        """Evaluate a cell by lm-eval and write its folder; `masks` are those whose answers are computed together."""
         cell, arguments = task.cell, task.arguments
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
@@ -258,10 +259,10 @@ class Worker:
     # ------------------------------------------------------------------ costs
 
     def _measure_done(self, cell: Cell) -> Result:
-        """Measure the variant of a done cell if its costs are missing: an earlier run did not get to it."""
+        """Measure the variant of a done cell if its costs are missing, e.g. because an earlier run was killed."""
         if not (self.job.measures and self.folder.needs_costs(cell.costs)):
             return Result(cell.key, DONE)
-        key = costs_failure(cell.costs)
+        key = measurement_key(cell.costs)
         try:
             self._load(_Task.of(cell, self.folder))
             return Result(key, self._measure(cell), self.folder.failure(key) or "")
@@ -269,34 +270,35 @@ class Worker:
             return self._failed(key, error)
 
     def _measure(self, cell: Cell) -> str:
-        """Measure the loaded variant unless its costs are known; a failed measurement does not fail the cell."""
+        """Measure the loaded variant unless its costs are known; a failure is recorded for the costs, not the cell."""
         key, lm = cell.costs, self.loaded.lm
         assert lm is not None
-        with self.folder.lock(costs_failure(key)) as is_held:
+        with self.folder.lock(measurement_key(key)) as is_held:
             if not is_held:
                 return BUSY
             if not self.folder.needs_costs(key):
                 return DONE
             if reason := _not_measurable(lm):
-                self.folder.record_failure(costs_failure(key), f"its costs are not measured: {reason}", "")
+                self.folder.record_failure(measurement_key(key), f"its costs are not measured: {reason}", "")
                 return FAILED
             try:
                 self.folder.write_costs(key, measure(lm))
             except Exception as error:
                 self._raise_disk_error(error)
                 logger.warning("%s cannot be measured (%s)", cell.variant.name, first_line(error))
-                self.folder.record_failure(costs_failure(key), first_line(error), traceback.format_exc())
+                self.folder.record_failure(measurement_key(key), first_line(error), traceback.format_exc())
                 return FAILED
         return DONE
 
     # ------------------------------------------------------------------ failures
 
     def _raise_disk_error(self, error: Exception) -> None:
-        """End the run on a full disk: no cell has failed, and the same command resumes the run."""
+        """Raise a `DiskError` on a full disk: it ends the run, and no cell is recorded as failed."""
         if full_disk := disk_error(error, self.folder.path):
             raise full_disk from error
 
     def _failed(self, key: str, error: Exception) -> Result:
+        """Record the failure of a cell, a preparation or a measurement, and return its result."""
         self._raise_disk_error(error)
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.record_failure(key, reason, traceback.format_exc())
@@ -319,7 +321,7 @@ def _environment_collected_once() -> Iterator[None]:
 
 
 def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
-    """Return the masks of variants that can share a pass (None: no masked head); empty for fewer than two."""
+    """Return the masks that can be decoded in one batch (None: no masked head); empty for fewer than two."""
     masks: list[HeadMask | None] = []
     for arguments in variants:
         only_masks = arguments.router is None and all(isinstance(each, HeadMask) for each in arguments.interventions)
@@ -330,6 +332,7 @@ def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
 
 
 def _not_measurable(lm: VariantLM | ServedLM) -> str:
+    """Return the reason why a variant's costs cannot be measured; empty if they can."""
     if isinstance(lm, ServedLM):
         return "the model runs on a server"
     if lm.arguments.router:

@@ -1,8 +1,8 @@
 """Allocate a pruning budget to layers: decide how many units each layer loses.
 
 The units that a layer can lose of one kind (heads or channels) form a `UnitPool`. A budget is a share of all units in
-the pools. A budget of parameters is met within one unit, or refused; `flap_reference`, which has its own costs, may
-miss it and then logs a warning. A budget of heads or channels removes as many whole units as fit.
+the pools. A budget of parameters is met within one unit, or refused; only `flap_reference`, which does not count
+parameters, may miss it, with a warning. A budget of heads or channels removes as many whole units as fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HALF = 0.5 + 1e-9  # largest rounding error, in units
 
 @dataclass(frozen=True)
 class Budget:
-    """Share that some kinds of parts lose together."""
+    """Share of some kinds of parts that is removed."""
 
     kinds: tuple[str, ...]  # heads, channels or both
     ratio: float
@@ -46,7 +46,7 @@ class UnitPool:
     key: str  # part key, heads.L0 or channels.L0
     units: Units  # members of each remaining unit, lowest score first
     scores: Tensor  # of these units
-    cost: float  # of one unit, in what the budget counts
+    cost: float  # of one unit: parameters, or heads or channels
     removed: int = 0  # number of units that earlier steps removed
 
     @property
@@ -122,7 +122,7 @@ def _skipped_layers(model_map: ModelMap, options: PruneOptions) -> set[str]:
 
 
 def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str) -> Mapping[str, Tensor]:
-    """Return scores as an allocation compares them.
+    """Return scores that an allocation can compare between layers.
 
     Allocations in `STANDARDISED` get mean 0 and deviation 1 over the remaining members, or their columns, of each part.
     """
@@ -183,7 +183,7 @@ def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int], budget: B
 
 
 def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Remove the lowest units that fit; of channels, keep a multiple of `ffn_multiple` and at least one."""
+    """Remove the lowest units that fit into the budget; a positive multiple of `ffn_multiple` channels stays."""
     counts = [pool.removed for pool in pools]
     of_heads = budget.kinds == (HEADS,)
     allow_empty = budget.options.allow_empty_layer or not of_heads
@@ -204,7 +204,7 @@ def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
 
 
 def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Round in each layer and carry the rest to the next; what the last layers cannot lose, earlier ones lose."""
+    """Round in each layer and add the remainder to the next; what the last layers cannot lose, earlier layers lose."""
     carried = {HEADS: 0.0, CHANNELS: 0.0}
     limits = [pool.limit(budget.options.allow_empty_layer) for pool in pools]
     counts = []
@@ -225,7 +225,7 @@ def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
 
 
 def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
-    """Return each pool's share; `log`: r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, with the ratio as mean."""
+    """Return each pool's share; for `log`: r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, with the ratio as mean."""
     labels = list(dict.fromkeys(pool.label for pool in pools))
     if budget.allocation == "uniform" or len(labels) == 1:
         return [budget.ratio] * len(pools)

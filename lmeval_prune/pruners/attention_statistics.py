@@ -150,7 +150,7 @@ def _read_output_attentions(
 
 
 def _visible(layer: AttentionLayer, real: Tensor) -> Tensor:
-    """Return the mask of visible keys, (batch, 1, queries, keys); a weight of 0 alone may be rounding."""
+    """Return the mask of visible keys, (batch, 1, queries, keys); a weight of 0 does not show that a key is hidden."""
     module: Any = layer.module
     positions = torch.arange(real.shape[1], device=real.device)
     distance = positions[:, None] - positions

@@ -33,7 +33,7 @@ class CalibrationText:
 
     name: str  # source of the text
     batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
-    reading: Mapping[str, Any] = field(default_factory=dict)  # tokenisation: special tokens, chat template
+    tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
 
     @classmethod
     def from_windows(
@@ -42,11 +42,11 @@ class CalibrationText:
         windows: Tensor,
         batch: int = 8,
         real: Tensor | None = None,
-        reading: Mapping[str, Any] | None = None,
+        tokenisation: Mapping[str, Any] | None = None,
     ) -> CalibrationText:
         """Split windows of token ids, (windows, tokens), into batches."""
         real = torch.ones_like(windows) if real is None else real
-        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), reading or {})
+        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), tokenisation or {})
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ class CalibrationText:
         for row, real in ((row, real) for batch in self.batches for row, real in zip(*batch, strict=True)):
             state.update(repr(row[real.bool()].tolist()).encode())
         counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
-        return {"text": self.name, **counts, **self.reading, "sha256": state.hexdigest()[:16]}
+        return {"text": self.name, **counts, **self.tokenisation, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the model, without its output head, on each batch.
@@ -118,7 +118,7 @@ def stop_forward_at(module: nn.Module | None, after: bool = False) -> Iterator[N
 
 
 def check_length(model: Any, tokens: int) -> None:
-    """Raise `InputError` for windows that are longer than the model's positions; the model may have no weights."""
+    """Raise `InputError` if a window has more tokens than the model has positions; the model may have no weights."""
     limit = position_limit(model)
     if limit is not None and tokens > limit:
         raise InputError(f"windows of {tokens} tokens: this model has at most {limit} positions; give fewer --tokens")
@@ -147,8 +147,8 @@ def _bos_token_id(tokenizer: Any) -> int | None:
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and after a window from the middle of a text.
 
-    If the text itself begins with the beginning-of-text token, as chat templates write it, nothing is added after it
-    (as in `encode`), and the tokens before are read from the rest: the template's token may be that of a turn.
+    A chat template may itself begin with the beginning-of-text token, e.g. as the marker of a turn. Then it is removed
+    before the text is tokenised, and no tokens are added after a window, as in `encode`.
     """
     plain = text
     if _begins_with_bos(tokenizer, text):
@@ -173,8 +173,8 @@ def read_calibration(
 ) -> CalibrationText:
     """Read calibration windows.
 
-    The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. Each
-    window is a slice of the result between the special tokens of a prompt. Arguments as in `TextOptions`.
+    The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. The
+    result is cut into windows, and each gets the special tokens of a prompt. Arguments as in `TextOptions`.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
@@ -182,14 +182,14 @@ def read_calibration(
         raise InputError("windows and batch must be at least 1, tokens at least 2")
     if apply_chat_template:
         _check_chat(tokenizer, text)
-    name, pieces, write = _source(tokenizer, text, task, apply_chat_template)
+    name, pieces, to_text = _source(tokenizer, text, task, apply_chat_template)
     if not pieces:
         raise InputError(f"the calibration text ({name}) is empty; give another")
     random.Random(seed).shuffle(pieces)
-    before, after = special_tokens(tokenizer, write(pieces[0]), add_bos_token)
+    before, after = special_tokens(tokenizer, to_text(pieces[0]), add_bos_token)
     ids: list[int] = []
     for piece in pieces:
-        ids += tokenizer.encode(write(piece), add_special_tokens=False)
+        ids += tokenizer.encode(to_text(piece), add_special_tokens=False)
         if len(ids) >= windows * tokens:
             break
     rows = _windows(ids, tokens, before, after)[:windows]
@@ -203,23 +203,23 @@ def read_calibration(
             "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
-    reading = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    return CalibrationText.from_windows(name, torch.tensor(rows), batch, reading=reading)
+    tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
+    return CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
 
 
 def _source(
     tokenizer: Any, text: str | None, task: str | None, apply_chat_template: bool
 ) -> tuple[str, list[Any], Callable[[Any], str]]:
-    """Return the name of a source, its paragraphs or problems, and a function that writes each of them as text."""
+    """Return the name of a source, its paragraphs or problems, and a function that converts one of them to text."""
     if text is not None:
         return f"file {Path(text).name}", _paragraphs(Path(text)), str
     loaded, problems = _problems(str(task))
-    write = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
-    return f"training split of {task}", problems, write
+    to_text = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
+    return f"training split of {task}", problems, to_text
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:
-    """Cut token ids into windows with special tokens; add none before a slice that begins with them already."""
+    """Cut token ids into windows with special tokens; do not repeat them before a slice that begins with them."""
     if tokens <= len(before) + len(after):
         raise InputError(f"a window of {tokens} tokens has no room beside its special tokens; give more --tokens")
     rows, start = list[list[int]](), 0
@@ -265,7 +265,9 @@ def _problems(name: str) -> tuple[Any, list[Any]]:
 
 def _training_docs(name: str, task: Any) -> Iterable[Any]:
     docs: Iterable[Any]
-    if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # tasks of this package read data_split
+    if "prune_data" in (
+        task.get_config("dataset_kwargs") or {}
+    ):  # a task of this package: `data_split` has chosen the split that is its test split
         docs = task.test_docs()
     elif task.has_training_docs():
         docs = task.training_docs()

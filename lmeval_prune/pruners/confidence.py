@@ -1,7 +1,7 @@
-"""Confidence: score a head by its largest attention weights; our reading of "attention visualisation".
+"""Confidence: score a head by its largest attention weights; an interpretation of "attention visualisation".
 
-Confidence ranks opposite to the entropy of `norm_entropy`: entropy removes concentrated heads first, confidence the
-others.
+Confidence and the entropy of `norm_entropy` rank heads in opposite order: entropy removes heads with concentrated
+attention first, confidence removes them last.
 """
 
 from __future__ import annotations

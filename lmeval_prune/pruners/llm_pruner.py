@@ -1,8 +1,8 @@
 """LLM-Pruner: score a head or channel by the first-order change of the loss if it were removed.
 
 With S = W ⊙ ∂L/∂W, a score sums over all weights of a head (rows of its query, key and value projections, columns of
-the output projection) or channel (rows of gate and up, a column of down). A key-value head counts in equal parts for
-each of its query heads, so that a group's score is the sum over all its weights.
+the output projection) or channel (rows of gate and up, a column of down). The sum of a key-value head is divided
+equally among its query heads, so that a group's score is the sum over all its weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weight norm and attention entropy: the head score of the dynamic pruning paper (eqs. 1, 3 and 4).
 
-docs/pruning.md lists the details that the paper leaves open, and our choices.
+docs/pruning.md lists the details that the paper leaves open, and what is done here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NormEntropy(Pruner):
         entropy: `normalized` divides H by the logarithm of the number of visible keys; `raw` does not, as in the paper.
     """
 
-    parts: ClassVar[str] = "heads"  # the paper prunes heads; scores of channels are our extension
+    parts: ClassVar[str] = "heads"  # what the paper prunes; scores of channels are not in the paper
     alpha: Share = 0.5
     normalize: Literal["standard", "none"] = "standard"
     entropy: Literal["normalized", "raw"] = "normalized"

@@ -25,10 +25,10 @@ class PruneOptions(Settings):
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
         ffn_multiple: the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
-            carry the rounding remainder to the next; if the share is a whole number of units, layers stay equal, which
-            a plain checkpoint needs); with a budget of parameters also standardised (compare heads and channels of
-            all layers by their distance from their layer's mean), flap_reference (the same, with the costs of FLAP's
-            released code) and log (later layers lose more); default: the method's
+            add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
+            shape, and the checkpoint needs no code of this package); with a budget of parameters also standardised
+            (compare heads and channels of all layers by their distance from their layer's mean), flap_reference (the
+            same, with the costs of FLAP's released code) and log (later layers lose more); default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
         steps: number of stages; each stage computes new scores with the units of earlier stages masked
@@ -41,10 +41,10 @@ class PruneOptions(Settings):
         skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
             ratio
         skip_last: the same for the last layers
-        log_start: with allocation=log, what the first layer loses, as a share of the ratio
+        log_start: with allocation=log, share that the first layer loses, divided by the ratio
         compensation: compensation for removed units: none, bias (their mean output) or least_squares (an updated
             weight of the output projection); default: the method's
-        damping: for least squares, what is added to the diagonal of the covariance, as a share of its mean
+        damping: for least squares, number added to the diagonal of the covariance, divided by the diagonal's mean
     """
 
     ratio: ShareBelowOne = 0.0

@@ -91,8 +91,14 @@ class Part:
                 f"a budget of parameters needs the query projection of {layer.name}, which is unknown; give "
                 f"--budget heads"
             )
-        query = _rows(layer, "q") + layer.head_dim * out_features(layer.o_proj) + _further(layer, "q", layer.heads)
-        shared = _rows(layer, "k") + _rows(layer, "v") + _further(layer, "k", layer.kv_heads)
+        query = (
+            _row_parameters(layer, "q")
+            + layer.head_dim * out_features(layer.o_proj)
+            + _other_parameters(layer, "q", layer.heads)
+        )
+        shared = (
+            _row_parameters(layer, "k") + _row_parameters(layer, "v") + _other_parameters(layer, "k", layer.kv_heads)
+        )
         if unit == "group":
             return self.group_size * query + shared
         if unit == "balanced":
@@ -121,13 +127,13 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.T if is_transposed(module) else weight
 
 
-def _rows(layer: AttentionLayer, projection: str) -> int:
+def _row_parameters(layer: AttentionLayer, projection: str) -> int:
     """Count the parameters of one head's rows in the query, key or value projection."""
     rows = layer.rows(projection, 0)
     return (rows.stop - rows.start) * (in_features(rows.module) + _bias(rows.module))
 
 
-def _further(layer: AttentionLayer, projection: str, count: int) -> int:
+def _other_parameters(layer: AttentionLayer, projection: str, count: int) -> int:
     """Count one head's entries in parameters outside the projections, such as attention sinks."""
     values = (attribute_of(layer.module, path) for path, name in layer.family.head_parameters if name == projection)
     return sum(value.numel() // count for value in values if isinstance(value, Tensor))

@@ -157,7 +157,7 @@ def _score(
     removed: Removed,
     stored: Mapping[str, Tensor],
 ) -> Scores:
-    """Score the kinds that have no stored scores, together if the same method scores both."""
+    """Score the kinds (heads, channels) that have no stored scores; in one call if the same method scores both."""
     missing = [kind for kind in kinds if not has_scores_of(stored, kind)]
     values, means = dict(stored), None
     is_one_method = pruners[HEADS] == pruners[CHANNELS]
@@ -181,7 +181,7 @@ def _compensation(
     means: Mapping[str, Tensor] | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the compensation for removed units, and notes on it for the plan; `means` of inputs, if scores had any."""
+    """Return the compensation for removed units, and notes on it for the plan; `means`: mean inputs, if known."""
     if options.compensation == "none":
         return {}, {}
     assert text is not None

@@ -118,7 +118,7 @@ class LayerwisePruning:
         self.solves = self.options.compensation == "least_squares"
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
-        """Prune these parts of the model; return what is removed, and notes for the plan on the least squares."""
+        """Prune these parts of the model; return what is removed, and notes on least squares for the plan."""
         total, notes = Removal(), dict[str, Any]()
         if self.needs_second or self.solves:
             notes = _note_of_few_tokens(parts, self.text.tokens)
@@ -137,7 +137,7 @@ class LayerwisePruning:
         return total, {**({"damping": total.damping} if total.damping else {}), **notes}
 
     def _prune_layer(self, number: int, parts: Sequence[Part]) -> Removal:
-        """Select and compensate what a layer loses, with inputs measured after the layer's earlier removals."""
+        """Select what a layer loses, and compensate for it; inputs are measured after the layer's earlier removals."""
         removal = Removal()
         for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
             moments = self._measure(number, removal, measured)
@@ -169,11 +169,13 @@ class LayerwisePruning:
     def _run_layer(
         self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
     ) -> None:
+        """Run a layer with earlier removals applied; see `LayerReplay.run_layer`."""
         plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
             self.replay.run_layer(number, moments, keep_output)
 
     def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
+        """Return the damped mean of x·xᵀ, and record in `removal` if the damping was raised."""
         second, damping = damped(moments.second, self.options.damping)
         if damping != self.options.damping:
             removal.damping[part.projection_name] = damping
@@ -191,6 +193,7 @@ class LayerwisePruning:
             removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
 
     def _report(self, label: str, removal: Removal) -> None:
+        """Send a progress message about a finished layer."""
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
         heads, channels = count_removed(removal.removed).values()
         layers = len(self.model_map.attention)

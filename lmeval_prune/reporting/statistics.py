@@ -8,18 +8,18 @@ from functools import cache
 import numpy as np
 from scipy import optimize, stats
 
-_LEVEL = 0.05  # of tests; intervals are at 95%
+_LEVEL = 0.05  # significance level of tests; intervals have a confidence level of 95%
 
 
 def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
     """Return 95% intervals of means: Clopper and Pearson's for right and wrong answers, Johnson's for other metrics.
 
-    Two questions are added to shares, with the values 0 and `unit`: otherwise the interval of (nearly) equal shares
-    would be far too short.
+    A metric with a largest value (a share) gets two additional questions, with the values 0 and `unit`. Without them,
+    the interval would be far too short if (nearly) all values are equal.
 
     Args:
         values: shape (questions, columns).
-        unit: the largest possible value, 1 for shares (which are at least 0); infinite for unbounded metrics.
+        unit: the largest possible value: 1 for metrics between 0 and 1 (shares), infinite for metrics without a bound.
 
     Returns:
         Lower and upper ends, each of shape (columns,); NaN where a value is NaN.
@@ -39,9 +39,10 @@ def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarr
 def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return 95% intervals of mean differences; an interval contains 0 exactly if the paired test has p ≥ 0.05.
 
-    These are Johnson's intervals with one question added in each direction, of the typical size of a difference, as
-    Bonett and Price do for right and wrong answers: otherwise an interval from few differing questions is far too
-    short. If the interval and the test disagree about 0, the end near 0 is Miettinen's test-based one.
+    These are Johnson's intervals with two additional questions, one in favour of each variant, with a difference of the
+    typical size; Bonett and Price do this for right and wrong answers. Without them, an interval is far too short if
+    only few questions differ. If the interval and the test disagree about 0, its end near 0 is replaced by the end of
+    Miettinen's test-based interval.
 
     Args:
         differences: differences of paired questions, shape (questions, columns).
@@ -71,7 +72,7 @@ def _size(differences: np.ndarray, unit: float) -> np.ndarray:
 def _johnson_interval(values: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return Student's intervals of means, extended by Johnson's t on the side of the skew.
 
-    The `added` questions count for the variance, not for the mean.
+    The values in `added` are used for the variance and the skew, not for the mean.
     """
     means, values = values.mean(0), np.concatenate([values, added])
     count = len(values)
@@ -85,15 +86,15 @@ def _johnson_interval(values: np.ndarray, added: np.ndarray) -> tuple[np.ndarray
 
 
 def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) -> np.ndarray:
-    """Test whether the mean of paired differences is zero, by flipping the signs of the questions.
+    """Test whether the mean of paired differences is zero, by flipping the signs of the differences.
 
-    The test is exact if a difference is as likely as its opposite under the null hypothesis, as for two policies of one
-    answer each. Differences from an expectation are skewed: they need many questions.
+    The test is exact if, under the null hypothesis, a difference d is as likely as −d. This holds if both policies give
+    one answer to each question. If one value is an expectation (of random heads), use many questions.
 
     Args:
         differences: shape (questions, tests); all tests use the same flips.
         seed: seed of the flips.
-        draws: number of random flips; if there are fewer flips, each is used once.
+        draws: number of random flips; if there are no more possible flips than this, each is used once.
 
     Returns:
         Two-sided p-values, at least 1 / (draws + 1), shape (tests,); NaN where a difference is NaN.
@@ -102,7 +103,7 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
     ps = np.where(known, 1.0, np.nan)
     if len(differences) > 1 and known.any():
         kept = differences[:, known]
-        # The sample is the vector of signs, all positive. Scipy flips them; one product gives the sums of all tests.
+        # SciPy flips the signs of a vector of ones; its product with the differences gives the sums of all tests.
         tested = stats.permutation_test(
             (np.ones(len(differences)),),
             lambda signs, axis: np.abs(signs @ kept),
@@ -129,14 +130,14 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> np.ndarray:
     """Return the smallest mean differences that the paired tests detect with a power of 0.8.
 
-    This is the power of McNemar's exact test for the observed share of differing questions. If all of them in one
-    direction are too few, the smallest sufficient number is assumed to differ. Sign flips of other metrics count as
-    McNemar's test of (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
+    This is the power of McNemar's exact test for the observed share of differing questions. If the test would not be
+    significant even with all of them in favour of one variant, the smallest sufficient number is assumed. Sign
+    flips of other metrics count as McNemar's test of (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
 
     Args:
         differences: differences of paired questions, shape (questions, tests).
-        unit: the largest possible difference of a question, 1 for shares; infinite for unbounded metrics. It is the
-            assumed size of a difference if no question differs.
+        unit: the largest possible difference of a question: 1 for metrics between 0 and 1, infinite for metrics without
+            a bound. If no question differs, this is the assumed size of a difference.
         level: level of a two-sided test; 0.05 / m suffices for Holm's correction of m tests.
 
     Returns:
@@ -153,14 +154,14 @@ def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> n
 def _detectable(count: int, share: float, level: float) -> float:
     """Return the smallest detectable difference of right and wrong answers if a share of the questions differs."""
 
-    def lack(share: float, difference: float) -> float:
+    def missing_power(share: float, difference: float) -> float:
         return 0.8 - mcnemar_power(count, share, difference, level)
 
-    if np.isnan(share) or lack(1.0, 1.0) > 0:
+    if np.isnan(share) or missing_power(1.0, 1.0) > 0:
         return float("nan")
-    if share and lack(share, share) <= 0:
-        return float(optimize.brentq(lambda difference: lack(share, difference), 0.0, share, xtol=1e-5)) + 1e-5
-    return float(optimize.brentq(lambda larger: lack(larger, larger), share, 1.0, xtol=1e-5)) + 1e-5
+    if share and missing_power(share, share) <= 0:
+        return float(optimize.brentq(lambda difference: missing_power(share, difference), 0.0, share, xtol=1e-5)) + 1e-5
+    return float(optimize.brentq(lambda larger: missing_power(larger, larger), share, 1.0, xtol=1e-5)) + 1e-5
 
 
 def mcnemar_power(count: int, share: float, difference: float, level: float = _LEVEL) -> float:
@@ -174,7 +175,8 @@ def mcnemar_power(count: int, share: float, difference: float, level: float = _L
     """
     low, high = stats.binom.ppf((1e-9, 1 - 1e-9), count, share)
     differ = np.arange(max(low, 1), high + 1)
-    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # of the questions that may differ in the other direction
+    # a result is significant if at most this many of the differing questions are in favour of the other variant
+    most = stats.binom.ppf(level / 2, differ, 0.5) - 1
     better = min(1.0, (1 + difference / share) / 2) if share else 0.5
     significant = stats.binom.cdf(most, differ, better) + stats.binom.sf(differ - most - 1, differ, better)
     return float(stats.binom.pmf(differ, count, share) @ significant)

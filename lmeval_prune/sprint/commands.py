@@ -70,21 +70,21 @@ def fit(
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)
     router.save(output)
-    about = router.about
-    print(f"{output}: router over {len(router.pool)} heads, p = {about['p']}, λ = {about['lambda']}")
+    details = router.about
+    print(f"{output}: router over {len(router.pool)} heads, p = {details['p']}, λ = {details['lambda']}")
     print(
-        f"{about['questions']} questions: {about['questions_no_head_solves']} solved by no head (left out), "
-        f"{about['questions_all_heads_solve']} by all; {about['validation_questions']} for validation"
+        f"{details['questions']} questions: {details['questions_no_head_solves']} solved by no head (left out), "
+        f"{details['questions_all_heads_solve']} by all; {details['validation_questions']} for validation"
     )
-    informative = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
+    informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
     if informative < 30:
         print(f"only {informative} questions distinguish heads, too few for a router; sweep more questions")
     if training.cut_off:
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
-    if about["held_out"]:
-        print(f"{about['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    if about["validation_pass"]:
-        print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in about["validation_pass"].items()))
+    if details["held_out"]:
+        print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
+    if details["validation_pass"]:
+        print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in details["validation_pass"].items()))
     return 0
 
 

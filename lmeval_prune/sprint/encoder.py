@@ -32,7 +32,7 @@ def load_encoder(name: str) -> Any:
 def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
     """Return φ(x) of each text in float32, shape (texts, width); `InputError` if a number is not finite.
 
-    Texts are embedded one at a time, so that rounding, and with it a near-tie between heads, does not depend on others.
+    Texts are embedded one at a time, so that rounding, which may decide a ranking, does not depend on other texts.
     """
     embeddings = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
     vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()

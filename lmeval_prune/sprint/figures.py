@@ -17,7 +17,7 @@ from lmeval_prune.sprint.head_table import HeadTable
 def pass_at_n(
     curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Draw pass@N of all policies; the first and its strongest rival have 95% bands over questions (Figure 4)."""
+    """Draw pass@N of all policies; the first one and the best of the others have 95% intervals (Figure 4)."""
     rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
     strongest = max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
@@ -49,7 +49,7 @@ def _last_known(curve: Curve) -> tuple[float, float]:
 
 
 def violins(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
-    """Draw the best head's gain in each layer, beside its gain by chance (Figure 2)."""
+    """Draw the best head's gain in each layer, next to the gain expected by chance (Figure 2)."""
     layers = list(measured)
     title = "Best head of a layer, by group of questions (line: median)"
     drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)

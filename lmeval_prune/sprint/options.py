@@ -57,8 +57,8 @@ class FitOptions(Settings):
     """Settings of a router's fit.
 
     Attributes:
-        sizes: p, the length of q and v; of several values, validation chooses
-        weights: λ; of several values, validation chooses (the paper gives none)
+        sizes: p, the length of the embeddings q and v; of several values, validation chooses
+        weights: λ, the weight of diversity; of several values, validation chooses (the paper gives no value)
         diversity: constraint on the head embeddings: ball, sphere, or unbounded (as printed in the paper)
         radius: radius of the ball or sphere
         dense: whether the unpruned model is in the pool
@@ -103,7 +103,7 @@ class ReportOptions(Settings):
     """Stores, router and settings of a report.
 
     Attributes:
-        test: outcome store of the test questions; of the router's own training store, the held-out questions count
+        test: outcome store of the test questions; if the router was fitted on it, its held-out questions are used
         output: folder for the report: `report.md`, tables (CSV), figures (PNG, SVG) and `report.json`
         train: outcome store of the training questions, for the baselines
         router: folder of a fitted router

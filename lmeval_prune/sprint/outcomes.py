@@ -43,7 +43,7 @@ _ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32()
 _CELLS = pa.schema({**_KEY, "head": pa.string(), "outcome": pa.bool_(), **_ANSWER})
 
 
-class Contents(TypedDict):
+class StoreContents(TypedDict):
     """Fields of `store.json`."""
 
     pool: list[str]
@@ -149,7 +149,7 @@ class OutcomeStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.about = self.folder / "store.json"
+        self.store_file = self.folder / "store.json"
 
     def read(self) -> Outcomes:
         """Read the outcomes of complete runs.
@@ -157,7 +157,7 @@ class OutcomeStore:
         Raises:
             InputError: the folder is not an outcome store, or the store is empty or damaged.
         """
-        about = self.check()
+        content = self.check()
         if not (self.folder / "cells.parquet").is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = self._table("questions", _QUESTIONS).to_pylist()
@@ -165,7 +165,7 @@ class OutcomeStore:
         if not questions or not cells:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
         try:
-            pool = about["pool"]
+            pool = content["pool"]
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
             row_of = {Question.of(row): i for i, row in enumerate(questions)}
@@ -174,7 +174,7 @@ class OutcomeStore:
             columns = [column_of[cell["head"]] for cell in cells]
             z = np.full((len(questions), len(pool)), np.nan, np.float32)
             z[rows, columns] = np.array([cell["outcome"] for cell in cells], np.float32)  # None becomes NaN
-            return Outcomes(z, pool, questions, about["model"], about["tasks"], _lengths(cells, about["tasks"]))
+            return Outcomes(z, pool, questions, content["model"], content["tasks"], _lengths(cells, content["tasks"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
@@ -197,11 +197,11 @@ class OutcomeStore:
         """
         if self.folder.is_file():
             raise InputError(f"{self.folder} is a file; an outcome store is a folder")
-        if not self.about.is_file():
+        if not self.store_file.is_file():
             raise InputError(
                 f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
             )
-        content, _ = read_artefact(self.about, SCHEMA, SCHEMA_VERSION, Contents)
+        content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
         if content["schema_version"] < SCHEMA_VERSION:
             raise InputError(f"{self.folder} was written by an older lmeval-prune; sweep into a new folder")
         return content
@@ -219,12 +219,12 @@ class OutcomeStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
         rows: dict[Question, dict[str, Any]] = {}
-        if self.about.exists():
-            about = self.check()
-            model = _merge_models(self.folder, about["model"], model)
-            for task in about["tasks"].keys() & tasks.keys():
-                _refuse_difference(self.folder, f"task {task}", about["tasks"][task], tasks[task])
-            tasks, pool = {**about["tasks"], **tasks}, [*about["pool"], *pool]
+        if self.store_file.exists():
+            content = self.check()
+            model = _merge_models(self.folder, content["model"], model)
+            for task in content["tasks"].keys() & tasks.keys():
+                _refuse_difference(self.folder, f"task {task}", content["tasks"][task], tasks[task])
+            tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
             rows = {Question.of(row): row for row in self._table("questions", _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
@@ -238,7 +238,7 @@ class OutcomeStore:
             attributes = json.dumps(row["attributes"], sort_keys=True, ensure_ascii=False)
             rows[key] = {**row, "attributes": attributes}
         content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": pool_order(pool)}
-        write_artefact(self.about, SCHEMA, SCHEMA_VERSION, content)
+        write_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, content)
         table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
         write_table(self.folder / "questions.parquet", table)
 

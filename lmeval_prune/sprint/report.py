@@ -1,4 +1,7 @@
-"""Write the SPRINT paper's tables and figures from stores, a router and samples files: `lmeval-prune report sprint`."""
+"""`lmeval-prune report sprint`: write the SPRINT paper's tables and figures.
+
+Inputs: outcome stores of sweeps, a fitted router, and lm-eval's samples files.
+"""
 
 from __future__ import annotations
 
@@ -34,28 +37,28 @@ def write_report(options: ReportOptions) -> Path:
     folder = Path(options.output)
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the report")
-    test, train, router = _read(options)
-    heads, change_of = HeadTable.of(test, options.by), changes(test)
-    measured, by_chance = gains(heads), gains_by_chance(test, heads, seed=options.seed)
+    test, train, router = _read_inputs(options)
+    head_table, change_by_head = HeadTable.of(test, options.by), changes(test)
+    measured_gains, chance_gains = gains(head_table), gains_by_chance(test, head_table, seed=options.seed)
     curves = _curves(options, test, train, router)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
-    tests = _tests(curves, options.seed) if router else {}
-    choices = [Counter(order[k] for order in curves[0].heads) for k in range(options.n)] if router else []
-    medians = {name: _median(values) for name, values in (("measured", measured), ("by_luck", by_chance))}
+    significance = _test_router(curves, options.seed) if router else {}
+    head_counts = [Counter(order[k] for order in curves[0].heads) for k in range(options.n)] if router else []
+    medians = {"measured": _median(measured_gains), "by_luck": _median(chance_gains)}
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    figures.head_changes(change_of, folder / "head_changes")
-    figures.head_map(change_of, heads, folder / "head_map")
-    figures.violins(measured, by_chance, folder / "best_head_gains")
-    write_text(folder / "pass_at_n.csv", csv(_long(curves, bands)))
-    write_text(folder / "accuracy.csv", csv(heads.long()))
+    figures.head_changes(change_by_head, folder / "head_changes")
+    figures.head_map(change_by_head, head_table, folder / "head_map")
+    figures.violins(measured_gains, chance_gains, folder / "best_head_gains")
+    write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
+    write_text(folder / "accuracy.csv", csv(head_table.long()))
     numbers = {
-        **_pass_numbers(curves, tests),
+        **_pass_json(curves, significance),
         "dense": dense,
-        "choices": [dict(counts.most_common()) for counts in choices],
+        "choices": [dict(counts.most_common()) for counts in head_counts],
         "median_gain_of_best_head": medians,
-        "changes": {name: {"change": c, "standard_error": e} for name, (c, e) in change_of.items()},
+        "changes": {name: {"change": c, "standard_error": e} for name, (c, e) in change_by_head.items()},
     }
     write_text(folder / "report.json", json.dumps({"created_by": CREATED_BY, **numbers}, indent=1) + "\n")
     text = render(
@@ -64,21 +67,21 @@ def write_report(options: ReportOptions) -> Path:
         train=train,
         router=router,
         dense=dense,
-        passes=_passes(curves),
-        tests=_differences(tests),
-        choices=_choices(choices),
-        changes=[change for change, _ in change_of.values()],
-        beyond=sum(bool(error) and abs(change) > 2 * error for change, error in change_of.values()),
+        passes=_pass_table(curves),
+        tests=_difference_table(significance),
+        choices=_choice_table(head_counts),
+        changes=[change for change, _ in change_by_head.values()],
+        beyond=sum(bool(error) and abs(change) > 2 * error for change, error in change_by_head.values()),
         medians=medians,
-        groups=heads.groups,
-        tables=heads.markdown(),
+        groups=head_table.groups,
+        tables=head_table.markdown(),
     )
     write_text(folder / "report.md", text)
     return folder / "report.md"
 
 
-def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
-    """Read test store, training store and router; `InputError` if they do not match."""
+def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
+    """Read the test store, the training store and the router; raise `InputError` if they do not match."""
     test = OutcomeStore(options.test).read()
     train = OutcomeStore(options.train).read() if options.train else None
     router = Router.load(options.router) if options.router else None
@@ -96,7 +99,7 @@ def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | N
 
 
 def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Outcomes, Outcomes | None]:
-    """Keep the test questions that the router was not fitted on; by default the others train the baselines."""
+    """Keep the test questions that the router was not fitted on; without a training store, the others are its rows."""
     fitted = set(router.about.get("seen", []))
     is_fitted = np.array([digest(text) in fitted for text in test.texts])
     if not is_fitted.any():
@@ -161,8 +164,8 @@ def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, rout
     return curves
 
 
-def _tests(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str, float]]]:
-    """Test the router against each rival at each N: mean difference, p, and p after Holm's correction."""
+def _test_router(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str, float]]]:
+    """Test the router against each other policy at each N: mean difference, p, and p after Holm's correction."""
     router, *rivals = [curve for curve in curves if not curve.is_bound]
     n = router.values.shape[1]
     differences = np.concatenate([router.values - rival.values for rival in rivals], axis=1)
@@ -178,8 +181,8 @@ def _median(values: dict[str, list[float]]) -> float:
     return float(np.median(np.concatenate(list(values.values()))))
 
 
-def _pass_numbers(curves: Sequence[Curve], tests: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return pass@N of all policies and the tests with a p-value as JSON."""
+def _pass_json(curves: Sequence[Curve], tests: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the fields of `report.json` about pass@N: the values of all policies, and the router's tests."""
 
     def plain(values: np.ndarray) -> list[float | None]:
         return [None if np.isnan(value) else round(float(value), 6) for value in values]
@@ -190,13 +193,16 @@ def _pass_numbers(curves: Sequence[Curve], tests: dict[str, list[dict[str, float
     }
 
 
-def _passes(curves: Sequence[Curve]) -> str:
+def _pass_table(curves: Sequence[Curve]) -> str:
+    """Return a Markdown table of pass@k: a row for each policy."""
     rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
     names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, len(rows[0]) - 1))]
     return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
 
 
-def _differences(tests: dict[str, list[dict[str, float]]]) -> str:
+def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
+    """Return a Markdown table of the router's differences and p-values; significant ones are bold."""
+
     def cell(test: dict[str, float]) -> str:
         text = f"{test['difference']:+.3f} ({test['p']:.2g})"
         return "" if np.isnan(test["p"]) else bold(text, test["p_holm"] < 0.05)
@@ -205,7 +211,8 @@ def _differences(tests: dict[str, list[dict[str, float]]]) -> str:
     return markdown(pd.DataFrame(rows), ["policy"])
 
 
-def _choices(choices: Sequence[Counter[str]]) -> str:
+def _choice_table(choices: Sequence[Counter[str]]) -> str:
+    """Return a Markdown table of the heads that the router chose for each try."""
     rows = [
         (k, len(counts), ", ".join(f"{name} ({count})" for name, count in counts.most_common(4)))
         for k, counts in enumerate(choices, 1)
@@ -214,8 +221,8 @@ def _choices(choices: Sequence[Counter[str]]) -> str:
     return markdown(pd.DataFrame(rows, columns=names), [names[0], names[2]])
 
 
-def _long(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
-    """Return the known pass@N in long format: a row for each policy and N."""
+def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
+    """Return pass@N with confidence limits in long format: a row for each policy and N, without unknown values."""
     rows = [
         (curve.name, curve.kind, k + 1, mean, low[k], high[k])
         for curve, (low, high) in zip(curves, bands, strict=True)

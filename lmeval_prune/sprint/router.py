@@ -34,8 +34,8 @@ SCHEMA = "lmeval-prune/router"
 SCHEMA_VERSION = 1
 
 
-class Contents(TypedDict):
-    """Fields of `router.json`; all but the first three are in `Router.about`."""
+class RouterContents(TypedDict):
+    """Fields of `router.json`; `Router.about` has all except the first three."""
 
     pool: list[str]
     encoder: str
@@ -83,7 +83,7 @@ class Router:
         return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
-        """Return the order of the pool as indices, from φ(x) of shape (questions, width)."""
+        """Return pool indices for each question, the nearest head first, from φ(x) of shape (questions, width)."""
         distances = squared_distances(embeddings @ self.theta.T, self.heads)
         ranking: list[list[int]] = distances.argsort(dim=1, stable=True).tolist()
         return ranking
@@ -107,7 +107,7 @@ class Router:
         if not (Path(folder) / "router.json").is_file():
             raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
         try:
-            content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, Contents)
+            content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
             pool, name, expected = content.pop("pool"), content.pop("encoder"), content.pop("tensors_sha256")
             tensors = read_tensors(Path(folder) / "router.safetensors", expected)
         except InputError as error:
@@ -149,7 +149,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         groups = number_questions(outcomes.texts)
         _, used = split(groups, options.holdout, [options.seed, 1])
         outcomes = outcomes.rows(used)
-        _check(outcomes)
+        _check_outcomes(outcomes)
         model = encoders.load_encoder(encoder)
         z = torch.from_numpy(outcomes.z)
         about = {
@@ -211,7 +211,7 @@ def fit_embeddings(
             "p": size,
             "lambda": weight,
             "validation_loss": min(epoch["validation"] for epoch in curve),
-            "validation_pass": _passes(router.ranking(x[validation]), z[validation]) if validation else {},
+            "validation_pass": _mean_passes(router.ranking(x[validation]), z[validation]) if validation else {},
         }
         candidates.append((candidate, router, curve))
     chosen, router, curve = max(
@@ -231,7 +231,8 @@ def fit_embeddings(
     return replace(router, about=fitted)
 
 
-def _check(outcomes: Outcomes) -> None:
+def _check_outcomes(outcomes: Outcomes) -> None:
+    """Raise `InputError` for outcomes that a router cannot learn from."""
     if len(outcomes.pool) < 2:
         raise InputError("a router needs at least two heads to choose from; sweep more heads")
     if len(set(outcomes.texts)) < 2:
@@ -271,19 +272,19 @@ def _optimise(
             optimiser.step()
         with torch.no_grad():
             heads = constrain(raw, options.diversity, options.radius)
-            full = float(contrastive_loss(x[training] @ theta.T, heads, z[training], s, weight))
+            training_loss = float(contrastive_loss(x[training] @ theta.T, heads, z[training], s, weight))
             losses = ranking_losses(x[validation] @ theta.T, heads, z[validation])
-            held = float(losses.mean()) if len(losses) else full
-        curve.append({"epoch": epoch, "training": full, "validation": held})
+            validation_loss = float(losses.mean()) if len(losses) else training_loss
+        curve.append({"epoch": epoch, "training": training_loss, "validation": validation_loss})
         epochs_since += 1
-        if held < lowest:
-            best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), held, 0
-        if epochs_since >= options.patience or not np.isfinite(full):
+        if validation_loss < lowest:
+            best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), validation_loss, 0
+        if epochs_since >= options.patience or not np.isfinite(training_loss):
             break
     return best[0], constrain(best[1], options.diversity, options.radius).detach(), curve
 
 
-def _passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
+def _mean_passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
     """Return the mean pass@k for k = 1 … 8; an unknown outcome counts as not solved."""
     solved = (z == 1).tolist()
     ordered = [[row[j] for j in ranking] for row, ranking in zip(solved, rankings, strict=True)]

@@ -84,7 +84,7 @@ class Routing(HeadRouter):
             name = str(self.model.get("name", ""))
             fingerprints = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
             fingerprints = [fingerprint for fingerprint in fingerprints if fingerprint]
-            check_weights(fingerprints, name, "", model_map, subject, fix)  # "": of any revision
+            check_weights(fingerprints, name, "", model_map, subject, fix)  # "": any revision
             expected = self.model.get("interventions", [])
             if expected != interventions:
                 raise InputError(
@@ -99,7 +99,7 @@ class Routing(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """The policy's pool."""
+        """Names of the heads that the policy orders."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any]) -> None:

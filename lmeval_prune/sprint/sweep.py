@@ -1,6 +1,7 @@
 """Sweep tasks: answer their questions with each head of some layers pruned, one head at a time (SPRINT §3.1).
 
-A sweep is lm-eval's own evaluation of the task with one repeat per member of the pool: try i has member i pruned.
+A sweep is lm-eval's own evaluation of the task. `repeats` is the size of the pool (the heads, and perhaps the unpruned
+model), and try i of a question is answered by the i-th member of the pool.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sweep:
         begin = time.perf_counter()
         tasks = self._load_tasks()
         doc_ids = self._draw(tasks)
-        if self.store.about.exists():
+        if self.store.store_file.exists():
             self.store.check()  # refuse a damaged store before the model is loaded
         pool = HeadPool(self.options.heads or "+".join(f"L{layer}H*" for layer in self.options.layers))
         lm = self._load_model(pool)
@@ -84,7 +85,7 @@ class Sweep:
                 return None
             self.store.add(_cells(tasks, results["samples"]))
             assert lm.answering.store
-            lm.answering.store.compact()  # before another run may write
+            lm.answering.store.compact()  # before another run is allowed to write
         finally:
             lm.close()
         logger.info("%.1f seconds", time.perf_counter() - begin)

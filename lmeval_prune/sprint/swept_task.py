@@ -1,4 +1,4 @@
-"""Tasks of lm-eval that are answered M times, with a score for each try."""
+"""Tasks of lm-eval whose questions are answered several times, with a score for each try."""
 
 from __future__ import annotations
 

@@ -31,21 +31,21 @@ def importance(
     channels: bool = False,
     revision: str | None = None,
     device: str | None = None,
-    **text: Any,
+    **calibration_options: Any,
 ) -> int:
     """Score the heads of a model and draw the scores layer by layer.
 
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
-        output: path of the artefact, a JSON file: a plan that removes nothing but holds the scores; a picture is
-            written beside it
+        output: JSON file for the scores: a plan that removes nothing and stores the scores; a picture is written
+            beside it
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
         channels: also score feed-forward channels
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    text_options = TextOptions(**text)
+    text_options = TextOptions(**calibration_options)
     _check_paths(output, text_options)  # before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
@@ -55,14 +55,14 @@ def importance(
     from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
-    pruner, target = make_pruner(method, options or {}), resolve_device(device)
+    pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     kinds = KINDS if channels else (HEADS,)
     check_writable(output)
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
     calibration = _calibration(skeleton, pretrained, revision, text_options, is_used=pruner.reads_text)
-    model_map = _load(skeleton, pretrained, revision, target)
+    model_map = _load(skeleton, pretrained, revision, torch_device)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
@@ -98,8 +98,8 @@ def prune(
         options: options of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
-        scores: artefact of `importance` with stored scores, instead of computing them. Its method and options apply,
-            and different ones are refused. With ffn_method, channels are scored by that method
+        scores: output of `importance`: its scores are used, not computed again. Another method and other options than
+            the stored ones are refused. With ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -113,24 +113,25 @@ def prune(
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.surgery.cut import cut_to
 
-    target = resolve_device(device)
-    artefact, pruner, channel_pruner = _methods(scores, pruning, method, options, ffn_method, ffn_options)
+    torch_device = resolve_device(device)
+    scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
-    stored = _stored_scores(artefact, scores, pruning, ffn_method)
+    stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
     uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
     calibration = _calibration(skeleton, pretrained, revision, text_options, bool(uses), scores)
-    model_map = _load(skeleton, pretrained, revision, target)
-    if artefact:
-        artefact.fit_to(model_map)
-    work, progress = Path(output).with_name(f".{Path(output).name}.layers"), partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work)
-    plan = _with_provenance(plan, artefact, stored, uses, calibration)
+    model_map = _load(skeleton, pretrained, revision, torch_device)
+    if scored_plan:
+        scored_plan.fit_to(model_map)
+    layers_folder = Path(output).with_name(f".{Path(output).name}.layers")  # finished layers, for a killed run
+    progress = partial(print, flush=True)
+    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, layers_folder)
+    plan = _with_provenance(plan, scored_plan, stored, uses, calibration)
     plan.save(output, model_map)
-    rmtree(work, ignore_errors=True)
+    rmtree(layers_folder, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
         _print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
@@ -150,7 +151,7 @@ def cut_model(
     Args:
         pretrained: model of the plan
         plan: file of the plan, or of a head mask
-        output: folder for the checkpoint; an earlier checkpoint of this package is replaced when the new one is
+        output: folder for the checkpoint; a checkpoint that this package wrote there is replaced when the new one is
             complete
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
@@ -185,7 +186,7 @@ def _check_paths(output: str, text_options: TextOptions) -> None:
 
 
 def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: Any, pruning: PruneOptions) -> None:
-    """Check that plan and checkpoint can be written, outside of each other, and that the model can be cut."""
+    """Check that the plan and the checkpoint can be written, the plan outside the checkpoint, and the model be cut."""
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import check_unquantised
@@ -209,7 +210,7 @@ def _calibration(
     is_used: bool,
     scores: str | None = None,
 ) -> Any:
-    """Read the calibration text if it is used; refuse a text beside stored scores that is not used."""
+    """Read the calibration text if it is used; with stored scores, refuse a text that nothing would read."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.pruners.calibration import check_length, read_calibration
 
@@ -239,7 +240,7 @@ def _load(skeleton: Any, pretrained: str, revision: str | None, device: Any) -> 
     return map_model(model)
 
 
-def _methods(
+def _make_pruners(
     scores: str | None,
     pruning: PruneOptions,
     method: str | None,
@@ -247,22 +248,22 @@ def _methods(
     ffn_method: str | None,
     ffn_options: dict[str, Any] | None,
 ) -> tuple[Any, Any, Any]:
-    """Return the artefact with stored scores, or None, and the pruners of heads and of channels."""
+    """Return the plan with stored scores (or None), the pruner of heads and the pruner of channels."""
     from lmeval_prune.pruners.base import make_pruner
 
     if ffn_options and not ffn_method:
         raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     if method:
         make_pruner(method, options or {})
-    artefact = _load_scores(scores, pruning) if scores else None
-    if artefact and artefact.provenance.get("method") in PRUNERS:
-        method, options = _method_of(str(scores), artefact.provenance, method, options)
+    scored_plan = _load_scores(scores, pruning) if scores else None
+    if scored_plan and scored_plan.provenance.get("method") in PRUNERS:
+        method, options = _method_of(str(scores), scored_plan.provenance, method, options)
     pruner = make_pruner(method or "norm_entropy", options or {})
-    return artefact, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
+    return scored_plan, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 
 
 def _load_scores(path: str, pruning: PruneOptions) -> Any:
-    """Read an artefact with scores of an unpruned model."""
+    """Read a plan with scores of an unpruned model."""
     from lmeval_prune.interventions.plan import Plan
 
     plan = Plan.load(path)
@@ -280,7 +281,7 @@ def _load_scores(path: str, pruning: PruneOptions) -> Any:
 def _method_of(
     path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the method and options of an artefact; refuse another method or other options."""
+    """Return the method and options of stored scores; refuse another method or other options."""
     from lmeval_prune.pruners.base import make_pruner, pruner_class
 
     stored_method = provenance["method"]
@@ -295,24 +296,24 @@ def _method_of(
     return stored_method, stored
 
 
-def _stored_scores(artefact: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:
-    """Return the scores of an artefact that the plan uses: with an ffn_method, those of heads only."""
+def _stored_scores(scored_plan: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:
+    """Return the stored scores that are used: with an ffn_method, those of heads only."""
     from lmeval_prune.pruners.schedule import has_scores_of
 
-    if not artefact:
+    if not scored_plan:
         return {}
     if ffn_method:
-        return {key: values for key, values in artefact.scores.items() if key.startswith("heads.")}
-    if "channels" in pruning.kinds and not has_scores_of(artefact.scores, "channels"):
+        return {key: values for key, values in scored_plan.scores.items() if key.startswith("heads.")}
+    if "channels" in pruning.kinds and not has_scores_of(scored_plan.scores, "channels"):
         raise InputError(
             f"{path} has no scores of channels; give --parts heads, --ffn_method to compute them, or an artefact of "
             f"`lmeval-prune importance --channels`"
         )
-    return dict(artefact.scores)
+    return dict(scored_plan.scores)
 
 
 def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, stored: Mapping[str, Any]) -> list[str]:
-    """Return the plan's keys for the purposes that the calibration text is read for."""
+    """Return what the calibration text is read for, as keys of the plan's provenance."""
     from lmeval_prune.pruners.schedule import has_scores_of
 
     purposes = {"calibration": ("heads", pruner), "ffn_calibration": ("channels", channel_pruner)}
@@ -324,18 +325,20 @@ def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, store
     return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
 
 
-def _with_provenance(plan: Any, artefact: Any, stored: Mapping[str, Any], uses: Sequence[str], calibration: Any) -> Any:
-    """Record each calibration text of a plan by stored scores under the key of its purpose."""
+def _with_provenance(
+    plan: Any, scored_plan: Any, stored: Mapping[str, Any], uses: Sequence[str], calibration: Any
+) -> Any:
+    """Record which calibration texts were used, each under the key of its purpose, if stored scores were used."""
     from lmeval_prune.pruners.schedule import has_scores_of
 
-    if not artefact:
+    if not scored_plan:
         return plan
     provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
-    if "calibration" in artefact.provenance:
+    if "calibration" in scored_plan.provenance:
         if has_scores_of(stored, "heads"):
-            provenance["calibration"] = artefact.provenance["calibration"]
+            provenance["calibration"] = scored_plan.provenance["calibration"]
         elif has_scores_of(stored, "channels"):
-            provenance["ffn_calibration"] = artefact.provenance["calibration"]
+            provenance["ffn_calibration"] = scored_plan.provenance["calibration"]
     return replace(plan, provenance=provenance | {name: calibration.record() for name in uses})
 
 
@@ -365,10 +368,13 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
 
 
 def _print_cut(folder: str, cut: Any) -> None:
+    """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
     from lmeval_prune.profiling.costs import parameters
 
-    (after, after_without), (before, before_without) = parameters(cut.model), parameters(cut.parent.model)
+    after, after_without_embeddings = parameters(cut.model)
+    before, before_without_embeddings = parameters(cut.parent.model)
     print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
-    print(f"  {1 - after / before:.2%} fewer in all, {1 - after_without / before_without:.2%} fewer without embeddings")
+    without = 1 - after_without_embeddings / before_without_embeddings
+    print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
     for note in cut.manifest["notes"]:
         print(f"  {note}")

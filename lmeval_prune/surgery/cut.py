@@ -68,7 +68,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
     """Build a new model without the heads and channels that a plan removes; the old model does not change.
 
     Args:
-        model: a transformers model of a known family, stock or cut before.
+        model: a transformers model of a known family; it may have been cut before.
         plan: a plan, or a head mask, for this model.
         keep_shapes: zero the weights of removed units and keep the shapes, for engines that support no other shapes.
 
@@ -78,7 +78,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
     model_map = map_model(model)
     plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan
     check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
-    return _execute(model_map, plan.fit_to(model_map), keep_shapes)
+    return _cut_fitted(model_map, plan.fit_to(model_map), keep_shapes)
 
 
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
@@ -91,7 +91,7 @@ def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, kee
     model_map = map_model(with_weights(skeleton, pretrained, revision))
     if plan.origin:
         plan.origin.check(model_map)
-    return _execute(model_map, plan, keep_shapes)
+    return _cut_fitted(model_map, plan, keep_shapes)
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
@@ -119,7 +119,7 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
     }
 
 
-def _execute(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
+def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     """Cut a model by a plan that fits, and build the manifest."""
     kept = Kept.of(model_map, plan, keep_shapes)
     tensors = _Tensors(model_map, plan).of(kept)

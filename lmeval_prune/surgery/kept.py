@@ -23,7 +23,7 @@ class KeptHeads:
 
     @classmethod
     def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
-        """Remove query heads: drop empty groups and fill the others up to the size of the largest."""
+        """Remove query heads: drop empty groups, and give the others as many heads as the largest has, with fillers."""
         size = layer.group_size
         groups = {g: range(g * size, (g + 1) * size) for g in range(layer.kv_heads)}
         remaining = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}

@@ -1,7 +1,7 @@
 """Choose the model class for the tensors of a cut model, and load them.
 
-In this order: the model's own class with other counts in its configuration; Mistral's class for a Llama whose width is
-no multiple of the head count; the stock class with reshaped parameters
+In this order: the model's own class with other numbers of heads and channels in its configuration; Mistral's class for
+a Llama whose width is no multiple of the number of heads; the model's own class with reshaped parameters
 (`lmeval_prune/checkpoints/modeling_pruned.py`), which fits any layers.
 """
 
@@ -29,10 +29,10 @@ _COUNTS = {
     "width": ("all_head_size", "split_size"),
     "kv_width": ("kv_dim",),
 }
-_QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute by which the forward pass splits the fused projection
+_QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute that the forward pass reads to split the fused projection
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
-_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # that an earlier cut wrote
+_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # settings that an earlier cut wrote
 
 
 def model_with(tensors: dict[str, Tensor], kept: Kept) -> tuple[Any, str]:
@@ -72,7 +72,7 @@ def unusual_head_dim(config: Any) -> str:
 
 
 def _stock_candidates(kept: Kept) -> Iterator[tuple[type, Any, str]]:
-    """Yield stock classes and configurations that may fit the kept layers, each with a note."""
+    """Yield transformers classes and configurations that may fit the kept layers, each with a note."""
     model, first = kept.model_map.model, kept.heads[0]
     config, stock = _uncut_config(model.config), stock_class(model)
     if kept.layers_differ():
@@ -108,7 +108,7 @@ def _mistral_config(config: Any) -> Any:
 
 
 def _why_not_stock(kept: Kept) -> str:
-    """Explain why no stock class fits layers of equal shape, and which number of heads would fit."""
+    """Explain why the model's own class does not fit layers of equal shape, and which number of heads would fit."""
     stock, first, config = stock_class(kept.model_map.model), kept.heads[0], _uncut_config(kept.model_map.model.config)
     heads, width, hidden = len(first.heads), first.layer.head_dim, getattr(config, "hidden_size", 0)
 

@@ -44,33 +44,33 @@ def check_same_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], 
         raise InputError(f"{folder} was made with other options ({values}); name another output, or delete it")
 
 
-def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
+def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a folder of checkpoints has other options."""
-    if (work / OPTIONS).is_file():
-        check_same_settings(settings, read_options(work), work)
+    if (checkpoints / OPTIONS).is_file():
+        check_same_settings(settings, read_options(checkpoints), checkpoints)
 
 
-def read_options(work: Path) -> dict[str, Any]:
+def read_options(checkpoints: Path) -> dict[str, Any]:
     """Read the options of an incomplete training; `InputError` if the file is damaged."""
     try:
-        options: dict[str, Any] = read_json(work / OPTIONS)
+        options: dict[str, Any] = read_json(checkpoints / OPTIONS)
     except InputError as error:
-        raise InputError(f"{error}; delete {work} to start again") from error
+        raise InputError(f"{error}; delete {checkpoints} to start again") from error
     return options
 
 
-def write_options(work: Path, settings: Mapping[str, Any]) -> None:
+def write_options(checkpoints: Path, settings: Mapping[str, Any]) -> None:
     """Write the options of a training."""
-    write_text(work / OPTIONS, json.dumps(settings, indent=1) + "\n")
+    write_text(checkpoints / OPTIONS, json.dumps(settings, indent=1) + "\n")
 
 
-def last_checkpoint(work: Path) -> str | None:
+def last_checkpoint(checkpoints: Path) -> str | None:
     """Return the newest complete checkpoint, and delete incomplete ones.
 
     `trainer_state.json` is the last file of a checkpoint that transformers writes.
     """
     complete: dict[int, Path] = {}
-    for folder in work.glob("checkpoint-*"):
+    for folder in checkpoints.glob("checkpoint-*"):
         try:
             complete[read_json(folder / "trainer_state.json", _TrainerState)["global_step"]] = folder
         except InputError:
@@ -79,14 +79,14 @@ def last_checkpoint(work: Path) -> str | None:
 
 
 @contextmanager
-def report_full_disk(work: Path) -> Iterator[None]:
-    """Turn errors of torch and safetensors on a full disk into an `InputError` with one line."""
+def report_full_disk(checkpoints: Path) -> Iterator[None]:
+    """Raise a `DiskError` of one line instead of the errors of torch and safetensors on a full disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if full_disk := disk_error(error, work):
+        if full_disk := disk_error(error, checkpoints):
             raise full_disk from error
         is_torch_save = any(word in str(error) for word in ("iostream", "inline_container"))
-        if not (is_torch_save and shutil.disk_usage(work).free < FULL_DISK):
+        if not (is_torch_save and shutil.disk_usage(checkpoints).free < FULL_DISK):
             raise
-        raise disk_error(OSError(errno.ENOSPC, ""), work) from error  # type: ignore[misc]
+        raise disk_error(OSError(errno.ENOSPC, ""), checkpoints) from error  # type: ignore[misc]

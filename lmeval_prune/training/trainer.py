@@ -54,11 +54,11 @@ class Progress(TrainerCallback):
     Args:
         name: prefix of each line.
         following: number of trainings of the same length that follow.
-        preparation: seconds before each of them starts to train.
+        preparation: seconds that each of them needs before its first step.
     """
 
-    TERMS = ("loss", "response", "feature", "task")
-    FIGURES = ("eval_accuracy", "eval_task", "eval_loss")
+    LOSSES = ("loss", "response", "feature", "task")  # that a row of a training step may have
+    VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
 
     def __init__(self, name: str = "", following: int = 0, preparation: float = 0.0) -> None:
         self.name, self.following, self.preparation = name, following, preparation
@@ -70,7 +70,7 @@ class Progress(TrainerCallback):
             print(f"{self.name}resumes after epoch {state.epoch:.2f}", flush=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clocks of the epoch."""
+        """Start the clocks of an epoch: elapsed time and processor time."""
         self.clocks = time.monotonic(), time.process_time()
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -86,11 +86,11 @@ class Progress(TrainerCallback):
             per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
             minutes = (per_step * steps + self.following * self.preparation) / 60
             text = (
-                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_format_row(row, self.TERMS)}, "
+                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_format_row(row, self.LOSSES)}, "
                 f"{row['seconds']:.0f} s; at most about {minutes:.1f} min left"
             )
         elif "eval_loss" in row:
-            text = f"  validation: {_format_row(row, self.FIGURES)}"
+            text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
         else:
             return
         if state.is_world_process_zero:
@@ -102,7 +102,7 @@ def _format_row(row: dict[str, Any], names: Sequence[str]) -> str:
 
 
 class ResumableTrainer(Trainer):
-    """Trainer on batches of similar length, with further validation metrics.
+    """Trainer on batches of similar length; a subclass can add validation metrics.
 
     `lengths` are the numbers of tokens of the training examples. Training stops after `patience` validations without
     improvement (0: never).
@@ -132,18 +132,18 @@ class ResumableTrainer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def further_metrics(self) -> dict[str, float]:
-        """Return further validation metrics by their names in the log."""
+        """Return additional validation metrics by their names in the log."""
         return {}
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """Evaluate a split, with the further metrics."""
+        """Evaluate a split, and add `further_metrics` to the metrics."""
         output = super().evaluation_loop(*args, **settings)
         return output._replace(metrics={**(output.metrics or {}), **self.further_metrics()})
 
     def run(self) -> dict[str, Any]:
-        """Train from the last complete checkpoint; return `best_epoch` and the `log` with losses.
+        """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
 
-        Afterwards the model has the best weights.
+        Afterwards the model has the weights of the best epoch (of the last, without validation).
         """
         self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         best = self.state.best_global_step or self.state.global_step
@@ -158,23 +158,23 @@ class ResumableTrainer(Trainer):
 
 def training_arguments(
     options: Any,
-    work: Path,
-    rate: float,
+    checkpoints: Path,
+    learning_rate: float,
     seed: int,
     best_by: tuple[str, bool] | None,
     save_steps: int = 0,
     others: Mapping[str, Any] | None = None,
 ) -> TrainingArguments:
-    """Make transformers' arguments.
+    """Return the `TrainingArguments` for transformers' Trainer.
 
     Args:
         options: options of ATHENA's training or of a distillation.
-        work: folder of the checkpoints.
-        rate: learning rate.
-        seed: seed of order and dropout.
-        best_by: metric that chooses the best epoch, and whether higher is better; None: the last epoch.
-        save_steps: updates between checkpoints, validations and logs; 0: an epoch.
-        others: further arguments.
+        checkpoints: folder of the checkpoints.
+        learning_rate: initial learning rate.
+        seed: seed of the order of examples and of dropout.
+        best_by: metric that chooses the best epoch, and whether higher is better; None: keep the last epoch.
+        save_steps: optimizer steps between checkpoints, validations and logs; 0: once per epoch.
+        others: other fields of `TrainingArguments`.
     """
     interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
     metric, greater = best_by or (None, None)
@@ -189,11 +189,11 @@ def training_arguments(
             "report_to": [],
             **(others or {}),
         },
-        output_dir=str(work),
+        output_dir=str(checkpoints),
         num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=options.accumulate,
-        learning_rate=rate,
+        learning_rate=learning_rate,
         weight_decay=options.decay,
         warmup_steps=options.warmup,
         max_grad_norm=options.clip,

@@ -64,9 +64,10 @@ MISREAD = {
         20: "spelled unit dozen",
         62: "chinese numerals",
         75: "european decimal",
-        99: "set difference",
     },
     "blind/third": {13: "spelled-out"},
+    "blind/fourth": {12: "number word only", 13: "same value in two units", 164: "name repeated, cut off"},
+    "blind/fifth": {96: "words only", 109: "chinese numerals"},
 }
 
 

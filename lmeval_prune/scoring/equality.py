@@ -33,11 +33,20 @@ def _same_item(answer: str, gold: str) -> bool:
         return True
     words, gold_words = _words(answer), _words(gold)
     time, gold_time = _TIME.fullmatch(words), _TIME.fullmatch(gold_words)
-    if time and gold_time:  # 5:45 p.m. is 5:45, but not 5:45 a.m.
-        return time[1] == gold_time[1] and (time[2] or gold_time[2]) == (gold_time[2] or time[2])
+    if time and gold_time:  # 5:45 p.m. is 5:45 and 17:45, but not 5:45 a.m.
+        (clock, half), (gold_clock, gold_half) = _halved(time, gold_time), _halved(gold_time, time)
+        return clock == gold_clock and (half or gold_half) == (gold_half or half)
     if re.fullmatch(r"\d+:\d+", gold_words):  # a ratio
         words = re.sub(r"(?<=\d)\s*(?:\bto\b|:)\s*(?=\d)", ":", words)
     return words == gold_words and bool(words)
+
+
+def _halved(time: re.Match[str], other: re.Match[str]) -> tuple[str, str | None]:
+    """Return a time and its half of the day; beside one with its half, a time of 24 hours in the hours of 12."""
+    hour, _, rest = str(time[1]).partition(":")
+    if time[2] or not other[2] or 1 <= int(hour) <= 12 or int(hour) > 23:
+        return time[1], time[2]
+    return f"{int(hour) % 12 or 12}:{rest}", "p" if int(hour) > 12 else "a"
 
 
 def _words(text: str) -> str:

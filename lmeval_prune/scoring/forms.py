@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split, trimmed
 from lmeval_prune.scoring.vocabulary import values, words
@@ -35,7 +37,7 @@ _JOINTS = (
 )  # fmt: skip
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")  # words
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")  # 12,000
-_MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")  # x \in (
+_MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\]|R\s*\\setminus)")  # x \in (
 # 52_8, 52 in base eight
 _BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
 _BASES = values("bases")
@@ -47,6 +49,11 @@ _MATRIX = re.compile(  # or a determinant
 _SCALED = re.compile(r"(-|[^&\x01=,]{1,60}?)\s*(?:\\cdot|\\times)?\s*(\\begin\{[pb]matrix\}[\s\S]*\\end\{[pb]matrix\})")
 _BRACKETS = [(r"\{", r"\}"), (r"\lbrace", r"\rbrace"), *((a, b) for a in "([" for b in ")]"), (r"\langle", r"\rangle")]
 _SET_BRACKETS = (r"\{", r"\lbrace")
+_INTEGER = r"-?\d{1,9}"
+_DIFFERENCE = re.compile(  # R \setminus \{0\}
+    rf"(?:R|ℝ|([(\[])\s*({_INTEGER}|-\s*\\infty)\s*,\s*({_INTEGER}|\\infty)\s*([)\]]))"
+    rf"\s*(?:\\setminus|\\backslash|∖|-)\s*\\\{{\s*({_INTEGER}(?:\s*,\s*{_INTEGER}){{0,8}})\s*\\\}}"
+)
 _SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")  # {x | x > 3}
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # 3 \pm 2
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")  # 3 < x
@@ -62,6 +69,7 @@ _NAMES = (
     r"\|[A-Za-z]+\|",
     r"[A-Z]{2,}",
     r"S_\{[^{}]*\}+",
+    r"[A-Z](?:\s*\\(?:setminus|backslash|cup|cap|times)\s*[A-Z](?![A-Za-z]))+",  # A \setminus B
 )
 _ASSIGNED = re.compile(  # a name and what gives it a value
     rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*(?:{'|'.join(_NAMES)})\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)"
@@ -135,6 +143,22 @@ def _union(text: str, depth: int) -> Form | str | None:
     return Form("list", _forms(parts, depth), ("union",)) if len(parts) > 1 else form_of(parts[0], depth + 1)
 
 
+def _difference(text: str, depth: int) -> Form | None:
+    r"""Read an interval, or all reals, without numbers in it as a union: `R \setminus \{0\}`, `(1,8) \setminus \{2\}`."""
+    difference = _DIFFERENCE.fullmatch(text)
+    if not difference:
+        return None
+    opening, low, high, closing = ("(", r"-\infty", r"\infty", ")") if not difference[1] else difference.groups()[:4]
+    points = sorted((part.strip() for part in difference[5].split(",")), key=Fraction)
+    bounds = [low, *points, high]
+    finite = [Fraction(bound.strip()) for bound in bounds if "infty" not in bound]
+    if any(a >= b for a, b in pairwise(finite)):
+        return None
+    ends = [opening, *["("] * len(points)], [*[")"] * len(points), closing]
+    parts = (f"{left}{a},{b}{right}" for (a, b), left, right in zip(pairwise(bounds), *ends, strict=True))
+    return Form("list", _forms(parts, depth), ("union",))
+
+
 def _bracketed(text: str, depth: int) -> Form | str | None:
     """Read sets, tuples and intervals."""
     for opening, closing in _BRACKETS:
@@ -198,7 +222,7 @@ def _words(text: str, depth: int) -> Form | None:
 
 
 _RULES: list[_Rule] = [
-    _base, _ratio, _matrix, _scaled_matrix, _assignment, _union, _bracketed, _list, _plus_minus, _relation, _equation, _words,
+    _base, _ratio, _matrix, _scaled_matrix, _assignment, _union, _difference, _bracketed, _list, _plus_minus, _relation, _equation, _words,
 ]  # fmt: skip
 
 

@@ -41,7 +41,8 @@ _NEGATES = re.compile(  # is not x = 3
 )
 _REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
-    rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
+    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
+    rf"|(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
 # x, AB, \alpha: no values
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")

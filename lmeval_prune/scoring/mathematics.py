@@ -169,6 +169,8 @@ _DEGREES = re.compile(  # 45°, 22.5 degrees
 )
 # and products, which are not compared: 2 x, 2 \cdot x
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
+# A name as the last factor of a formula, which math-verify takes for a unit (\sqrt{5} h); a lone m is one.
+_FACTOR = re.compile(r"[})](?:\s|\\[,;:! ])*([a-ln-z])$")
 _FUNCTIONS = words("latex_functions")
 _NO_EXPRESSION = re.compile(  # what math-verify cannot read
     r"[\u4e00-\u9fff&;→⇒\x01'′″\"]|\.\.\.|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\"
@@ -245,6 +247,9 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
         return bool(keys[0])
     if (same := _same_numbers(answer, gold)) is not None:
         return same
+    factor = _FACTOR.search(answer)
+    if factor and factor[1] not in gold:
+        return False
     commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
     if not _FUNCTIONS.issuperset(commands) or any(
         _NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)

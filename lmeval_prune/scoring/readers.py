@@ -37,6 +37,9 @@ _CLAUSE = re.compile(  # so that it is 12
 _NOT_BUT = re.compile(  # it is not 12 but 15
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+"
 )
+_CALLED_WRONG = re.compile(
+    rf"\d\D*\bbut {phrases('called_wrong')}\D*$", re.IGNORECASE
+)  # some say 12, but that is not correct
 _BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")  # 5!
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.
@@ -86,7 +89,8 @@ class NumberReader:
         for sentence in concluding_sentences(text):
             words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
             words = _NOT_BUT.sub("", plain(words))
-            if DENIED.search(_main_clause(words)) or (_PLANS.search(words) and not _STATES.search(words)):
+            plans = _PLANS.search(words) and not _STATES.search(words)
+            if plans or DENIED.search(_main_clause(words)) or _CALLED_WRONG.search(words):
                 return None
             if self.algebra and len(PROSE.findall(words)) > 1:
                 words = re.sub(r"(?<=\d)!\s*$", "", words)  # It is 9!
@@ -138,10 +142,18 @@ class MathematicsReader:
         return any(reader.is_bare(content) for reader in self._readers)
 
     def read_end(self, text: str) -> str | None:
-        """Return the number, or else the formula."""
+        """Return the number, or else the formula; of a choice, its letter."""
+        form = form_of(self.gold)
+        if isinstance(form, Form) and form.kind == "words" and re.fullmatch(r"\(?[a-k]\)?", str(form.parts[0])):
+            sentence = " ".join(plain(next(concluding_sentences(text), "")).split())
+            chosen = None if DENIED.search(sentence) else _CHOSEN.search(sentence)
+            if chosen:
+                return chosen[1]
         return next((answer for reader in self._readers if (answer := reader.read_end(text))), None)
 
 
+# the correct choice is C
+_CHOSEN = re.compile(r"(?<!not )\b(?:is|choose|pick|option|choice|answer)\b:? (?:option |choice )?\(?([A-K])\)?\W*$")
 _CONCLUDED = re.compile(rf"(?<=[A-Za-z]):|,\s*{phrases('conclusions')}\b")  # before the expression of a sentence
 
 

@@ -90,6 +90,9 @@ _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
+_FIRST_ITEM = re.compile(
+    rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
+)  # of a list: 1. She has 30
 _KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
 # a displayed formula
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
@@ -139,6 +142,7 @@ def _following(text: str, start: int) -> tuple[int, str]:
     opened = around.end() if around else 0
     if _MINUS.search(text[start - 1 : start] + window[:opened]):  # #### - 12
         opened = window.rindex("-", 0, opened)
+    opened += len(item[0]) if "\n" in window[:opened] and (item := _FIRST_ITEM.match(window[opened:])) else 0
     body, before = window[opened:], window[:opened].rstrip()
     display = _DISPLAY.match(body)
     line = body.partition("\n")[0].rstrip()
@@ -166,11 +170,15 @@ _PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, a
 )
 _REMARK = re.compile(phrases("remarks"), re.IGNORECASE)  # the answer is correct
 _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
-    rf"(?:^|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]", re.MULTILINE
+    rf"(?:^(?P<styled>[ >]*[*_#]{{1,6}} ?)?|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]",
+    re.MULTILINE,
 )
+_APPENDIX = re.compile(
+    rf"^\W*{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
+)  # tips:
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
     rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?=(?:\S+\s+){{3}})(?![\s\S]*(?:=|{pattern('concluding').pattern}))"
-    rf"|\s*(\S[^\n]{{0,80}})\n\W*(?:{phrases('explained')}|{phrases('explained', 'zh')})",
+    rf"|\s*(?:{phrases('first_labels')}\s*[:：=]\s*)?(\S[^\n]{{0,80}})\n\W*(?:(?P<solved>solution\W*)|{phrases('explained')}|{phrases('explained', 'zh')})",
     re.IGNORECASE,
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
@@ -206,8 +214,14 @@ DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # th
 def extract(response: str, reader: Reader) -> Extraction:
     """Return the final answer, by the rule stated above."""
     text = _without_options(_without_notes(clean(response)))
+    appendix = _APPENDIX.search(text)
+    if appendix and not statements(text[appendix.end() :]) and _extract(text[: appendix.start()], reader).answer:
+        text = text[: appendix.start()]
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
-        if question.start() and (extraction := _extract(text[: question.start()], reader)).answer:
+        extraction = _extract(text[: question.start()], reader)
+        if extraction.answer and (
+            extraction.how in MARKED or not question["styled"]
+        ):  # not a heading before a solution
             return extraction
     return _extract(text, reader)
 
@@ -277,6 +291,9 @@ def _end(text: str, reader: Reader) -> Extraction:
     """Return the answer of the first line, if an explanation follows it, or of the last sentence."""
     first = _EXPLAINED.match(text)
     alone = (first[1] or first[2]) if first and not taken_back(text) else ""
+    alone = (
+        "" if first and first["solved"] and reader.is_bare(text[first.end() :]) else alone
+    )  # a solution that is an answer
     line = _last_line(text)
     back = taken_back(line)
     answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else None

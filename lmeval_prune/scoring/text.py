@@ -33,6 +33,7 @@ _EXPLAINED = re.compile(  # an explanation after a name
     re.IGNORECASE,
 )
 _LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
+_BULLET = re.compile(r"\s*[-*•]\s+([^\d=]{1,60}\d[\d./,]*(?<=\d)[^\d=+×÷*/]*)")  # - Anna painted 1/2 of it
 _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
     rf"(?:.*[:,，：]\s*)?(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
     rf"(?:(?P<yes>yes|{phrases('yes', 'zh')})|no|{phrases('no', 'zh')})"
@@ -65,6 +66,12 @@ _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows
 _COPULA = re.compile(  # the subject, and what is said of it
     r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
 )
+# it's Sara who picked more; 跑得更快的是 Tom
+_CLEFT = re.compile(
+    r"\bit(?:'s| is| was) ((?-i:[A-Z])[\w'-]*(?: (?-i:[A-Z])[\w'-]*){0,2}),? (?:who|that|which)\b"
+    r"|[\u4e00-\u9fff](?<![不还])是\s*([A-Z][A-Za-z '-]*)\W*$",
+    re.IGNORECASE,
+)
 # on Monday
 _PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
 _RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)  # is older than Lee
@@ -87,6 +94,12 @@ def main_clause(sentence: str) -> str:
 
 def stated_words(sentence: str, length: int) -> str:
     """Return the words that a sentence states: where it ranks its subject, `length` words of that; else what it says of it."""
+    cleft = _CLEFT.search(sentence)
+    return str(cleft[1] or cleft[2]) if cleft else _words_of_clause(sentence, length)
+
+
+def _words_of_clause(sentence: str, length: int) -> str:
+    """Return what the main clause says of its subject, or its subject, if it is ranked."""
     clause = main_clause(sentence)
     copula = _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
     subject, predicate = copula.groups() if copula else (clause, clause)
@@ -135,7 +148,8 @@ class TextReader:
         lines = [row for row in text.splitlines() if row.strip()]
         if self._is_yes_or_no or ";" in self.gold:
             last = lines[-1][-MAX_PHRASE:] if lines else ""
-            ends = [self._labelled(lines), last] if ";" in self.gold else concluding_sentences(last)
+            concluded = next(concluding_sentences(last), "")
+            ends = [self._labelled(lines), last, concluded] if ";" in self.gold else concluding_sentences(last)
             return next((part for end in ends if (part := self._part(line(end).strip(" *_")))), None)
         sentence = next(concluding_sentences(text), "")
         words = line(sentence[-MAX_PHRASE:]).strip(" *_")
@@ -150,7 +164,9 @@ class TextReader:
         """Return the values of the last lines, if as many as the gold answer has begin with a label, and no more."""
         count = self.gold.count(";") + 1
         labelled = [_LABELLED.fullmatch(line(row[:MAX_PHRASE]).strip(" *_")) for row in lines[-count - 1 :]]
-        values = [match[1] for match in labelled[-count:] if match]
+        if not any(labelled):
+            labelled = [_BULLET.fullmatch(line(row[:MAX_PHRASE])) for row in lines[-count - 1 :]]
+        values = [numbers_in(match[1])[0] if match.re is _BULLET else match[1] for match in labelled[-count:] if match]
         return "; ".join(values) if len(values) == count and not any(labelled[:-count]) else ""
 
     @property

@@ -15,6 +15,7 @@ Each `.jsonl` file here is one question put to them; each of its lines is a form
 | `scoring_md` | named texts that were scored wrongly once | both |
 | `blind/first`, `blind/second` | texts written without sight of code and corpus; what was misread was mended | both |
 | `blind/third` | the same, first read after that | both |
+| `blind/fourth`, `blind/fifth` | the same, written and first read after all earlier mending | both |
 
 A form that names no gold answer is filled with each of `golds.jsonl` of its kind (of the classes in its `golds`, if it has
 any). `{gold}` stands for the gold answer as it is written in prose, `{latex}` in LaTeX, `{target}` as the data set has it,
@@ -97,8 +98,10 @@ class Blind:
 # The same answers and traps, by kind, were asked for in each: plain forms that models write, and what is nearly one.
 BLIND = {
     "blind/first": Blind(18, 6, "all"),
-    "blind/second": Blind(29, 1, "all but numbers in words, dozens, decimal commas, differences of sets"),
+    "blind/second": Blind(29, 1, "all but numbers in words, dozens, decimal commas"),
     "blind/third": Blind(2, 1, "a refusal, a Chinese yes"),
+    "blind/fourth": Blind(13, 3, "all but numbers in words, a value in two units, a name cut off"),
+    "blind/fifth": Blind(7, 4, "all but numbers in words"),
 }
 SLOW = ("wrappings", "neighbours", "equivalents", "near_misses")  # compared by a computer algebra system
 

@@ -101,11 +101,11 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
         for mask in masks:
             with mask.applied_to(model, model_map) if mask else nullcontext():
                 expected.append(model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float())
-        cache = KVCache(4, 12)
+        cache = KVCache(4, 12, block=None)
         runner = stack.enter_context(ModelRunner.attached(model_map, cache, masks))
         step = StaticStep(model_map, cache, runner.masks, 1, compiled=compiled)
-        for number in (1, 0):  # in the order of their slots
-            runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]])])
+        # prompts of different lengths in one pass, in the order of their slots
+        runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]]) for number in (1, 0)])
         step.admit(slots)
         if not compiled:  # a compiled step is checked after the other
             step.check_waiting()

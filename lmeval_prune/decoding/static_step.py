@@ -114,7 +114,7 @@ class StaticStep:
         width = self.capacity + 1  # wider than all buckets: torch.compile would compile a whole buffer as another case
         if self.compiled:  # a single row would be another case, too
             self._buckets = sorted({max(size, 2) for size in self._buckets})
-            width += 1
+            width = max(width, COLUMNS) + 1  # equal sizes would be taken for the same size
         # fixed addresses: a graph reads and writes them
         self._columns = torch.zeros(COLUMNS, width, dtype=torch.long, device=self._device)
         self._ends = torch.zeros(width, max(self.end_tokens, 1), dtype=torch.long, device=self._device)
@@ -230,7 +230,7 @@ class StaticStep:
     def _decode(self, bucket: int) -> torch.Tensor:
         columns = self._columns[:, :bucket]
         alive = columns[ALIVE] != 0
-        self.rows = StepRows(columns[SLOT], columns[LENGTH], columns[MASK], alive)
+        self.rows = StepRows(columns[SLOT], columns[LENGTH], columns[MASK], alive, ~alive)
         inputs = {"input_ids": columns[TOKEN][None], "position_ids": columns[LENGTH][None]}
         logits = cast(torch.Tensor, self._model(**inputs, use_cache=False).logits[0])
         self.rows = None
@@ -279,7 +279,8 @@ class StaticStep:
             softcap=options.softcap,
         )
         if call.lengths is None:
-            return decode(lengths=rows.lengths, new_key=key, new_value=value).unsqueeze(0), None
+            out = decode(lengths=rows.lengths, new_key=key, new_value=value, skipped=rows.dead)
+            return out.unsqueeze(0), None
         skipped = None if call.query_mask is None else ~call.query_mask
         positions = self.cache.positions[module.layer_idx]
         return decode(lengths=call.lengths, skipped=skipped, positions=positions).unsqueeze(0), None

@@ -48,6 +48,7 @@ class StepRows:
     lengths: torch.Tensor  # number of earlier tokens
     masks: torch.Tensor  # number of the head mask
     alive: torch.Tensor  # false for rows without a sequence, whose token must not change any state
+    dead: torch.Tensor  # the opposite
 
 
 @dataclass(frozen=True)

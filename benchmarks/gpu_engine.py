@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
-from _gpu_common import Report, results_path
+from _gpu_common import SHAPES, Report, results_path
 
 PARTS = {
     "tests": "_gpu_tests",
@@ -53,7 +53,17 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="sweep, peers: of `generate`")
     parser.add_argument("--rounds", type=int, default=2, help="sweep, peers, filter")
     parser.add_argument("--files", nargs="+", help="tests: files or names of tests")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.shape not in SHAPES:
+        parser.error(f"--shape {options.shape}: choose from {', '.join(SHAPES)}")
+    for name in options.models or ():
+        if name.rpartition("-")[0] not in SHAPES:
+            parser.error(
+                f"--models {name}: a shape and a dtype, such as llama-3-8b-bfloat16; shapes: {', '.join(SHAPES)}"
+            )
+    if options.texts and not Path(options.texts).is_file():
+        parser.error(f"--texts {options.texts}: no such file")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> Path:

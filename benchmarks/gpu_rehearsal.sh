@@ -108,7 +108,8 @@ compiled-smollm2)
 peers) prepare && engine --part peers "${MODEL[@]}" --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_peers" ;;
 filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_filter" ;;
 *)
-    sed -n '2,20p' "$0" >&2
+    echo "unknown command '${1:-}'; the commands are:" >&2
+    sed -n '4,14p' "$0" >&2
     exit 2
     ;;
 esac

@@ -793,6 +793,8 @@ def test_memory_does_not_grow(prompts: int) -> None:
         (lambda model: SamplingParams(0), "max_new_tokens.* at least 1"),
         (lambda model: SamplingParams(do_sample=True, temperature=0), "temperature.* above 0"),
         (lambda model: SamplingParams(top_p=0), "top_p.* above 0"),
+        (lambda model: SamplingParams(others='{"num_beams": 2}'), "unknown settings: num_beams"),
+        (lambda model: SamplingParams(others="2, 3"), "others='2, 3' must be a JSON dictionary"),
         (lambda model: list(Engine(model).decode([Request((1,), None, SamplingParams(stop=("x",)))])), "need a tokenizer"),
         (lambda model: list(Engine(model, Letters()).decode([Request((1,), None, SamplingParams(stop=("",)))])), "empty stop"),
         (lambda model: list(Engine(model).decode([Request((1,) * 128)])), "leaves no room in a context of 128"),
@@ -803,6 +805,13 @@ def test_memory_does_not_grow(prompts: int) -> None:
 def test_mistakes(make: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make(model_of("llama"))
+
+
+def test_a_compilation_without_a_static_step_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert answers(
+        Engine(model_of("llama"), schedule=Schedule(compile=True)), [Request((1,), params=SamplingParams(2))]
+    )
+    assert [message for message in caplog.messages if "torch.compile has no effect" in message]
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

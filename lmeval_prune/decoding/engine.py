@@ -7,6 +7,7 @@ model, `kv_cache.py` stores keys and values and computes attention, and `samplin
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -33,6 +34,7 @@ from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
 
+logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16  # batch size of `generate`
 
@@ -158,6 +160,8 @@ class Engine:
         schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
             schedule = replace(schedule, follow=0, drafts=0)
+        if schedule.compile and not schedule.static:
+            logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
         schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0)

@@ -48,6 +48,12 @@ class SamplingParams(Settings):
         super().__post_init__()
         if self.do_sample and self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} must be above 0 when do_sample is true")
+        try:
+            others = dict(json.loads(self.others))
+        except (TypeError, ValueError):
+            raise InputError(f"others={self.others!r} must be a JSON dictionary of settings") from None
+        if unknown := [name for name in others if name not in _LOGITS]:
+            raise InputError(f"others has unknown settings: {', '.join(unknown)}; it accepts {', '.join(_LOGITS)}")
 
     @cached_property
     def takes_argmax(self) -> bool:

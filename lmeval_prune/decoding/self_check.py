@@ -73,6 +73,8 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
 
 def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:
     """Return why a static step of a model with its interventions does not work; None if it works."""
+    if compiled:
+        logger.info("compiling the decoding step; this takes minutes")
     try:
         _check_static_step(model_map, compiled)
     except torch.OutOfMemoryError:

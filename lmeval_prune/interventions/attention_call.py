@@ -146,8 +146,20 @@ class _Wiring:
     stores: list[Store] = field(default_factory=list)
 
 
-# Attribute of each module of a wired model: the wiring, and the attention layer that the module belongs to, if any. An
-# attribute, which torch.compile can read, and not a dictionary of modules.
+@dataclass(frozen=True)
+class _Wire:
+    """Attribute of each module of a wired model, which `torch.compile` can read; a copied module has none."""
+
+    wiring: _Wiring
+    layer: AttentionLayer | None  # that the module belongs to
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 _ATTRIBUTE = "_lmeval_prune_attention"
 _WIRINGS: list[_Wiring] = []
 
@@ -228,9 +240,8 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
     """Return the wiring of a model, new if nothing is attached yet."""
-    if entry := vars(model_map.attention[0].module).get(_ATTRIBUTE):
-        wiring: _Wiring = entry[0]
-        return wiring
+    if wire := _wire_of(model_map.attention[0].module):
+        return wire.wiring
     configs = _configs_of(model_map.model)
     wired = {id(config) for wiring in _WIRINGS for config, _ in wiring.originals}
     if wired & set(map(id, configs)):
@@ -242,10 +253,10 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
     wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs])
     wiring.modules = list(model_map.model.modules())
     for module in wiring.modules:
-        vars(module)[_ATTRIBUTE] = (wiring, None)
+        vars(module)[_ATTRIBUTE] = _Wire(wiring, None)
     for layer in model_map.attention:
         for module in layer.module.modules():  # in some families a submodule calls
-            vars(module)[_ATTRIBUTE] = (wiring, layer)
+            vars(module)[_ATTRIBUTE] = _Wire(wiring, layer)
     _WIRINGS.append(wiring)
     return wiring
 
@@ -289,16 +300,21 @@ def _attend(
     **options: Any,
 ) -> Attended:
     """Answer a call of transformers; `implementation` is the model's own, None with a store."""
-    wiring, layer = getattr(module, _ATTRIBUTE, (None, None))
-    if wiring is None and implementation:  # another model with a copy of the configuration
+    wire = _wire_of(module)
+    if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
-    if wiring is None or layer is None:
+    if wire is None or wire.layer is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
-    store = wiring.stores[-1] if wiring.stores else None
+    wiring, store = wire.wiring, wire.wiring.stores[-1] if wire.wiring.stores else None
     attend: Attend = store.attend if store else _original_attention
     for handler in wiring.handlers:
         attend = _chain(handler, attend)
-    return attend(AttentionCall(layer, module, query, key, value, attention_mask, options, store))
+    return attend(AttentionCall(wire.layer, module, query, key, value, attention_mask, options, store))
+
+
+def _wire_of(module: nn.Module) -> _Wire | None:
+    wire: _Wire | None = getattr(module, _ATTRIBUTE, None)
+    return wire
 
 
 def _chain(handler: Handler, attend: Attend) -> Attend:
@@ -306,7 +322,7 @@ def _chain(handler: Handler, attend: Attend) -> Attend:
 
 
 def _original_attention(call: AttentionCall) -> Attended:
-    original = vars(call.module)[_ATTRIBUTE][0].originals[0][1]
+    original = vars(call.module)[_ATTRIBUTE].wiring.originals[0][1]
     function = _function(original, call.module)
     return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 

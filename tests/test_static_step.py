@@ -36,7 +36,8 @@ STATIC = Schedule(static=True)
 
 def eager_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Reasons why a step was not static."""
-    return [record.message for record in caplog.records if record.name.startswith("lmeval_prune")]
+    records = [record for record in caplog.records if record.levelname == "WARNING"]
+    return [record.message for record in records if record.name.startswith("lmeval_prune")]
 
 
 def marked(families: Iterable[str]) -> list[Any]:

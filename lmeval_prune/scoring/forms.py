@@ -127,11 +127,11 @@ def _scaled_matrix(text: str, depth: int) -> Form | None:
 
 
 def _assignment(text: str, depth: int) -> Form | None:
-    """Read `x = 5` and `f(x) = 2x`; the whole of `x = 1, y = 2` is a list."""
+    """Read `x = 5`, `f(x) = 2x` and `5 = x`; the whole of `x = 1, y = 2` is a list."""
     sides = [side.strip() for side in split(text, "=")]
     if len(sides) != 2 or len(split(text, *_JOINTS)) > 1:
         return None
-    return Form("equation", tuple(sides)) if is_name(sides[0]) else None
+    return Form("equation", tuple(sides)) if is_name(sides[0]) or _LETTER.fullmatch(sides[1]) else None
 
 
 def _union(text: str, depth: int) -> Form | str | None:

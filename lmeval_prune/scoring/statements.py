@@ -174,7 +174,7 @@ _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
     re.MULTILINE,
 )
 _APPENDIX = re.compile(
-    rf"^\W*{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
+    rf"^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
 )  # tips:
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
     rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?=(?:\S+\s+){{3}})(?![\s\S]*(?:=|{pattern('concluding').pattern}))"

@@ -114,6 +114,5 @@ def decode(
         decode_rows(*arguments, 0, rows, out.numpy())
         return out
     bounds = [rows * i // threads for i in range(threads + 1)]
-    parts = pairwise(bounds)
-    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, out.numpy()), parts))
+    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, out.numpy()), pairwise(bounds)))
     return out

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-
-
-@dataclass(frozen=True)
-class Span:
-    """Neighbouring slots whose queries are computed together: each slot has the same number of queries."""
-
-    slot: int  # the first slot
-    ends: tuple[int, ...]  # end of each slot's tokens, the new ones included
-    tokens: int  # number of queries in each slot
-
-
-def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
-    """Join rows (slot, end, number of queries), sorted by slot, into spans that do not cross blocks."""
-    spans: list[Span] = []
-    for slot, end, tokens in rows:
-        last = spans[-1] if spans else None
-        if last and last.slot + len(last.ends) == slot and slot % block and last.tokens == tokens:
-            spans[-1] = Span(last.slot, (*last.ends, end), tokens)
-        else:
-            spans.append(Span(slot, (end,), tokens))
-    return spans
 
 
 @dataclass(frozen=True)
@@ -47,12 +26,24 @@ class Part:
 
 
 def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
-    """Return the parts of rows (slot, end, number of queries), sorted by slot; see `spans_of`."""
-    spans = spans_of(rows, block)
-    bounds = accumulate((len(span.ends) * span.tokens for span in spans), initial=0)
+    """Join rows (slot, end, number of queries), sorted by slot: neighbours with equal numbers, not across blocks."""
+    groups: list[list[tuple[int, int, int]]] = []
+    for slot, end, tokens in rows:
+        last = groups[-1][-1] if groups else None
+        if last and last[0] + 1 == slot and slot % block and last[2] == tokens:
+            groups[-1].append((slot, end, tokens))
+        else:
+            groups.append([(slot, end, tokens)])
+    bounds = accumulate((len(group) * group[0][2] for group in groups), initial=0)
     return [
-        Part(slice(span.slot, span.slot + len(span.ends)), len(span.ends), span.tokens, max(span.ends), slice(*queries))
-        for span, queries in zip(spans, pairwise(bounds), strict=True)
+        Part(
+            slots=slice(group[0][0], group[-1][0] + 1),
+            rows=len(group),
+            tokens=group[0][2],
+            end=max(end for _, end, _ in group),
+            queries=slice(*queries),
+        )
+        for group, queries in zip(groups, pairwise(bounds), strict=True)
     ]
 
 
@@ -69,8 +60,7 @@ def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> 
         offsets = torch.arange(tokens)
         queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
         kept = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
-        indices = (x.to(device) for x in (slots, queries.flatten(), kept))
-        slots, queries, kept = indices
+        slots, queries, kept = (indices.to(device) for indices in (slots, queries.flatten(), kept))
         parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, kept))
     return parts
 

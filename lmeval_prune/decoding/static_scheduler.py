@@ -7,12 +7,11 @@ keeps its state in arrays, by slot. Before it changes the rows of the step, it r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from lmeval_prune.decoding.sampling import uniforms
 from lmeval_prune.decoding.scheduler import Scheduler
@@ -63,27 +62,24 @@ class StaticScheduler(Scheduler):
         """Largest number of rows."""
         return self.step.capacity
 
-    def answers(self) -> Iterator[Sequence]:
-        """Yield each sequence when it ends."""
-        before = (self.statistics.layer_tokens, self.statistics.head_tokens)
-        while self.waiting or self.ready or self.active:
-            with torch.inference_mode():
-                if self._starts_requests():
-                    self._read_results()
-                    self._admit()
-                    self._set_rows()
-                elif self.step.bucket(max(1, len(self.active))) < self.step.bucket(max(1, len(self._rows))):
-                    self._read_results()
-                    self._set_rows()
-                if len(self._rows):
-                    self._step()
-                self.on_step(int(self._lengths[self._running].sum()))
-                ended = self._remove_ended()
-            self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
-            self.statistics.head_tokens = before[1] + self.runner.head_tokens
-            yield from ended
+    def _advance(self) -> None:
+        """Start requests, or drop free rows, if it is time; then decode the next tokens."""
+        starts_requests = self._starts_requests()
+        if starts_requests or self._bucket(self.active) < self._bucket(self._rows):
+            self._read_results()
+            if starts_requests:
+                self._admit()
+            self._set_rows()
+        if len(self._rows):
+            self._step()
+
+    def _unfinished_tokens(self) -> int:
+        return int(self._lengths[self._running].sum())
 
     # ------------------------------------------------------------------ rows
+
+    def _bucket(self, rows: Sized) -> int:
+        return self.step.bucket(max(1, len(rows)))
 
     def _starts_requests(self) -> bool:
         """Return whether to run the prompts of waiting requests now."""

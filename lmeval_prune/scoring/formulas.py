@@ -41,7 +41,7 @@ _NEGATES = re.compile(  # is not x = 3
 )
 _REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
-    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
+    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx|roughly|around|nearly)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
     rf"|(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
 # x, AB, \alpha: no values

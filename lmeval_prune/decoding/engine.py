@@ -21,6 +21,7 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
@@ -134,6 +135,42 @@ class Engine:
             answers.close()
             progress.close()
 
+    def score(
+        self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+        """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
+
+        Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or
+        is closed.
+
+        Args:
+            requests: in any order.
+            dtype: of the log-softmax; None: the logits' own.
+
+        Yields:
+            A request and its result.
+
+        Raises:
+            InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
+                longer than the context.
+        """
+        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
+            mask.fit_to(self.model_map)
+        longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
+        if longest > self.context:
+            raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
+        if not requests:
+            return
+        if reason := self.unscored:
+            raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
+        run = LikelihoodRun(self.model_map, requests, self.memory or _available_memory(self.device), dtype)
+        before = self.statistics.layer_tokens, self.statistics.head_tokens
+        for request, likelihood in run.results():
+            self.statistics.scored += 1
+            yield request, likelihood
+        self.statistics.layer_tokens = before[0] + run.layer_tokens
+        self.statistics.head_tokens = before[1] + run.head_tokens
+
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
@@ -192,6 +229,14 @@ class Engine:
         if applied not in self._reasons:
             self._reasons[applied] = why_unsupported(self.model_map)
         return self._reasons[applied]
+
+    @property
+    def unscored(self) -> str | None:
+        """The reason why `score` refuses this model with its interventions; None if it does not."""
+        for intervention in interventions_on(self.model):
+            if not intervention.tokenwise:
+                return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
+        return self.unsupported
 
     @property
     def is_static(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -52,17 +53,24 @@ class PromptGroup:
     leader_cache: list[SlotCopy] = field(default_factory=list)
 
 
+def number_masks(masks: Iterable[HeadMask | None], model_map: ModelMap) -> dict[HeadMask | None, tuple[int, int]]:
+    """Return the number and the first pruned layer of each mask; no mask is the first."""
+    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
+    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}
+    for mask in masks:
+        if mask and mask not in numbers:
+            pruned = [order[layer.name] for layer, _ in mask.by_layer(model_map)]
+            numbers[mask] = (len(numbers), min(pruned, default=len(order)))
+    return numbers
+
+
 def prompt_groups(
     requests: Items[Request], model_map: ModelMap, share: bool
 ) -> tuple[list[PromptGroup], list[HeadMask | None]]:
     """Group requests by prompt (each alone unless `share`), and number their masks for `Sequence.mask`."""
-    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
-    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}  # number and first pruned layer
+    numbers = number_masks((request.mask for request in requests), model_map)
     by_prompt: dict[tuple[int, ...] | int, list[Sequence]] = {}
     for i, request in enumerate(requests):
-        if request.mask and request.mask not in numbers:
-            pruned = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
-            numbers[request.mask] = (len(numbers), min(pruned, default=len(order)))
         by_prompt.setdefault(request.prompt if share else i, []).append(Sequence(request, *numbers[request.mask]))
     groups = []
     for sequences in by_prompt.values():

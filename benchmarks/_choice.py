@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -58,8 +59,11 @@ def by_engine(lm: HFLM, engine: Engine, work: list[Instance], heads: Sequence[st
 
 
 def largest_difference(some: list[Values], others: list[Values]) -> float:
-    pairs = zip(sum(some, []), sum(others, []), strict=True)
-    return max(abs(a[0] - b[0]) for a, b in pairs)
+    return max(abs(a[0] - b[0]) for a, b in zip(flat(some), flat(others), strict=True))
+
+
+def flat(values: list[Values]) -> Values:
+    return list(itertools.chain.from_iterable(values))
 
 
 def compare(ours: list[Values], hf: list[Values], tolerance: float) -> dict[str, Any]:
@@ -71,8 +75,8 @@ def compare(ours: list[Values], hf: list[Values], tolerance: float) -> dict[str,
     difference = largest_difference(ours, hf)
     questions = [(a, b, i) for a, b in zip(ours, hf, strict=True) for i in range(0, len(a), CHOICES)]
     reordered = sum(order(a, i) != order(b, i) for a, b, i in questions)
-    greedy = sum(a[1] != b[1] for a, b in zip(sum(ours, []), sum(hf, []), strict=True))
-    report = {"values": len(sum(hf, [])), "largest_difference": difference, "tolerance": tolerance}
+    greedy = sum(a[1] != b[1] for a, b in zip(flat(ours), flat(hf), strict=True))
+    report = {"values": len(flat(hf)), "largest_difference": difference, "tolerance": tolerance}
     report |= {"questions_in_another_order": reordered, "other_is_greedy": greedy}
     assert difference <= tolerance and not reordered and not greedy, report
     return report

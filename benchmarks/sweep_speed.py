@@ -4,9 +4,10 @@
         [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `router`, some questions with 8 heads of their own each;
-`choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is
-written, the texts of both are compared: every difference must start where the two largest logits are nearly
-equal. `--twice` runs the engine again after `hf`.
+`choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep
+on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
+both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values
+and the order of the choices). `--twice` runs the engine again after `hf`.
 """
 
 from __future__ import annotations

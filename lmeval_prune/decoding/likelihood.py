@@ -25,6 +25,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
 PASS, GPU_PASS = 2048, 8192  # largest number of tokens in a pass
+SEGMENT = 512  # largest number of tokens in a segment: later tokens of a long text are masked by segments
 LOGITS, GPU_LOGITS = 1 << 25, 1 << 28  # largest number of logits computed at once
 
 
@@ -146,7 +147,7 @@ class LikelihoodRun:
             by_mask[request.mask].append(request)
         longest = max(len(request.context) + len(request.continuation) for request in self.requests)
         for group in self._groups([(mask, numbers[mask][1]) for mask in masks], longest):
-            texts = _Texts((request for mask in group for request in by_mask[mask]), self.most_tokens)
+            texts = _Texts((request for mask in group for request in by_mask[mask]), min(SEGMENT, self.most_tokens))
             cache: Any = TreeCache(texts.tree)
             with ModelRunner.attached(self.model_map, cache, group) as runner:
                 variants = [

@@ -120,6 +120,18 @@ class ModelRunner:
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
             return self._logits([0] * count, [mask] * count, positions, range(count))
 
+    @contextmanager
+    def storing_in(self, cache: KVCache) -> Iterator[None]:
+        """Store keys and values in another cache inside the block."""
+        before = self.cache
+        with ExitStack() as stack:
+            replace_attention(self._model_map, cache, stack)
+            self.cache = cache
+            try:
+                yield
+            finally:
+                self.cache = before
+
     def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
         """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""
         length = len(tokens)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.decoding.kv_cache import AttentionOptions
+from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.token_tree import TokenTree
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
@@ -168,7 +168,7 @@ class TreeCache:
         return None if parent is None else slot - slot % self.size + parent
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
-        """Compute the attention of a packed batch, (1, tokens, heads, width of values), and store what later passes need."""
+        """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None or call.stored_mask is not None or call.query_mask is not None:
             raise UnsupportedAttention("a forward pass that is not the engine's, or a method that filters tokens")
@@ -178,20 +178,20 @@ class TreeCache:
         for slot, (start, end) in zip(layout.slots, pairwise(layout.starts), strict=True):
             if self.tree.segments[slot % self.size].end > self.stop:
                 stored[slot] = key[:, start:end].clone(), value[:, start:end].clone()
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-        for part in (*layout.own, *layout.above):
-            rows, is_own = part.queries, part.keys == part.queries
-            if isinstance(part.keys, slice):
-                keys, values = key[:, part.keys], value[:, part.keys]
-            else:
-                keys, values = stored[part.keys]
-            mask = layout.mask(part, options.window, query.dtype)
-            new, new_lse = _attend(options, query[:, rows], keys, values, mask)
-            if not is_own:
-                new, new_lse = _joined((out[:, rows], lse[:, rows]), (new, new_lse))
-            out[:, rows], lse[:, rows] = new, new_lse
-        return out.transpose(0, 1).unsqueeze(0), None
+        group = query.shape[0] // key.shape[0]
+        grouped = query.unflatten(0, (-1, group))  # (key-value heads, query heads of each, tokens, width)
+        out = grouped.new_empty(*grouped.shape[:-1], value.shape[-1])
+        lse = torch.empty(grouped.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32), device=out.device)
+        for number, part in enumerate((*layout.own, *layout.above)):
+            keys = (key[:, part.keys], value[:, part.keys]) if isinstance(part.keys, slice) else stored[part.keys]
+            k, v = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in keys)
+            mask, rows = layout.mask(part, options.window, query.dtype), part.queries
+            attended, sums = options.attend_with_lse(grouped[:, :, rows], k, v, mask)
+            if number >= len(layout.own):
+                before = out[:, :, rows], lse[:, :, rows]
+                attended, sums = join_attention([before, (attended, sums)]), torch.logaddexp(before[1], sums)
+            out[:, :, rows], lse[:, :, rows] = attended, sums
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0), None
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Refuse methods with a state of each sequence."""
@@ -200,34 +200,3 @@ class TreeCache:
     def stored_tokens(self, call: AttentionCall) -> StoredTokens:
         """Refuse: no layer stores only some tokens."""
         raise UnsupportedAttention("a method that filters tokens")
-
-
-Part = tuple[torch.Tensor, torch.Tensor]  # attention, (heads, queries, width), and log-sum-exp, (heads, queries)
-
-
-def _attend(
-    options: AttentionOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> Part:
-    """Compute the attention of queries (heads, queries, width) to keys (key-value heads, keys, width)."""
-    groups = (k.shape[0], q.shape[0] // k.shape[0])
-    q = q.unflatten(0, groups)
-    k, v = (x.unsqueeze(1).expand(-1, groups[1], -1, -1) for x in (k, v))
-    if q.device.type == "cpu" and options.softcap is None and q.shape[-1] == v.shape[-1]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=options.scaling
-        )
-    else:
-        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * options.scaling
-        if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
-        scores = scores if mask is None else scores + mask
-        lse = scores.logsumexp(-1)
-        out = (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v
-    return out.flatten(0, 1), lse.flatten(0, 1)
-
-
-def _joined(first: Part, second: Part) -> Part:
-    """Return the attention to the keys of both parts."""
-    lse = torch.logaddexp(first[1], second[1])
-    out = sum(out * (part - lse).exp().unsqueeze(-1) for out, part in (first, second))
-    return out.to(first[0].dtype), lse  # type: ignore[union-attr]

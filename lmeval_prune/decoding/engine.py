@@ -2,7 +2,8 @@
 
 `Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
 model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. On a GPU,
-`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay.
+`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay. `likelihood.py` computes
+log-probabilities of given texts.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_not_static, why_unsupported
+from lmeval_prune.decoding.self_check import why_not_static, why_unscored, why_unsupported
 from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.static_scheduler import StaticScheduler
 from lmeval_prune.decoding.static_step import StaticStep
@@ -98,6 +100,7 @@ class Engine:
         self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
         self.deterministic, self.progress = deterministic, progress
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
+        self._score_reasons: dict[tuple[Intervention, ...], str | None] = {}
         self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
@@ -134,6 +137,42 @@ class Engine:
         finally:
             answers.close()
             progress.close()
+
+    def score(
+        self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+        """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
+
+        Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or
+        is closed.
+
+        Args:
+            requests: in any order.
+            dtype: of the log-softmax; None: the logits' own.
+
+        Yields:
+            A request and its result.
+
+        Raises:
+            InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
+                longer than the context.
+        """
+        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
+            mask.fit_to(self.model_map)
+        longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
+        if longest > self.context:
+            raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
+        if not requests:
+            return
+        if reason := self.unscored:
+            raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
+        run = LikelihoodRun(self.model_map, requests, self._memory, dtype)
+        before = self.statistics.layer_tokens, self.statistics.head_tokens
+        for request, likelihood in run.results():
+            self.statistics.scored += 1
+            yield request, likelihood
+        self.statistics.layer_tokens = before[0] + run.layer_tokens
+        self.statistics.head_tokens = before[1] + run.head_tokens
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
@@ -195,6 +234,16 @@ class Engine:
         if applied not in self._reasons:
             self._reasons[applied] = why_unsupported(self.model_map)
         return self._reasons[applied]
+
+    @property
+    def unscored(self) -> str | None:
+        """The reason why `score` refuses this model with its interventions; None if it does not."""
+        applied = interventions_on(self.model)
+        if applied not in self._score_reasons:
+            names = [type(each).__name__ for each in applied if not each.tokenwise]
+            reason = f"the effect of {names[0]} on a token depends on other tokens" if names else None
+            self._score_reasons[applied] = reason or self.unsupported or why_unscored(self.model_map)
+        return self._score_reasons[applied]
 
     @property
     def is_static(self) -> bool:

@@ -45,6 +45,7 @@ class Statistics:
     step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
     drafted: int = 0  # proposed draft tokens
     draft_accepted: int = 0
+    scored: int = 0  # results of `Engine.score`
     alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
     head_tokens: int = 0  # tokens whose logits were computed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -61,6 +61,17 @@ class PromptGroup:
         return [self.leader, *self.followers]
 
 
+def number_masks(masks: Iterable[HeadMask | None], model_map: ModelMap) -> dict[HeadMask | None, tuple[int, int]]:
+    """Return the number and the first pruned layer of each mask; no mask is the first."""
+    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
+    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}
+    for mask in masks:
+        if mask and mask not in numbers:
+            pruned = [order[layer.name] for layer, _ in mask.by_layer(model_map)]
+            numbers[mask] = (len(numbers), min(pruned, default=len(order)))
+    return numbers
+
+
 def prompt_groups(
     requests: Items[Request], model_map: ModelMap, share: bool, context: int
 ) -> tuple[list[PromptGroup], list[HeadMask | None]]:
@@ -68,13 +79,9 @@ def prompt_groups(
 
     Prompt and answer have at most `context` tokens.
     """
-    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
-    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}  # number and first pruned layer
+    numbers = number_masks((request.mask for request in requests), model_map)
     by_prompt: dict[tuple[int, ...] | int, list[Sequence]] = {}
     for i, request in enumerate(requests):
-        if request.mask and request.mask not in numbers:
-            pruned = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
-            numbers[request.mask] = (len(numbers), min(pruned, default=len(order)))
         longest = min(request.params.max_new_tokens, context - len(request.prompt))
         sequence = Sequence(request, *numbers[request.mask], longest, prompt=request.prompt)
         by_prompt.setdefault(request.prompt if share else i, []).append(sequence)

@@ -11,7 +11,9 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
+from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import HeadMask, interventions_on
@@ -49,7 +51,8 @@ def _check(model_map: ModelMap) -> None:
         for intervention in interventions_on(model):
             stack.enter_context(intervention.fixed_decisions())
         expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
-        with ModelRunner.attached(model_map, KVCache(2, 12), [None]) as runner:
+        cache = KVCache(2, 12)
+        with ModelRunner.attached(model_map, cache, [None]) as runner:
 
             def difference(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> float:
                 batch = [Chunk(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
@@ -60,7 +63,19 @@ def _check(model_map: ModelMap) -> None:
             # a token filter skips one token of the first pass, and the only token of the third
             differences = [difference(0, 8, keep=middle), difference(8, 10, 1), difference(10, 11), difference(11, 12)]
             differences.append(difference(0, 8, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
+            if all(intervention.tokenwise for intervention in interventions_on(model)):
+                prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1)
+                cache.prefixes[:] = [prefix.under(0, runner)] * 2
+                differences += [_prefixed_difference(runner, tokens, expected, *span) for span in ((4, 8), (8, 9))]
     _compare(model, differences, [expected])
+
+
+def _prefixed_difference(
+    runner: ModelRunner, tokens: list[int], expected: torch.Tensor, start: int, stop: int
+) -> float:
+    """Run a span of tokens in two slots whose first four tokens are a prefix; compare logits."""
+    logits, _ = runner.forward([Chunk(slot, start - 4, 0, tokens[start:stop]) for slot in (0, 1)])
+    return float((logits.unflatten(0, (2, -1)).float() - expected[start:stop]).abs().max())
 
 
 def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:
@@ -69,6 +84,36 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
         raise UnsupportedAttention(f"its logits would differ by {max(differences):.2g}")
+
+
+def why_unscored(model_map: ModelMap) -> str | None:
+    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
+    refuse_locked(model_map.model)
+    try:
+        _check_likelihoods(model_map)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any error of a model that works otherwise
+        return first_line(error).removeprefix("UnsupportedAttention: ")
+    return None
+
+
+def _check_likelihoods(model_map: ModelMap) -> None:
+    """Refuse a model with other log-probabilities in several passes over a tree of texts."""
+    model: Any = model_map.model
+    size, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
+    texts = [tuple(7 * i % size for i in range(12)), (*(7 * i % size for i in range(5)), 3, 1, 2)]
+    requests = [LikelihoodRequest(text[:1], text[1:], tag=number) for number, text in enumerate(texts)]
+    with torch.inference_mode(), ExitStack() as stack:
+        for intervention in interventions_on(model):
+            stack.enter_context(intervention.fixed_decisions())
+        logits = [model(torch.tensor([text], device=device), use_cache=False).logits[0].float() for text in texts]
+        differences = []
+        for request, result in LikelihoodRun(model_map, requests, memory=1, most_tokens=4).results():
+            expected = logits[request.tag][:-1].log_softmax(-1).cpu()
+            chosen = expected.gather(1, torch.tensor(request.continuation)[:, None])[:, 0]
+            differences.append(float((result.logprobs.float() - chosen).abs().max()))
+    _compare(model, differences, logits)
 
 
 def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:

@@ -27,8 +27,8 @@ class Arguments(Settings):
 
     Attributes:
         pretrained: the model, as for `hf`.
-        engine: `generate`, or `batched` for this package's decoding engine, which gives the same texts faster.
-            Default: `generate`, with a router `batched`.
+        engine: `generate`, or `batched` for this package's decoding engine, which gives the same texts and
+            log-likelihoods faster. Default: `generate`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         engine_compile: run the engine's decoding steps through `torch.compile` on a GPU.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except

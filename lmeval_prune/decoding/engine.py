@@ -140,7 +140,7 @@ class Engine:
 
     def score(
         self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
         """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
 
         Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or

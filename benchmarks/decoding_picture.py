@@ -68,7 +68,7 @@ def main() -> None:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         prompt = tuple(tokenizer.encode(text))
         requests += [Request(prompt, HeadMask(head) if head else None, params) for head in (None, *HEADS)]
-    groups, masks = prompt_groups(requests, model_map, share=True)
+    groups, masks = prompt_groups(requests, model_map, share=True, context=8192)
     cache = KVCache(10, max(len(r.prompt) for r in requests) + 48)
     with ModelRunner.attached(model_map, cache, masks) as runner:
         sampler = Sampler(model, Stopping())

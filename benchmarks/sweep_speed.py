@@ -4,9 +4,10 @@
         [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `router`, some questions with 8 heads of their own each;
-`factors`, the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is
-written, the texts of both are compared: every difference must start where the two largest logits are nearly
-equal. `--twice` runs the engine again after `hf`.
+`choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep
+on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
+both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values
+and the order of the choices). `--twice` runs the engine again after `hf`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from _choice import choice
 from _record import environment, timed, write
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -198,6 +200,8 @@ def main() -> None:
     parser.add_argument("--factor-tokens", type=int, default=256, help="longest answer of that part")
     parser.add_argument("--factor-repeats", type=int, default=2, help="rounds of that part; the fastest of each counts")
     parser.add_argument("--batches", default="16,32,64")
+    parser.add_argument("--choice-questions", type=int, default=64)
+    parser.add_argument("--choice-batches", default="1,4,16", help="hf's batch sizes in that part")
     parser.add_argument("--twice", action="store_true", help="run the engine again after hf")
     parser.add_argument("--name", default="sweep_speed")
     parser.add_argument("--device", default="cpu", help="torch's name of it")
@@ -257,6 +261,13 @@ def main() -> None:
         }
         print(part, results[part], flush=True)
         write(options.name, results)
+    if "choice" in options.parts.split(","):
+        batches = [int(batch) for batch in options.choice_batches.split(",")]
+        for shots in (0, 5):
+            part = choice(work.lm, work.model_map, [None, *SWEEP], options.choice_questions, shots, batches)
+            results[f"choice_{shots}_shots"] = part
+            print(part, flush=True)
+            write(options.name, results)
     if "factors" in options.parts.split(","):
         few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
         work.generate["max_gen_toks"] = options.factor_tokens

@@ -57,7 +57,7 @@ def test_formula(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out = compiled.decode(query, keys, values, slots, lengths, 0.3, window)
+        out, _ = compiled.decode(query, keys, values, slots, lengths, 0.3, window)
     finally:
         torch.set_num_threads(before)
     assert out.dtype == torch.float32
@@ -69,7 +69,7 @@ def test_exponential(difference: float) -> None:
     """Two keys with a difference of scores: the weights are those of a softmax, without overflow."""
     query, values = torch.ones(1, 1, 1), torch.tensor([1.0, 0.0])[None, None, :, None]
     keys = torch.tensor([0.0, difference])[None, None, :, None]
-    out = compiled.decode(query, keys, values, torch.tensor([0]), torch.tensor([2]), 1.0)
+    out, _ = compiled.decode(query, keys, values, torch.tensor([0]), torch.tensor([2]), 1.0)
     assert float(out) == pytest.approx(
         math.exp(-min(difference, 700)) / (1 + math.exp(-min(difference, 700))), rel=2e-6, abs=2e-38
     )

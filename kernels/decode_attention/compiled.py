@@ -16,7 +16,7 @@ LOWEST = np.float32(-3e38)
 
 @njit(cache=True, nogil=True, fastmath=True)
 def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
-    """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the sum.
+    """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the largest and the sum.
 
     exp(x) = 2^t exp(r), with t = round(x / log 2), and a polynomial of degree 7 for exp(r). The compiler uses vector
     instructions for it, but not for its own `exp`.
@@ -38,7 +38,7 @@ def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) ->
     total = np.float32(0)
     for j in range(begin, end):
         total += weights[j]
-    return total
+    return largest, total
 
 
 @cache
@@ -57,6 +57,7 @@ def _decode_rows(group: int, width: int, width_v: int) -> Any:
         first: int,
         last: int,
         out: Any,
+        lse: Any,
     ) -> None:
         scores, weights = np.empty((group, keys.shape[2]), np.float32), np.empty((group, keys.shape[2]), np.float32)
         bits, sums = weights.view(np.int32), np.empty((group, width_v), np.float32)
@@ -73,9 +74,10 @@ def _decode_rows(group: int, width: int, width_v: int) -> Any:
                         scores[g, j] = score * scaling
                 sums[:] = 0
                 for g in range(group):
-                    total = _exponentials(scores[g], begin, end, weights[g], bits[g])
+                    largest, total = _exponentials(scores[g], begin, end, weights[g], bits[g])
                     for j in range(begin, end):
                         weights[g, j] /= total
+                    lse[row, kv_head * group + g] = largest + np.log(total)
                 for j in range(begin, end):
                     for g in range(group):
                         weight = weights[g, j]
@@ -99,20 +101,23 @@ def decode(
     lengths: torch.Tensor,
     scaling: float,
     window: int | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of one token per row over the `lengths` stored tokens of its slot, in float32.
 
-    Arguments as in `ops.decode`, without positions; returns (rows, heads, width of values). Uses torch's number of
-    threads.
+    Arguments as in `ops.decode`, without positions. Uses torch's number of threads.
+
+    Returns:
+        Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads).
     """
-    out = torch.empty(*query.shape[:2], values.shape[-1])
+    out, lse = torch.empty(*query.shape[:2], values.shape[-1]), torch.empty(query.shape[:2])
+    results = (out.numpy(), lse.numpy())
     tensors = (query.contiguous(), keys, values, slots, lengths)
     arguments = (*(tensor.numpy() for tensor in tensors), np.float32(scaling), window or 0)
     decode_rows = _decode_rows(query.shape[1] // keys.shape[1], query.shape[-1], values.shape[-1])
     threads, rows = min(torch.get_num_threads(), len(query)), len(query)
     if threads < 2:
-        decode_rows(*arguments, 0, rows, out.numpy())
-        return out
+        decode_rows(*arguments, 0, rows, *results)
+        return out, lse
     bounds = [rows * i // threads for i in range(threads + 1)]
-    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, out.numpy()), pairwise(bounds)))
-    return out
+    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, *results), pairwise(bounds)))
+    return out, lse

@@ -1,8 +1,9 @@
 """The decoding engine: many prompts under many head masks in one batch."""
 
 from lmeval_prune.decoding.engine import Engine
+from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.scheduler import Schedule
 from lmeval_prune.decoding.stopping import Stopping
 
-__all__ = ["Engine", "Request", "SamplingParams", "Schedule", "Stopping"]
+__all__ = ["Engine", "Likelihood", "LikelihoodRequest", "Request", "SamplingParams", "Schedule", "Stopping"]

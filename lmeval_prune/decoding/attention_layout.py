@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -65,6 +65,15 @@ def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> 
     return parts
 
 
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Keys and values of the first tokens of several sequences under one mask; layers below it share tensors."""
+
+    length: int  # number of tokens
+    keys: Sequence[torch.Tensor]  # by layer, (key-value heads, length, width)
+    values: Sequence[torch.Tensor]
+
+
 @dataclass
 class Layout:
     """Slots and offsets of the tokens with a query in a packed batch, in the order of the rows."""
@@ -75,7 +84,9 @@ class Layout:
     positions: torch.Tensor
     # positions of all stored tokens, (slots, length); None if a token's position is its offset
     stored_positions: torch.Tensor | None = None
+    prefixes: Mapping[Prefix, torch.Tensor] = field(default_factory=dict)  # and the indices of the tokens after them
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
+    _prefix_tokens: dict[tuple[int, ...], list[tuple[Prefix, torch.Tensor]]] = field(default_factory=dict, init=False)
 
     def mask(self, part: Part, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a part: 0 for visible keys, the lowest number for others.
@@ -85,9 +96,10 @@ class Layout:
         """
         key = (id(part), group, window, dtype)
         if key not in self._masks:
-            query, position = (x[part.queries].view(-1, part.tokens, 1) for x in (self.offsets, self.positions))
+            query = position = self.offsets[part.queries].view(-1, part.tokens, 1)
             offsets = key_positions = torch.arange(part.end, device=query.device)
             if self.stored_positions is not None:
+                position = self.positions[part.queries].view(-1, part.tokens, 1)
                 key_positions = self.stored_positions[part.slots, None, : part.end]
             hidden = offsets > query
             if window is not None:
@@ -98,3 +110,15 @@ class Layout:
                 mask = mask.repeat(1, group, 1)
             self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
+
+    def prefix_parts(self, layer: int) -> list[tuple[Prefix, torch.Tensor]]:
+        """Return the distinct prefixes in a layer, and the indices of the tokens after each."""
+        first: dict[int, int] = {}
+        owners = tuple(first.setdefault(id(prefix.keys[layer]), i) for i, prefix in enumerate(self.prefixes))
+        if owners not in self._prefix_tokens:
+            prefixes, tokens = list(self.prefixes), list(self.prefixes.values())
+            self._prefix_tokens[owners] = [
+                (prefixes[owner], torch.cat([t for t, other in zip(tokens, owners, strict=True) if other == owner]))
+                for owner in first.values()
+            ]
+        return self._prefix_tokens[owners]

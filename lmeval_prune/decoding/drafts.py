@@ -62,8 +62,8 @@ class Drafter:
             count = min(most, budget, row.max_tokens - len(row.answer) - 1)
             if count <= 0:
                 continue
-            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.request.prompt))
-            ngrams.extend(row.answer[len(ngrams.text) - len(row.request.prompt) :])
+            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.prompt))
+            ngrams.extend(row.answer[len(ngrams.text) - len(row.prompt) :])
             size, drafts[i] = ngrams.propose(ngrams.text, count)
             if answers := self._answers.get(row.group):
                 sibling_size, draft = answers.propose(ngrams.text, count)

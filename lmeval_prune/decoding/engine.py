@@ -21,14 +21,16 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
+from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
 from lmeval_prune.decoding.self_check import why_not_static, why_unsupported
-from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups
+from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.static_scheduler import StaticScheduler
 from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.decoding.stopping import Stopping
@@ -141,13 +143,51 @@ class Engine:
             answers.close()
             progress.close()
 
+    def score(
+        self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+        """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
+
+        Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or
+        is closed.
+
+        Args:
+            requests: in any order.
+            dtype: of the log-softmax; None: the logits' own.
+
+        Yields:
+            A request and its result.
+
+        Raises:
+            InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
+                longer than the context.
+        """
+        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
+            mask.fit_to(self.model_map)
+        longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
+        if longest > self.context:
+            raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
+        if not requests:
+            return
+        if reason := self.unscored:
+            raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
+        run = LikelihoodRun(self.model_map, requests, self._memory, dtype)
+        before = self.statistics.layer_tokens, self.statistics.head_tokens
+        for request, likelihood in run.results():
+            self.statistics.scored += 1
+            yield request, likelihood
+        self.statistics.layer_tokens = before[0] + run.layer_tokens
+        self.statistics.head_tokens = before[1] + run.head_tokens
+
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
-        longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
-        groups, masks = prompt_groups(requests, self.model_map, schedule.share)
-        rows, leaders = self._capacity(longest, groups, scratch=int(bool(schedule.static)))
-        cache = KVCache(min(rows, len(requests)) + int(bool(schedule.static)), longest, block)
+        groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
+        scratch = int(bool(schedule.static))
+        prefixes = self._share_prefixes(groups, schedule.prefix)
+        longest = max(len(each.prompt) + each.max_tokens for group in groups for each in group.sequences)
+        rows, leaders = self._capacity(longest, groups, scratch, prefixes)
+        cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
             state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
             if schedule.static:
@@ -166,14 +206,14 @@ class Engine:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
         schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
-            schedule = replace(schedule, follow=0, drafts=0)
+            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
         if schedule.compile and not schedule.static:
             logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
         schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, follow=0, drafts=0)
+            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
         if not schedule.share:
-            schedule = replace(schedule, follow=0)
+            schedule = replace(schedule, follow=0, prefix=0)
         if schedule.drafts and schedule.budget is None:
             schedule = replace(schedule, budget=self._measured_budget)
         return schedule
@@ -205,6 +245,14 @@ class Engine:
         return self._reasons[applied]
 
     @property
+    def unscored(self) -> str | None:
+        """The reason why `score` refuses this model with its interventions; None if it does not."""
+        for intervention in interventions_on(self.model):
+            if not intervention.tokenwise:
+                return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
+        return self.unsupported
+
+    @property
     def is_static(self) -> bool:
         """Return whether the engine decodes in a static step, see `Schedule.static`."""
         if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
@@ -222,21 +270,31 @@ class Engine:
             self._eager_reasons[key] = why_not_static(self.model_map, compiled)
         return self._eager_reasons[key]
 
-    def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int) -> tuple[int, int]:
+    def _share_prefixes(self, groups: Sequence[PromptGroup], shortest: int) -> int:
+        """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
+        if not shortest:
+            return 0
+        layers, inputs = len(self.model_map.attention), self._element_size * self._width
+        stored = self._token_bytes // layers
+
+        def size(prefix: SharedPrefix) -> int:
+            return prefix.size(layers, stored, inputs)
+
+        return share_prefixes(groups, shortest, size, self._memory // 2)
+
+    def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
         A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
         inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot, and `scratch` slots hold no answer.
+        are decided alone need one more slot, `scratch` slots hold no answer, and `prefixes` bytes are not free.
         """
-        token = length * self.model.get_input_embeddings().weight.dtype.itemsize  # the dtype of hidden states
-        slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
+        slot = length * self._token_bytes
         slot += sum(each.slot_bytes(self.model_map, length) for each in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        width = self.model.config.get_text_config().hidden_size
-        kept = slot + token * width * first_layers if first_layers else 0
-        extra = (scratch + self.deterministic) * slot
-        memory = (self.memory or available_memory(self.device)) - extra
+        kept = slot + length * self._element_size * self._width * first_layers if first_layers else 0
+        extra = (scratch + self.deterministic) * slot + prefixes
+        memory = self._memory - extra
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         fewest = min(self.min_rows, sum(1 + len(group.followers) for group in waiting))
         if fitting < fewest:
@@ -246,6 +304,25 @@ class Engine:
             )
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
         return count, (memory - count * slot) // kept if kept else count
+
+    @property
+    def _memory(self) -> int:
+        return self.memory or available_memory(self.device)
+
+    @property
+    def _element_size(self) -> int:
+        """Return the bytes of a number in keys and hidden states: as in embeddings; other weights may be smaller."""
+        return int(self.model.get_input_embeddings().weight.dtype.itemsize)
+
+    @property
+    def _width(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def _token_bytes(self) -> int:
+        """Return the bytes of a token's keys and values in all layers."""
+        layers = self.model_map.attention
+        return self._element_size * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in layers)
 
     @cached_property
     def _measured_budget(self) -> int:

@@ -5,7 +5,8 @@ tokens): rows of any length one after another, without padding. Each layer write
 place, and attends over the slots. Key-value heads are not repeated for their groups of query heads.
 
 A token's *offset* in its slot is its *position* in the text, except in layers in which a handler stores only some
-tokens. There each slot has its own length.
+tokens. There each slot has its own length. Slots may share a *prefix*: the first tokens of their texts, stored once.
+Their offsets begin after it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch.nn import functional
 
-from lmeval_prune.decoding.attention_layout import Layout, Part, neighbouring_parts, padded_parts
+from lmeval_prune.decoding.attention import AttentionOptions, attend_slots, attend_with_prefixes
+from lmeval_prune.decoding.attention_layout import Layout, Part, Prefix, neighbouring_parts, padded_parts
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     Packed,
@@ -56,6 +57,7 @@ class KVCache:
         self.count = count
         self.length = length
         self.block = block
+        self.prefixes: list[Prefix | None] = [None] * count  # tokens before those of each slot
         self.packed = Packed((), (), ())  # of the running pass
         self.rows: StepRows | None = None  # not a static step
         self.layout: Layout | None = None  # of the running pass
@@ -86,12 +88,16 @@ class KVCache:
         if query_mask is None:
             keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
-            return _attend(options, layout, query, keys, values).unsqueeze(0), None
+            if layout.prefixes:
+                return attend_with_prefixes(options, layout, query, keys, values, layer).unsqueeze(0), None
+            return attend_slots(options, layout, query, keys, values).unsqueeze(0), None
+        if layout.prefixes:
+            raise UnsupportedAttention("an intervention that skips tokens after a common prefix")
         offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
         stored_tokens = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
         values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
-        attended = _attend(options, query_layout, query[:, has_query], keys, values)
+        attended = attend_slots(options, query_layout, query[:, has_query], keys, values)
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
@@ -140,13 +146,23 @@ class KVCache:
         return neighbouring_parts(rows, self.block or 1 << 30)
 
     def _layout(self, packed: Packed, device: torch.device) -> Layout:
-        """Lay out a pass in which each token has a query, and its offset is its position."""
+        """Lay out a pass in which each token has a query, and its offset counts all tokens after the prefix."""
         rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
         slots = [slot for slot, _, count in rows for _ in range(count)]
-        positions = [position for _, start, count in rows for position in range(start, start + count)]
-        index = torch.tensor([slots, positions]).to(device)
+        offsets = [offset for _, start, count in rows for offset in range(start, start + count)]
+        index = torch.tensor([slots, offsets]).to(device)
         parts = self._parts([(slot, start + count, count) for slot, start, count in rows], device)
-        return Layout(parts, index[0], index[1], index[1])
+        by_prefix: defaultdict[Prefix, list[int]] = defaultdict(list)
+        for token, slot in enumerate(slots):
+            if prefix := self.prefixes[slot]:
+                by_prefix[prefix].append(token)
+        positions, prefixes = index[1], {}
+        if by_prefix:
+            positions = positions.clone()
+            for prefix, tokens in by_prefix.items():
+                prefixes[prefix] = torch.tensor(tokens, device=device)
+                positions[prefixes[prefix]] += prefix.length
+        return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
@@ -182,6 +198,7 @@ class KVCache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens to another slot."""
+        self.prefixes[target] = self.prefixes[source]
         for layer in self.keys:
             end = self._stored_length(layer, source, length)
             for storage in (self.keys[layer], self.values[layer]):
@@ -221,73 +238,3 @@ class KVCache:
     def _stored_length(self, layer: int, slot: int, length: int) -> int:
         """Return how many of a slot's `length` tokens a layer stores."""
         return int(self.lengths[layer][slot]) if layer in self.lengths else length
-
-
-def compiled_decode(*arguments: Any) -> torch.Tensor:
-    """Compute the attention of one token per row on a CPU; see `kernels.decode_attention.compiled.decode`."""
-    from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
-
-    return decode(*arguments)
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Scaling, soft cap and window of a layer's attention."""
-
-    scaling: float
-    softcap: float | None
-    window: int | None
-
-    @classmethod
-    def of(cls, call: AttentionCall) -> AttentionOptions:
-        """Read the options of a call; refuse unsupported ones."""
-        module: Any = call.module
-        options, window = call.options, call.options.get("sliding_window")
-        for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
-            if options.get(name) is not None:
-                raise UnsupportedAttention(name)
-        layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-        if layer_types and layer_types[module.layer_idx] == "sliding_attention" and window is None:
-            raise UnsupportedAttention("sliding-window attention without a window size")
-        if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
-            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
-        scaling = options.get("scaling")
-        return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Compute the attention of queries to keys."""
-        if self.softcap is None:
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
-        scores = torch.tanh(q @ k.transpose(-1, -2) * self.scaling / self.softcap) * self.softcap
-        return (scores + mask).softmax(-1) @ v
-
-
-def _attend(
-    options: AttentionOptions, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
-    heads, group = query.shape[0], query.shape[0] // keys.shape[1]
-    is_compiled = query.device.type == "cpu" and query.dtype == torch.float32 and options.softcap is None
-    is_compiled &= options.window is None or layout.stored_positions is None
-    outputs = []
-    for part in layout.parts:
-        if is_compiled and part.tokens == 1:
-            slots, lengths = layout.slots[part.queries], layout.offsets[part.queries] + 1
-            rows = query[:, part.queries].transpose(0, 1)
-            outputs.append(compiled_decode(rows, keys, values, slots, lengths, options.scaling, options.window))
-            continue
-        # the query heads of a group become queries of their key-value head
-        q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
-        q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, keys.shape[1], group * part.tokens, query.shape[-1])
-        mask = layout.mask(part, group, options.window, query.dtype)
-        out = options.attend(q, keys[part.slots, :, : part.end], values[part.slots, :, : part.end], mask)
-        out = out.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
-        outputs.append(out.reshape(part.rows * part.tokens, heads, -1))
-    if not outputs:
-        return query.new_zeros(0, heads, values.shape[-1])
-    if layout.parts[0].kept is None:
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    attended = outputs[0].new_empty(query.shape[1], heads, values.shape[-1])
-    for part, out in zip(layout.parts, outputs, strict=True):
-        attended[cast(torch.Tensor, part.queries)[part.kept]] = out[part.kept]
-    return attended

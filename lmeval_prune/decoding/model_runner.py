@@ -112,6 +112,26 @@ class ModelRunner:
         ]
         return logits, kept
 
+    def head(self, hidden: torch.Tensor, mask: int) -> torch.Tensor:
+        """Return the logits of outputs of the last layer, (tokens, vocabulary); `hidden` is (tokens, width)."""
+        count = len(hidden)
+        self.head_tokens += count
+        with self._skip.running(self.layers, hidden.unsqueeze(0)):
+            positions = torch.zeros(count, dtype=torch.long, device=self.device)
+            return self._logits([0] * count, [mask] * count, positions, range(count))
+
+    @contextmanager
+    def storing_in(self, cache: KVCache) -> Iterator[None]:
+        """Store keys and values in another cache inside the block."""
+        before = self.cache
+        with ExitStack() as stack:
+            replace_attention(self._model_map, cache, stack)
+            self.cache = cache
+            try:
+                yield
+            finally:
+                self.cache = before
+
     def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
         """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""
         length = len(tokens)
@@ -126,7 +146,8 @@ class ModelRunner:
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]
     ) -> torch.Tensor:
-        to_keep = slice(None) if len(with_logits) == len(tokens) else torch.tensor(with_logits, device=self.device)
+        index = torch.tensor(with_logits, dtype=torch.long, device=self.device)
+        to_keep = slice(None) if len(with_logits) == len(tokens) else index
         with self._masking(torch.tensor([masks])):
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self.device),

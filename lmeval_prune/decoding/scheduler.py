@@ -21,6 +21,7 @@ import torch
 
 from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.prefixes import common_length
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.settings import Natural, Settings
@@ -36,7 +37,7 @@ class Statistics:
 
     answers: int = 0
     answer_tokens: int = 0
-    prompt_tokens: int = 0  # of leaders
+    prompt_tokens: int = 0  # of leaders, after common prefixes
     follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
     followed: int = 0  # answer tokens that followers share with their leader
     steps: int = 0  # decoding steps of all running rows
@@ -44,6 +45,7 @@ class Statistics:
     step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
     drafted: int = 0  # proposed draft tokens
     draft_accepted: int = 0
+    scored: int = 0  # results of `Engine.score`
     alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
     head_tokens: int = 0  # tokens whose logits were computed
@@ -55,6 +57,8 @@ class Schedule(Settings):
 
     Attributes:
         share: share the computation of equal prompts.
+        prefix: smallest number of tokens with which several prompts begin for these tokens to run once for each mask;
+            0 runs each prompt as a whole.
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
         refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
         drafts: largest number of draft tokens of a row; 0 for none.
@@ -66,6 +70,7 @@ class Schedule(Settings):
     """
 
     share: bool = True
+    prefix: Natural = 64
     follow: Natural = 16
     refill: bool = True
     drafts: Natural = 8
@@ -154,14 +159,14 @@ class Scheduler:
         if not tokens:  # the first row of a pass always fits
             return True
         checked = self.schedule.follow if logits else 0  # tokens of the leader's answer
-        return tokens + len(row.request.prompt) + checked <= self.largest_pass and logits < self.largest_pass // 4
+        return tokens + len(row.prompt) + checked <= self.largest_pass and logits < self.largest_pass // 4
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""
-        params = row.request.params
         row.slot = self._free_slot()
-        row.end_tokens = self.sampler.stopping.ends(params)
-        row.max_tokens = min(params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
+        row.end_tokens = self.sampler.stopping.ends(row.request.params)
+        prefix = row.group.prefix
+        self.runner.cache.prefixes[row.slot] = prefix.under(row.mask, self.runner) if prefix else None
         self.active.append(row)
         return row
 
@@ -179,11 +184,11 @@ class Scheduler:
             if group.followers and leading >= self.max_leaders:
                 break
             leading += bool(group.followers)
-            tokens += len(group.leader.request.prompt)
+            tokens += len(group.leader.prompt)
             rows.append(self._activate(self.waiting.popleft().leader))
         if not rows:
             return False
-        prompts = [row.request.prompt for row in rows]
+        prompts = [row.prompt for row in rows]
         logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
         choices = self._argmax(logits, rows)
         for i, row in enumerate(rows):
@@ -199,7 +204,7 @@ class Scheduler:
         if group.followers and not group.leader_tokens:
             leader = group.leader
             leader.kept_layers = frozenset()
-            group.leader_tokens = leader.tokens if self.schedule.follow else list(leader.request.prompt)
+            group.leader_tokens = leader.tokens if self.schedule.follow else list(leader.prompt)
             group.leader_cache = self.runner.cache.snapshot(leader.slot, leader.cached, group.followers[0].first_layer)
             self.ready.append(group)
 
@@ -215,7 +220,7 @@ class Scheduler:
             while queue and queue[0].first_layer == first and self._has_room(queue[0], tokens, logits):
                 rows.append(self._activate(queue.popleft()))
                 inputs.setdefault(id(group), torch.cat(group.layer_inputs[first]))
-                tokens += len(rows[-1].request.prompt) + self.schedule.follow
+                tokens += len(rows[-1].prompt) + self.schedule.follow
                 logits += 1 + self.schedule.follow
         following = rows  # rows that have chosen the leader's tokens until now
         while following:
@@ -224,7 +229,7 @@ class Scheduler:
             group = row.group
             common = min(row.cached, len(inputs[id(group)]))
             self.runner.cache.restore(row.slot, group.leader_cache, common, first)
-            self.statistics.followed += _common_length(row.tokens, group.leader_tokens) - len(row.request.prompt)
+            self.statistics.followed += common_length(row.tokens, group.leader_tokens) - len(row.prompt)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
             group.leader_cache, group.layer_inputs = [], {}
@@ -233,7 +238,7 @@ class Scheduler:
         """Run the next tokens of the leader in each row; return the rows that chose the same tokens."""
         leading, hidden, skips = [], [], []
         for row, layer_inputs in zip(rows, inputs, strict=True):
-            prompt, start = len(row.request.prompt), row.cached
+            prompt, start = len(row.prompt), row.cached
             stop = min(max(start, prompt) + self.schedule.follow, len(layer_inputs))
             leading.append(row.group.leader_tokens[start:stop])
             hidden.append(layer_inputs[start:stop])
@@ -257,6 +262,8 @@ class Scheduler:
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
             row.group.unanswered -= 1
+            if row.group.prefix:
+                row.group.prefix.answered()
             if row is row.group.leader:
                 self._release_followers(row.group)
             if self.schedule.drafts:
@@ -282,6 +289,7 @@ class Scheduler:
         if slot < len(self.active) - 1:
             self._move(self.active[-1], slot)
         self.active.pop()
+        self.runner.cache.prefixes[len(self.active)] = None
 
     def _move(self, row: Sequence, slot: int) -> int:
         """Move a row to a free slot; return the slot that becomes free."""
@@ -368,12 +376,6 @@ class Scheduler:
             near_tie = self.deterministic and self.sampler.near_tie(logits, row.request, row.answer)
         if near_tie:
             self.statistics.alone += 1
-            logits = self.runner.forward_alone(row.tokens, row.mask)
+            logits = self.runner.forward_alone([*row.request.prompt, *row.answer], row.mask)
             token = int(logits.float().argmax())
         return token if choice else self.sampler.choose(logits, row.request, row.answer)
-
-
-def _common_length(tokens: Items[int], others: Items[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))

@@ -12,6 +12,7 @@ import torch
 from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
+from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import HeadMask, interventions_on
@@ -68,7 +69,8 @@ def _check(model_map: ModelMap) -> None:
         for intervention in interventions_on(model):
             stack.enter_context(intervention.fixed_decisions())
         expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
-        with ModelRunner.attached(model_map, KVCache(2, n), [None]) as runner:
+        cache = KVCache(2, n)
+        with ModelRunner.attached(model_map, cache, [None]) as runner:
 
             def difference(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> float:
                 batch = [Chunk(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
@@ -80,7 +82,21 @@ def _check(model_map: ModelMap) -> None:
             differences = [difference(0, n - 4, keep=middle), difference(n - 4, n - 2, 1)]
             differences += [difference(n - 2, n - 1), difference(n - 1, n)]
             differences.append(difference(0, n - 4, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
+            if all(intervention.tokenwise for intervention in interventions_on(model)):
+                prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1)
+                cache.prefixes[:] = [prefix.under(0, runner)] * 2
+                differences += [
+                    _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
+                ]
     _compare(model, differences, [expected])
+
+
+def _prefixed_difference(
+    runner: ModelRunner, tokens: list[int], expected: torch.Tensor, start: int, stop: int
+) -> float:
+    """Run a span of tokens in two slots whose first four tokens are a prefix; compare logits."""
+    logits, _ = runner.forward([Chunk(slot, start - 4, 0, tokens[start:stop]) for slot in (0, 1)])
+    return float((logits.unflatten(0, (2, -1)).float() - expected[start:stop]).abs().max())
 
 
 def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:

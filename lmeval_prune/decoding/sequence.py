@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import SlotCopy
+from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
 
@@ -21,19 +23,20 @@ class Sequence:
     request: Request
     mask: int  # number of its mask
     first_layer: int  # the first pruned layer; the number of layers if nothing is pruned
+    max_tokens: int  # largest length of the answer
     group: PromptGroup = field(init=False)
+    prompt: tuple[int, ...] = ()  # tokens of the prompt after the group's prefix
     slot: int = -1  # slot in the cache
-    cached: int = 0  # number of tokens of prompt and answer in the cache
+    cached: int = 0  # number of tokens of prompt and answer in the slot
     answer: list[int] = field(default_factory=list)  # the last token is not in the cache yet
     ended: bool = False
-    end_tokens: tuple[int, ...] = ()  # set when the sequence starts, like `max_tokens`
-    max_tokens: int = 0  # largest length of the answer
+    end_tokens: tuple[int, ...] = ()  # set when the sequence starts
     kept_layers: frozenset[int] = frozenset()  # layers whose inputs are kept for followers; empty unless it leads
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer."""
-        return [*self.request.prompt, *self.answer]
+        """Prompt and answer, without the prefix."""
+        return [*self.prompt, *self.answer]
 
 
 @dataclass(eq=False)
@@ -43,6 +46,7 @@ class PromptGroup:
     leader: Sequence
     followers: deque[Sequence]  # not started, by first pruned layer, highest first
     unanswered: int  # number of requests without an answer
+    prefix: SharedPrefix | None = None
     leader_tokens: list[int] = field(
         default_factory=list
     )  # the prompt and answer to check (if `follow=0`: the prompt); set for followers
@@ -51,19 +55,36 @@ class PromptGroup:
     # The leader's keys and values in the layers below the highest `first_layer` of a follower.
     leader_cache: list[SlotCopy] = field(default_factory=list)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The leader and the followers that have not started."""
+        return [self.leader, *self.followers]
+
+
+def number_masks(masks: Iterable[HeadMask | None], model_map: ModelMap) -> dict[HeadMask | None, tuple[int, int]]:
+    """Return the number and the first pruned layer of each mask; no mask is the first."""
+    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
+    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}
+    for mask in masks:
+        if mask and mask not in numbers:
+            pruned = [order[layer.name] for layer, _ in mask.by_layer(model_map)]
+            numbers[mask] = (len(numbers), min(pruned, default=len(order)))
+    return numbers
+
 
 def prompt_groups(
-    requests: Items[Request], model_map: ModelMap, share: bool
+    requests: Items[Request], model_map: ModelMap, share: bool, context: int
 ) -> tuple[list[PromptGroup], list[HeadMask | None]]:
-    """Group requests by prompt (each alone unless `share`), and number their masks for `Sequence.mask`."""
-    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
-    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}  # number and first pruned layer
+    """Group requests by prompt (each alone unless `share`), and number their masks for `Sequence.mask`.
+
+    Prompt and answer have at most `context` tokens.
+    """
+    numbers = number_masks((request.mask for request in requests), model_map)
     by_prompt: dict[tuple[int, ...] | int, list[Sequence]] = {}
     for i, request in enumerate(requests):
-        if request.mask and request.mask not in numbers:
-            pruned = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
-            numbers[request.mask] = (len(numbers), min(pruned, default=len(order)))
-        by_prompt.setdefault(request.prompt if share else i, []).append(Sequence(request, *numbers[request.mask]))
+        longest = min(request.params.max_new_tokens, context - len(request.prompt))
+        sequence = Sequence(request, *numbers[request.mask], longest, prompt=request.prompt)
+        by_prompt.setdefault(request.prompt if share else i, []).append(sequence)
     groups = []
     for sequences in by_prompt.values():
         leader, *followers = sorted(sequences, key=lambda sequence: -sequence.first_layer)
@@ -72,3 +93,35 @@ def prompt_groups(
         for sequence in sequences:
             sequence.group = groups[-1]
     return groups, list(numbers)
+
+
+def share_prefixes(groups: Items[PromptGroup], shortest: int, size: Callable[[SharedPrefix], int], memory: int) -> int:
+    """Assign common prefixes of at least `shortest` tokens to the groups whose prompts begin with them.
+
+    Args:
+        groups: prompt groups, changed in place.
+        shortest: smallest number of tokens of a prefix.
+        size: returns the bytes of a prefix.
+        memory: bytes for all prefixes; those that save less than others are left out.
+
+    Returns:
+        The bytes of all prefixes.
+    """
+    lengths = common_prefixes((group.leader.request.prompt for group in groups), shortest)
+    by_tokens: dict[tuple[int, ...], list[PromptGroup]] = {}
+    for group in groups:
+        prompt = group.leader.request.prompt
+        if prompt in lengths:
+            by_tokens.setdefault(prompt[: lengths[prompt]], []).append(group)
+    free = memory
+    for tokens, sharing in sorted(by_tokens.items(), key=lambda item: -len(item[0]) * len(item[1])):
+        sequences = [sequence for group in sharing for sequence in group.sequences]
+        prefix = SharedPrefix(tokens, {each.mask: each.first_layer for each in sequences}, len(sequences))
+        if size(prefix) > free:
+            continue
+        free -= size(prefix)
+        for group in sharing:
+            group.prefix = prefix
+        for sequence in sequences:
+            sequence.prompt = sequence.request.prompt[len(tokens) :]
+    return memory - free

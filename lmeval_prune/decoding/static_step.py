@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.kv_cache import AttentionOptions, KVCache
+from lmeval_prune.decoding.attention import AttentionOptions
+from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import (
     Warp,
     cumulative_distribution,

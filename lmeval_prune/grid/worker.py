@@ -57,7 +57,7 @@ class Job:
 class VariantLM(PrunedHFLM):
     """A loaded model whose arguments are changed from variant to variant."""
 
-    # Masks of the job's variants: `generate_until` answers the first task's requests with each of them, in one batch.
+    # Masks of the job's variants: the first task's requests are answered with each of them, in one run of the engine.
     job_masks: tuple[HeadMask | None, ...] = ()
 
     @property
@@ -67,13 +67,27 @@ class VariantLM(PrunedHFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Store the answers of all masks of the job, then answer as the base class does, from the store."""
+        self._answer_ahead("generate_until", requests, disable_tqdm)
+        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Store the log-likelihoods of all masks of the job, then answer from the store."""
+        self._answer_ahead("loglikelihood", requests, disable_tqdm)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Store the log-likelihoods of all masks of the job, then answer from the store."""
+        self._answer_ahead("loglikelihood_rolling", requests, disable_tqdm)
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    def _answer_ahead(self, kind: str, requests: list[Any], disable_tqdm: bool) -> None:
+        """Store the answers of all masks of the job, if there are several."""
         if self.job_masks and self.answering.store:
             self._applied.close()
             try:
-                self.answering.answer_ahead(requests, self.job_masks, disable_tqdm)
+                self.answering.answer_ahead(kind, requests, self.job_masks, disable_tqdm)
             finally:
                 self._applied = self._apply()
-        return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
 
 class ServedLM(PrunedServerLM):

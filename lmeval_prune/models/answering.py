@@ -19,7 +19,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.decoding.engine import InsufficientMemoryError
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
-from lmeval_prune.models import generation
+from lmeval_prune.models import generation, likelihood
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests, repeat_indices
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import code_versions
@@ -48,6 +48,7 @@ class Answering:
         self.lengths: dict[str, dict[str, Any]] = {}
         self._interventions: tuple[Intervention, ...] = ()
         self._identities: dict[str, list[Any]] = {}  # of the interventions and the router's heads, by heads
+        self._reasons: set[str] = set()  # why log-likelihoods are not computed by the engine, as logged
         self._is_frozen = False  # whether `_interventions` stays as it is
         self._model_digest = ""
         if self.router:
@@ -87,21 +88,24 @@ class Answering:
         return responses
 
     def answer_ahead(
-        self, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False
+        self, kind: str, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False
     ) -> None:
-        """Decode generation requests under each of several masks in one pass of the engine, and store the answers.
+        """Answer requests under each of several masks in one run of the engine, and store the answers.
 
         A later request with one of the masks applied is answered from the store. Each mask is combined with the
-        model's interventions; None adds no mask.
+        model's interventions; None adds no mask. Log-likelihoods that the engine does not compute are left to the
+        later requests.
         """
         count = len(masks)
         assert self.store and self.lm.engine and not self.router
+        if not self._is_on_engine(kind):
+            return
         with self._frozen_interventions():
             identities = [self._identity(mask) for mask in masks]
 
             def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
                 repeat, number = divmod(index, count)
-                parts = self._parts("generate_until", request, repeat, identities[number])
+                parts = self._parts(kind, request, repeat, identities[number])
                 return parts, str(masks[number] or DENSE)
 
             def run(pending: PendingRequests) -> list[Any]:
@@ -109,7 +113,7 @@ class Answering:
                 return self._decode(pending, [index // count for index in pending.repeats], row_masks, disable_tqdm)
 
             repeated = [request for request in requests for _ in masks]
-            answer_requests(self.store, repeated, "generate_until", key_parts, run)
+            answer_requests(self.store, repeated, kind, key_parts, run)
 
     @contextmanager
     def _frozen_interventions(self) -> Iterator[None]:
@@ -195,6 +199,8 @@ class Answering:
         """Compute the answers to pending requests."""
         if pending.kind == "generate_until":
             return self._generate(pending, disable_tqdm)
+        if self._is_on_engine(pending.kind):
+            return self._decode(pending, pending.repeats, None, disable_tqdm)
         return self._run_by_hf(pending, disable_tqdm)
 
     def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
@@ -230,19 +236,36 @@ class Answering:
             choice.log(f"lm-eval's hf answers greedy requests: {error}")
             return {}
 
+    def _is_on_engine(self, kind: str) -> bool:
+        """Return whether the engine answers requests of a kind; log once why it computes no log-likelihoods."""
+        engine = self.lm.engine if self.lm.arguments.engine == "batched" else None
+        if engine is None or kind == "generate_until":
+            return engine is not None
+        reason = engine.unscored
+        if reason and reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.info("lm-eval's hf computes the log-likelihoods: %s", reason)
+        return reason is None
+
     def _decode(
         self, pending: PendingRequests, repeats: Sequence[int], masks: Sequence[HeadMask | None] | None, silent: bool
-    ) -> list[str]:
-        """Generate texts by the engine."""
-        lm = self.lm
+    ) -> list[Any]:
+        """Answer by the engine."""
+        lm, kind = self.lm, pending.kind
 
-        def done(index: int, text: str, tokens: list[int], ending: Ending) -> None:
-            pending.add(pending.keys[index], text, tokens=tokens, **ending._asdict())
-            lm.cache_hook.add_partial(pending.kind, pending.requests[index].args, text)
+        def done(index: int, response: Any, **columns: Any) -> None:
+            pending.add(pending.keys[index], response, **columns)
+            lm.cache_hook.add_partial(kind, pending.requests[index].args, response)
+
+        if kind != "generate_until":
+            return likelihood.loglikelihoods(lm, lm.engine, kind, pending.requests, done, masks, silent)
+
+        def decoded(index: int, text: str, tokens: list[int], ending: Ending) -> None:
+            done(index, text, tokens=tokens, **ending._asdict())
 
         lm.engine.progress = not silent and lm.rank == 0
         greedy = self.router is not None
-        return generation.generate_until(lm, lm.engine, pending.requests, repeats, done, lm.seed, masks, greedy)
+        return generation.generate_until(lm, lm.engine, pending.requests, repeats, decoded, lm.seed, masks, greedy)
 
     @contextmanager
     def _hooked(self, pending: PendingRequests) -> Iterator[None]:

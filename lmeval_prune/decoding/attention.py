@@ -1,0 +1,184 @@
+"""Attention of a packed pass over slots of a cache, and over prefixes that several slots share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+
+from lmeval_prune.decoding.attention_layout import Layout, Part
+from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention
+
+Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Scaling, soft cap and window of a layer's attention."""
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> AttentionOptions:
+        """Read the options of a call; refuse unsupported ones."""
+        module: Any = call.module
+        options, window = call.options, call.options.get("sliding_window")
+        for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
+            if options.get(name) is not None:
+                raise UnsupportedAttention(name)
+        layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+        if layer_types and layer_types[module.layer_idx] == "sliding_attention" and window is None:
+            raise UnsupportedAttention("sliding-window attention without a window size")
+        if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
+            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
+        scaling = options.get("scaling")
+        return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Compute the attention of queries to keys, (…, queries, width of values)."""
+        if self.softcap is None:
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
+        return self._scores(q, k, mask).softmax(-1).to(v.dtype) @ v
+
+    def attend_with_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Attention:
+        """Compute the attention of queries to keys, and the log-sum-exp of each query's scores.
+
+        Args:
+            q, k, v: (batch, heads, queries or keys, width).
+            mask: added to the scores; broadcast to (batch, heads, queries, keys).
+
+        Returns:
+            (batch, heads, queries, width of values), and (batch, heads, queries) in float32 or float64.
+        """
+        if self.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return cast(Attention, attend(q, k, v, attn_mask=mask, scale=self.scaling))
+        scores = self._scores(q, k, mask)
+        lse = scores.logsumexp(-1)
+        return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the scores in float32 or float64."""
+        scores = q @ k.transpose(-1, -2) * self.scaling
+        scores = scores.float() if scores.element_size() < 4 else scores
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores if mask is None else scores + mask
+
+
+def join_attention(parts: Sequence[Attention]) -> torch.Tensor:
+    """Join the attention over parts of the keys: softmax attention over all keys is their mean, weighted by exp(lse).
+
+    Args:
+        parts: attention, (…, width), and log-sum-exp, (…). Minus infinity stands for no keys.
+    """
+    weights = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
+    joined = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    return cast(torch.Tensor, joined).to(parts[0][0].dtype)
+
+
+def attend_slots(
+    options: AttentionOptions, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
+    return _attend_slots(options, layout, query, keys, values, with_lse=False)[0]
+
+
+def attend_with_prefixes(
+    options: AttentionOptions,
+    layout: Layout,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
+    own = _attend_slots(options, layout, query, keys, values, with_lse=True)
+    out, lse = torch.zeros_like(own[0]), torch.full_like(own[1], -torch.inf)
+    for prefix, tokens in layout.prefix_parts(layer):
+        q = query[:, tokens].reshape(1, keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
+        mask = None
+        if options.window is not None:
+            hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+            mask = mask.masked_fill_(hidden, torch.finfo(q.dtype).min).repeat(q.shape[2] // len(tokens), 1)
+        k, v = prefix.keys[layer][None], prefix.values[layer][None]
+        attended, sums = options.attend_with_lse(q, k, v, mask)
+        out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
+        lse[tokens] = sums.reshape(len(query), len(tokens)).T
+    return join_attention([own, (out, lse)])
+
+
+def _attend_slots(
+    options: AttentionOptions,
+    layout: Layout,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention over the slots and, if requested, its log-sum-exp, (tokens, heads); else no numbers."""
+    heads = query.shape[0]
+    is_compiled = query.device.type == "cpu" and query.dtype == torch.float32 and options.softcap is None
+    is_compiled &= options.window is None or layout.stored_positions is None
+    outputs: list[Attention] = []
+    for part in layout.parts:
+        if is_compiled and part.tokens == 1:
+            slots, lengths = layout.slots[part.queries], layout.offsets[part.queries] + 1
+            rows = query[:, part.queries].transpose(0, 1)
+            outputs.append(compiled_decode(rows, keys, values, slots, lengths, options.scaling, options.window))
+        else:
+            outputs.append(_attend_part(options, layout, part, query, keys, values, with_lse))
+    if not outputs:
+        return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
+    if layout.parts[0].kept is None:
+        out, lse = zip(*outputs, strict=True)
+        return (out[0], lse[0]) if len(outputs) == 1 else (torch.cat(out), torch.cat(lse) if with_lse else lse[0])
+    joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
+    for part, columns in zip(layout.parts, outputs, strict=True):
+        for target, source in zip(joined, columns, strict=True):
+            target[cast(torch.Tensor, part.queries)[part.kept]] = source[part.kept]
+    return joined[0], joined[1]
+
+
+def _attend_part(
+    options: AttentionOptions,
+    layout: Layout,
+    part: Part,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    with_lse: bool,
+) -> Attention:
+    """Compute the attention of a part, as `_attend_slots`."""
+    heads, kv_heads = query.shape[0], keys.shape[1]
+    group = heads // kv_heads
+
+    def by_token(x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
+        return x.reshape(part.rows * part.tokens, heads, -1)
+
+    # the query heads of a group become queries of their key-value head
+    q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
+    q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, kv_heads, group * part.tokens, query.shape[-1])
+    k, v = keys[part.slots, :, : part.end], values[part.slots, :, : part.end]
+    mask = layout.mask(part, group, options.window, query.dtype)
+    if with_lse:
+        out, lse = options.attend_with_lse(q, k, v, mask)
+        return by_token(out), by_token(lse).squeeze(-1)
+    out = by_token(options.attend(q, k, v, mask))
+    return out, out.new_empty(len(out), 0)
+
+
+def compiled_decode(*arguments: Any) -> Attention:
+    """Compute the attention of one token per row on a CPU; see `kernels.decode_attention.compiled.decode`."""
+    from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
+
+    return decode(*arguments)

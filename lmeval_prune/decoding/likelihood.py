@@ -1,0 +1,277 @@
+"""Log-probabilities of given continuations, for many contexts under many head masks.
+
+The token sequences of all requests form a tree (`token_tree.py`), so tokens that several of them begin with are run
+once: the examples of a few-shot prompt, the context of a question's choices. A pass runs a few thousand tokens of the
+tree, unpruned or under the mask with the highest first pruned layer. It keeps the inputs of the first pruned layer of
+each other mask, which then runs from that layer up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.sequence import number_masks
+from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.decoding.tree_attention import TreeCache
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.head_mask import HeadMask
+
+PASS, GPU_PASS = 2048, 8192  # largest number of tokens in a pass
+SEGMENT = 512  # largest number of tokens in a segment: later tokens of a long text are masked by segments
+LOGITS, GPU_LOGITS = 1 << 25, 1 << 28  # largest number of logits computed at once
+
+
+@dataclass(frozen=True)
+class LikelihoodRequest:
+    """A continuation whose log-probabilities are computed.
+
+    Attributes:
+        context: token ids before the continuation, at least one.
+        continuation: token ids, at least one.
+        mask: heads to prune; None for no pruning.
+        tag: free for the caller; ignored.
+    """
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    mask: HeadMask | None = None
+    tag: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (self.context and self.continuation):
+            raise InputError("a log-likelihood needs a context and a continuation of at least one token each")
+
+
+class Likelihood(NamedTuple):
+    """The log-probabilities of a continuation."""
+
+    logprobs: torch.Tensor  # of its tokens, on the CPU
+    is_greedy: bool  # whether each token is the most probable
+
+
+@dataclass(eq=False)
+class _Text:
+    """A context with a continuation."""
+
+    tokens: tuple[int, ...]  # without the last, whose logits are not needed
+    continuation: tuple[int, ...]
+    begin: int  # index of its first log-probability in those of all texts
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.continuation)
+
+
+@dataclass(eq=False)
+class _Variant:
+    """A mask, the requests under it, and their results so far."""
+
+    mask: int
+    first_layer: int  # the first pruned layer; the number of layers if nothing is pruned
+    requests: dict[int, list[LikelihoodRequest]]  # by number of the text
+    scored: np.ndarray  # whether it has the text, by index of log-probabilities
+    needs: np.ndarray  # whether it has a text through a segment, by number of the segment
+    logprobs: torch.Tensor | None = None
+    is_greedy: torch.Tensor | None = None
+
+
+class _Texts:
+    """The distinct texts of some requests, and where their logits are in the tree."""
+
+    def __init__(self, requests: Iterable[LikelihoodRequest], longest: int) -> None:
+        self.numbers: dict[tuple[Any, ...], int] = {}
+        self.texts: list[_Text] = []
+        self.count = 0  # of log-probabilities
+        for request in requests:
+            key = request.context, request.continuation
+            if key not in self.numbers:
+                self.numbers[key] = len(self.texts)
+                tokens = (request.context + request.continuation)[:-1]
+                self.texts.append(_Text(tokens, request.continuation, self.count))
+                self.count = self.texts[-1].end
+        self.tree = TokenTree((text.tokens for text in self.texts), longest)
+        self.paths = [self.tree.path(text.tokens) for text in self.texts]
+        self.complete: dict[int, list[int]] = defaultdict(list)  # texts by their last segment
+        rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for number, (text, path) in enumerate(zip(self.texts, self.paths, strict=True)):
+            self.complete[path[-1]].append(number)
+            first = len(text.tokens) - len(text.continuation)  # position of the first token with logits
+            for segment in reversed(path):
+                start = self.tree.segments[segment].start
+                stop = min(start + len(self.tree.segments[segment].tokens), len(text.tokens))
+                for position in range(max(start, first), stop):
+                    i = position - first
+                    rows[segment].append((position - start, text.continuation[i], text.begin + i))
+                if start <= first:
+                    break
+        # by segment: offset of a token with logits, the token whose log-probability is needed, and the index of this
+        self.rows = {segment: np.array(sorted(values)) for segment, values in rows.items()}
+
+
+class LikelihoodRun:
+    """Computes the log-probabilities of requests, pass by pass.
+
+    Args:
+        model_map: the model.
+        requests: all requests.
+        memory: bytes for keys, values and kept hidden states; masks that do not fit together run one group after
+            another.
+        dtype: of the log-softmax; None: of the logits.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, requests: Sequence[LikelihoodRequest], memory: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self.model_map, self.requests, self.memory, self.dtype = model_map, requests, memory, dtype
+        model: Any = model_map.model
+        parameter, config = next(model.parameters()), model.config.get_text_config()
+        self.is_gpu, self.element_size, self.width = parameter.is_cuda, parameter.element_size(), config.hidden_size
+        self.most_tokens = GPU_PASS if self.is_gpu else PASS
+        self.most_rows = max((GPU_LOGITS if self.is_gpu else LOGITS) // config.vocab_size, 1)
+        self.layer_tokens = self.head_tokens = 0
+
+    def results(self) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+        """Yield each request and its result after the pass of its last token."""
+        numbers = number_masks((request.mask for request in self.requests), self.model_map)
+        masks = sorted({request.mask for request in self.requests}, key=lambda mask: (-numbers[mask][1], numbers[mask]))
+        by_mask: dict[HeadMask | None, list[LikelihoodRequest]] = {mask: [] for mask in masks}
+        for request in self.requests:
+            by_mask[request.mask].append(request)
+        longest = max(len(request.context) + len(request.continuation) for request in self.requests)
+        for group in self._groups([(mask, numbers[mask][1]) for mask in masks], longest):
+            texts = _Texts((request for mask in group for request in by_mask[mask]), min(SEGMENT, self.most_tokens))
+            cache: Any = TreeCache(texts.tree)
+            with ModelRunner.attached(self.model_map, cache, group) as runner:
+                variants = [
+                    self._variant(texts, number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)
+                ]
+                for segments in texts.tree.passes(self.most_tokens):
+                    cache.start_pass(segments)
+                    yield from self._run_pass(runner, texts, variants, segments)
+            self.layer_tokens += runner.layer_tokens
+            self.head_tokens += runner.head_tokens
+
+    def _groups(self, masks: Sequence[tuple[HeadMask | None, int]], longest: int) -> list[list[HeadMask | None]]:
+        """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
+        layer_bytes = [
+            longest * self.element_size * layer.kv_heads * (layer.query_dim + layer.head_dim)
+            for layer in self.model_map.attention
+        ]
+        inputs = self.most_tokens * self.element_size * self.width
+        groups: list[list[HeadMask | None]] = []
+        free = 0
+        for mask, first in masks:
+            needed = sum(layer_bytes[first:]) + inputs
+            if not groups or needed > free:
+                groups.append([])
+                needed = sum(layer_bytes) + inputs  # the first of a group runs all layers
+                free = self.memory
+            groups[-1].append(mask)
+            free -= needed
+        return groups
+
+    def _variant(self, texts: _Texts, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> _Variant:
+        """Return the variant of a mask with its requests."""
+        by_text: dict[int, list[LikelihoodRequest]] = defaultdict(list)
+        for request in requests:
+            by_text[texts.numbers[request.context, request.continuation]].append(request)
+        scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
+        for number in by_text:
+            scored[texts.texts[number].begin : texts.texts[number].end] = True
+            needs[texts.paths[number]] = True
+        return _Variant(mask, first_layer, by_text, scored, needs)
+
+    def _run_pass(
+        self, runner: ModelRunner, texts: _Texts, variants: Sequence[_Variant], segments: range
+    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+        """Run segments under each mask that needs them, and yield the results that are complete."""
+        first, *others = variants
+        with torch.inference_mode():
+            kept = self._forward(runner, texts, first, segments, frozenset(other.first_layer for other in others))
+            self._read(runner, texts, first, kept)
+        yield from self._complete(texts, first, segments)
+        for variant in others:
+            if needed := [segment for segment in segments if variant.needs[segment]]:
+                with torch.inference_mode():
+                    outputs = self._forward(runner, texts, variant, needed, frozenset(), kept)
+                    self._read(runner, texts, variant, outputs)
+                yield from self._complete(texts, variant, needed)
+
+    def _forward(
+        self,
+        runner: ModelRunner,
+        texts: _Texts,
+        variant: _Variant,
+        segments: Sequence[int],
+        keep: frozenset[int],
+        kept: dict[int, dict[int, torch.Tensor]] | None = None,
+    ) -> dict[int, dict[int, torch.Tensor]]:
+        """Run segments under a mask; return the inputs of the layers `keep` and the last layer's outputs.
+
+        With `kept`, start at the mask's first pruned layer with these inputs. Results and `kept` are by segment and
+        layer; outputs of the last layer count as inputs of a further one.
+        """
+        tree, layers = texts.tree, runner.layers
+        chunks = [
+            Chunk(
+                slot=variant.mask * len(tree.segments) + number,
+                cached=tree.segments[number].start,
+                mask=variant.mask,
+                tokens=tree.segments[number].tokens,
+                skip=len(tree.segments[number].tokens),
+                keep=keep | {layers},
+            )
+            for number in segments
+        ]
+        if kept is None:
+            _, inputs = runner.forward(chunks)
+        else:
+            start = variant.first_layer
+            _, inputs = runner.forward(chunks, start, torch.cat([kept[number][start] for number in segments]))
+        return dict(zip(segments, inputs, strict=True))
+
+    def _read(
+        self, runner: ModelRunner, texts: _Texts, variant: _Variant, outputs: dict[int, dict[int, torch.Tensor]]
+    ) -> None:
+        """Compute the log-probabilities of a pass from the last layer's outputs."""
+        hidden, tables, count = [], [], 0
+        for segment, by_layer in outputs.items():
+            if (table := texts.rows.get(segment)) is not None:
+                table = table[variant.scored[table[:, 2]]]
+                offsets, index = np.unique(table[:, 0], return_inverse=True)
+                hidden.append(by_layer[runner.layers][torch.from_numpy(offsets).to(runner.device)])
+                tables.append(np.stack([index + count, table[:, 1], table[:, 2]]))
+                count += len(offsets)
+        if not count:
+            return
+        states, rows = torch.cat(hidden), torch.from_numpy(np.concatenate(tables, axis=1))
+        for begin in range(0, count, self.most_rows):
+            end = min(begin + self.most_rows, count)
+            row, token, index = rows[:, (rows[0] >= begin) & (rows[0] < end)]
+            row, token = (row - begin).to(runner.device), token.to(runner.device)
+            logprobs = torch.log_softmax(runner.head(states[begin:end], variant.mask), -1, dtype=self.dtype)
+            if variant.logprobs is None or variant.is_greedy is None:
+                variant.logprobs = torch.zeros(texts.count, dtype=logprobs.dtype)
+                variant.is_greedy = torch.zeros(texts.count, dtype=torch.bool)
+            variant.logprobs[index] = logprobs[row, token].cpu()
+            variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
+
+    def _complete(
+        self, texts: _Texts, variant: _Variant, segments: Iterable[int]
+    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+        """Yield the results of texts that end in some segments."""
+        for segment in segments:
+            for number in texts.complete.get(segment, ()):
+                if requests := variant.requests.get(number):
+                    assert variant.logprobs is not None and variant.is_greedy is not None
+                    part = slice(texts.texts[number].begin, texts.texts[number].end)
+                    result = Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))
+                    yield from ((request, result) for request in requests)

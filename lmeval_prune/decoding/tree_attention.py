@@ -1,0 +1,202 @@
+"""Attention over a tree of token sequences: each token attends to the segments above its own, and causally to its own.
+
+The model runs on a packed batch of segments. Keys and values of segments with descendants in later passes are stored.
+The attention of a token is computed in parts, joined by their log-sum-exp:
+
+- small neighbouring subtrees together, with a mask;
+- else a segment's own tokens, and then all tokens below it to the segment at once;
+- all tokens below a stored segment to this segment at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from lmeval_prune.decoding.attention import AttentionOptions, join_attention
+from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.interventions.attention_call import (
+    AttentionCall,
+    Packed,
+    State,
+    StepRows,
+    StoredTokens,
+    UnsupportedAttention,
+)
+
+BLOCK = 128  # tokens of neighbouring subtrees that attend together, with a mask
+
+
+@dataclass(frozen=True, eq=False)
+class TreePart:
+    """Queries of a pass, and keys that most of them see."""
+
+    queries: slice
+    keys: slice | int  # in the pass, or the slot of a stored segment
+    key_start: int = 0  # position of the first key of a stored segment
+    key_count: int = 0
+
+
+@dataclass
+class TreeLayout:
+    """The parts of the attention of a packed batch.
+
+    Attributes:
+        slots: slot of each segment.
+        starts: index of the first token of each segment, and the number of tokens.
+        positions: of the tokens in their sequences.
+        visible_until: for each token, the index after the last token of the segments below its own.
+        own, above: parts that cover each token once; further parts, whose results are joined to these.
+    """
+
+    slots: list[int]
+    starts: list[int]
+    positions: torch.Tensor
+    visible_until: torch.Tensor
+    own: list[TreePart] = field(default_factory=list)
+    above: list[TreePart] = field(default_factory=list)
+    _masks: dict[Any, torch.Tensor | None] = field(default_factory=dict, init=False)
+
+    def mask(self, part: TreePart, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the additive mask of a part, (queries, keys); None if each query sees each key."""
+        key = (id(part), window, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._mask(part, window, dtype)
+        return self._masks[key]
+
+    def _mask(self, part: TreePart, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        positions = self.positions[part.queries, None]
+        if isinstance(part.keys, slice):
+            key_positions = self.positions[part.keys]
+        else:
+            key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
+        hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
+        if part.keys == part.queries:
+            index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
+            hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
+        if window is not None:
+            hidden |= key_positions <= positions - window
+        if not hidden.any():
+            return None
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+class TreeCache:
+    """Keys and values of the segments of a tree, for several masks (implements `Store`).
+
+    Slot `n * len(tree.segments) + s` is segment `s` under the mask with number `n`.
+    """
+
+    count = 0  # slots of methods' states: none
+    rows: StepRows | None = None  # no static step
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.tree = tree
+        self.size = len(tree.segments)
+        self.packed = Packed((), (), ())  # of the running pass
+        self.layout: TreeLayout | None = None  # of the running pass
+        self.stop = self.size  # the segments of the running pass are below this number
+        self.stored: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by layer and slot
+
+    def start_pass(self, segments: range) -> None:
+        """Begin a pass; drop segments without descendants from there on."""
+        self.stop = segments.stop
+        for stored in self.stored.values():
+            for slot in [slot for slot in stored if self.tree.segments[slot % self.size].end <= segments.start]:
+                del stored[slot]
+
+    @contextmanager
+    def packing(self, packed: Packed, device: torch.device) -> Iterator[TreeLayout]:
+        """Set the packed batch of the forward passes in this context."""
+        self.packed, self.layout = packed, self._layout(packed, device)
+        try:
+            yield self.layout
+        finally:
+            self.layout = None
+
+    def _layout(self, packed: Packed, device: torch.device) -> TreeLayout:
+        """Lay out segments in the order of their slots."""
+        slots, starts = list(packed.slots), list(accumulate(packed.counts, initial=0))
+        # after the last segment below each segment, as an index in the batch
+        ends = [bisect_left(slots, self._end(slot)) for slot in slots]
+        positions = [torch.arange(start, start + n) for start, n in zip(packed.starts, packed.counts, strict=True)]
+        until = torch.tensor([starts[end] for end in ends]).repeat_interleave(torch.tensor(packed.counts))
+        layout = TreeLayout(slots, starts, torch.cat(positions).to(device), until.to(device))
+        i, is_block = 0, False  # whether the last part is a block, which may grow
+        while i < len(slots):
+            begin, end = starts[i], starts[ends[i]]
+            if end - begin <= BLOCK:
+                if is_block and end - layout.own[-1].queries.start <= BLOCK:
+                    begin = layout.own.pop().queries.start
+                layout.own.append(TreePart(slice(begin, end), slice(begin, end)))
+                i, is_block = ends[i], True
+                continue
+            segment = slice(begin, starts[i + 1])
+            layout.own.append(TreePart(segment, segment))
+            if end > segment.stop:
+                layout.above.append(TreePart(slice(segment.stop, end), segment))
+            i, is_block = i + 1, False
+        layout.above += self._stored_parts(slots, starts)
+        return layout
+
+    def _stored_parts(self, slots: list[int], starts: list[int]) -> list[TreePart]:
+        """Return a part for each stored segment that is above segments of a batch."""
+        running, parts = set(slots), dict[int, TreePart]()
+        for slot in slots:
+            above = self._parent(slot)
+            while above is not None and above not in running and above not in parts:
+                first, end = bisect_left(slots, above), bisect_left(slots, self._end(above))
+                segment = self.tree.segments[above % self.size]
+                queries = slice(starts[first], starts[end])
+                parts[above] = TreePart(queries, above, segment.start, len(segment.tokens))
+                above = self._parent(above)
+        return list(parts.values())
+
+    def _end(self, slot: int) -> int:
+        """Return the slot after the last descendant of a slot's segment."""
+        return slot - slot % self.size + self.tree.segments[slot % self.size].end
+
+    def _parent(self, slot: int) -> int | None:
+        parent = self.tree.segments[slot % self.size].parent
+        return None if parent is None else slot - slot % self.size + parent
+
+    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
+        """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
+        options, layout = AttentionOptions.of(call), self.layout
+        if layout is None or call.stored_mask is not None or call.query_mask is not None:
+            raise UnsupportedAttention("a forward pass that is not the engine's, or a method that filters tokens")
+        module: Any = call.module
+        query, key, value = (x[0] for x in (call.query, call.key, call.value))
+        stored = self.stored.setdefault(int(module.layer_idx), {})
+        for slot, (start, end) in zip(layout.slots, pairwise(layout.starts), strict=True):
+            if self.tree.segments[slot % self.size].end > self.stop:
+                stored[slot] = key[:, start:end].clone(), value[:, start:end].clone()
+        group = query.shape[0] // key.shape[0]
+        grouped = query.unflatten(0, (-1, group))  # (key-value heads, query heads of each, tokens, width)
+        out = grouped.new_empty(*grouped.shape[:-1], value.shape[-1])
+        lse = torch.empty(grouped.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32), device=out.device)
+        for number, part in enumerate((*layout.own, *layout.above)):
+            keys = (key[:, part.keys], value[:, part.keys]) if isinstance(part.keys, slice) else stored[part.keys]
+            k, v = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in keys)
+            mask, rows = layout.mask(part, options.window, query.dtype), part.queries
+            attended, sums = options.attend_with_lse(grouped[:, :, rows], k, v, mask)
+            if number >= len(layout.own):
+                before = out[:, :, rows], lse[:, :, rows]
+                attended, sums = join_attention([before, (attended, sums)]), torch.logaddexp(before[1], sums)
+            out[:, :, rows], lse[:, :, rows] = attended, sums
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0), None
+
+    def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
+        """Refuse methods with a state of each sequence."""
+        raise UnsupportedAttention("a method whose effect depends on earlier tokens")
+
+    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
+        """Refuse: no layer stores only some tokens."""
+        raise UnsupportedAttention("a method that filters tokens")

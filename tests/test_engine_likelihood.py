@@ -1,0 +1,381 @@
+"""Log-likelihoods by the decoding engine, against plain passes of each text alone and against lm-eval's `hf`."""
+
+import json
+import logging
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from test_decoding import BY_GENERATE, model_of
+from tiny_models import CAUSAL, VOCABULARY
+from torch import nn
+
+from lmeval_prune import InputError
+from lmeval_prune.architectures import map_model
+from lmeval_prune.decoding import Engine, LikelihoodRequest
+from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.grid.worker import VariantLM
+from lmeval_prune.interventions import HeadMask
+from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.conftest import task_manager
+
+
+def doubles(family: str, **changes: Any) -> nn.Module:
+    return model_of(family, dtype=torch.float64, **changes)
+
+
+@pytest.fixture(autouse=True)
+def softmax_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention of transformers rounds to float32; the reference must not."""
+    softmax = nn.functional.softmax
+
+    def unrounded(x: torch.Tensor, *args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+        return softmax(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **options)
+
+    monkeypatch.setattr(nn.functional, "softmax", unrounded)
+
+
+def alone(model: nn.Module, request: LikelihoodRequest) -> tuple[list[float], bool]:
+    """The reference: a plain pass of the whole text, the log-softmax written out token by token."""
+    tokens = [*request.context, *request.continuation]
+    with torch.no_grad(), request.mask.applied_to(model) if request.mask else nullcontext():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    logprobs, greedy = [], True
+    for position in range(len(request.context), len(tokens)):
+        before = logits[position - 1]
+        logprobs.append(float(before[tokens[position]] - before.exp().sum().log()))
+        greedy &= max(range(len(before)), key=lambda i, before=before: float(before[i])) == tokens[position]
+    return logprobs, greedy
+
+
+def tree_requests(model: nn.Module, seed: int, texts: int = 8, longest: int = 20) -> list[LikelihoodRequest]:
+    """Requests whose contexts continue earlier texts from any token on, under random masks."""
+    rng = random.Random(seed)
+    layers = list(map_model(model).attention)
+    heads = [f"L{layer.index}H{head}" for layer in layers for head in range(layer.heads)]
+    masks = [None, *(HeadMask("+".join(rng.sample(heads, rng.randint(1, 2)))) for _ in range(3))]
+    requests: list[LikelihoodRequest] = []
+    texts_so_far: list[tuple[int, ...]] = [()]
+    for _ in range(texts):
+        base = rng.choice(texts_so_far)
+        base = base[: rng.randint(0, len(base))]
+        text = base + tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(2, longest)))
+        texts_so_far.append(text)
+        for _ in range(rng.randint(1, 3)):  # also equal requests, and other divisions of a text
+            cut = rng.randint(1, len(text) - 1)
+            end = rng.randint(cut + 1, len(text))
+            for mask in rng.sample(masks, rng.randint(1, 4)):
+                requests.append(LikelihoodRequest(text[:cut], text[cut:end], mask, len(requests)))
+    rng.shuffle(requests)
+    return requests
+
+
+def check(engine: Engine, requests: list[LikelihoodRequest]) -> None:
+    results = {request.tag: result for request, result in engine.score(requests)}
+    assert sorted(results) == sorted(request.tag for request in requests)
+    for request in requests:
+        logprobs, greedy = alone(engine.model, request)
+        assert results[request.tag].logprobs.tolist() == pytest.approx(logprobs, abs=1e-9), request
+        assert results[request.tag].is_greedy == greedy, request
+
+
+@pytest.fixture
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def patch(tokens: int, block: int, logits: int) -> None:
+        monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
+        monkeypatch.setattr("lmeval_prune.decoding.likelihood.LOGITS", logits)
+        monkeypatch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
+
+    return patch
+
+
+@pytest.mark.parametrize("family", sorted(set(CAUSAL) - BY_GENERATE))
+def test_every_family_scores_as_each_text_alone(family: str, small_passes: Any) -> None:
+    small_passes(25, 8, 5 * VOCABULARY)
+    check(Engine(doubles(family)), tree_requests(doubles(family), seed=1))
+
+
+@pytest.mark.parametrize("block", [0, 6, 128])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 5}),
+        ("gemma3_text", {"sliding_window": 5}),
+        ("olmo3", {"sliding_window": 3}),
+        ("cohere2", {"sliding_window": 5}),
+    ],
+)
+def test_sliding_windows_shorter_than_the_context(
+    family: str, changes: dict[str, Any], block: int, small_passes: Any
+) -> None:
+    small_passes(30, block, 1 << 25)
+    model = doubles(family, **changes)
+    check(Engine(model), tree_requests(model, seed=2, longest=30))
+
+
+CASES: dict[str, Any] = {
+    "family": st.sampled_from(["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "deepseek_v3"]),
+    "seed": st.integers(0, 10**6),
+    "tokens": st.integers(1, 60),
+    "block": st.sampled_from([0, 1, 5, 16, 128]),
+    "rows": st.integers(1, 20),
+    "memory": st.sampled_from([1, 100_000, 1 << 30]),
+}
+
+
+def check_any_tree(family: str, seed: int, tokens: int, block: int, rows: int, memory: int) -> None:
+    model = doubles(family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
+        patch.setattr("lmeval_prune.decoding.likelihood.LOGITS", rows * VOCABULARY)
+        patch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
+        check(Engine(model, memory=memory), tree_requests(model, seed))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**CASES)
+def test_any_tree_in_any_passes(**case: Any) -> None:
+    check_any_tree(**case)
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**CASES)
+def test_many_trees_in_any_passes(**case: Any) -> None:
+    check_any_tree(**case)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1), st.integers(1, 4))
+def test_a_tree_has_each_prefix_once(sequences: list[tuple[int, ...]], longest: int) -> None:
+    tree = TokenTree(sequences, longest)
+    prefixes = {sequence[:end] for sequence in sequences for end in range(1, len(sequence) + 1)}
+    assert sum(len(segment.tokens) for segment in tree.segments) == len(prefixes)
+    assert max(len(segment.tokens) for segment in tree.segments) <= longest
+    for sequence in sequences:
+        path = [tree.segments[number] for number in tree.path(sequence)]
+        assert sum((segment.tokens for segment in path), ())[: len(sequence)] == sequence
+        assert [segment.start for segment in path] == [sum(len(s.tokens) for s in path[:i]) for i in range(len(path))]
+    for number, segment in enumerate(tree.segments):
+        below = {number}
+        below |= {i for i in range(len(tree.segments)) if ancestors(tree, i) & {number}}
+        assert below == set(range(number, segment.end))
+    for most in (1, 3, 8):
+        passes = list(tree.passes(most))
+        assert [number for part in passes for number in part] == list(range(len(tree.segments)))
+        sizes = [sum(len(tree.segments[number].tokens) for number in part) for part in passes]
+        assert all(size <= most or len(part) == 1 for size, part in zip(sizes, passes, strict=True))
+
+
+def ancestors(tree: TokenTree, number: int) -> set[int]:
+    parent = tree.segments[number].parent
+    return set() if parent is None else {parent, *ancestors(tree, parent)}
+
+
+def test_common_tokens_run_once_and_masks_from_their_first_layer_up() -> None:
+    model = model_of("llama")
+    shots, question = (5, 6, 7, 8), (9, 10)
+    texts = [((*shots, *question), (11, 12)), ((*shots, *question), (13, 14, 15)), ((*shots, 20), (21,))]
+    masks = [None, HeadMask("L1H0"), HeadMask("L3H0")]
+    engine = Engine(model)
+    list(engine.score([LikelihoodRequest(*text, mask) for text in texts for mask in masks]))
+    distinct = 4 + 2 + 1 + 2 + 1  # the last token of each text does not run
+    assert engine.statistics.layer_tokens == distinct * (4 + 3 + 1)
+    assert engine.statistics.head_tokens == (1 + 1 + 2 + 1) * 3  # the first tokens of two choices have the same logits
+    assert engine.statistics.scored == 9
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: LikelihoodRequest((), (5,)), "at least one token"),
+        (lambda: LikelihoodRequest((5,), ()), "at least one token"),
+        (lambda: Engine(model_of("llama"), context=4), "a text of 5 tokens does not fit in a context of 4"),
+        (lambda: Engine(model_of("bloom")), "the engine computes no log-likelihoods of this model: "),
+    ],
+)
+def test_refusals(run: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        next(run().score([LikelihoodRequest((5, 6, 7), (8, 9, 10))]))
+
+
+def test_a_model_in_use_is_refused() -> None:
+    engine = Engine(model_of("llama"))
+    requests = tree_requests(engine.model, seed=3)
+    run = engine.score(requests)
+    next(run)
+    with pytest.raises(InputError, match="decoding on this model already"):
+        next(Engine(engine.model).score(requests))
+    run.close()
+    assert len(list(engine.score(requests))) == len(requests)
+
+
+# --------------------------------------------------------------------------- through lm-eval
+
+HEADS = "L0H1+L1H2-3"
+WORDS = ["How many?", "x", "Two plus two is", "Two plus", "Round and round and round", "word " * 30]
+
+
+def instances(kind: str) -> list[Instance]:
+    """Also an empty context, a context that ends in spaces, equal requests, an empty text."""
+    pairs: list[Any] = [(prompt, choice) for prompt in [*WORDS, "", "Two  "] for choice in ("a", "b", " yes indeed")]
+    arguments = [*pairs, pairs[0]] if kind == "loglikelihood" else [(word,) for word in [*WORDS, "", WORDS[0]]]
+    return [Instance(kind, {}, each, i % 3, ("toy", i, 1)) for i, each in enumerate(arguments)]
+
+
+def lm_of(folder: Path, **arguments: Any) -> PrunedHFLM:
+    return PrunedHFLM(str(folder), **{"dtype": "float64", "device": "cpu", "batch_size": 3, **arguments})
+
+
+KINDS = ["loglikelihood", "loglikelihood_rolling"]
+
+
+def assert_close(kind: str, responses: list[Any], expected: list[Any], tolerance: float = 1e-9) -> None:
+    if kind == "loglikelihood":
+        assert [greedy for _, greedy in responses] == [greedy for _, greedy in expected]
+        responses, expected = [value for value, _ in responses], [value for value, _ in expected]
+    assert responses == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"heads": HEADS}, {"max_length": 13}, {"add_bos_token": True}, {"logits_cache": False}], ids=str
+)
+def test_the_engine_scores_as_hf(tiny_folder: Path, kind: str, arguments: dict[str, Any]) -> None:
+    expected = getattr(lm_of(tiny_folder, **arguments), kind)(instances(kind))
+    lm = lm_of(tiny_folder, engine="batched", **arguments)
+    lm._world_size = 2  # no rank waits for another
+    assert_close(kind, getattr(lm, kind)(instances(kind)), expected)
+    assert lm.engine.statistics.scored >= len(expected) - 1  # an empty text needs no pass
+
+
+@pytest.mark.parametrize("softmax_dtype", [None, "float32"])
+def test_the_log_softmax_has_hfs_type(tiny_folder: Path, softmax_dtype: str | None) -> None:
+    arguments: dict[str, Any] = {"dtype": "bfloat16", **({"softmax_dtype": softmax_dtype} if softmax_dtype else {})}
+    expected = HFLM(str(tiny_folder), device="cpu", **arguments).loglikelihood(instances("loglikelihood"))
+    values = lm_of(tiny_folder, engine="batched", **arguments).loglikelihood(instances("loglikelihood"))
+    assert [value for value, _ in values] == pytest.approx([value for value, _ in expected], rel=0.05)
+    rounded = [value == float(torch.tensor(value, dtype=torch.bfloat16)) for value, _ in values]
+    assert all(rounded) == (softmax_dtype is None)
+
+
+@pytest.mark.parametrize("length", [5, 20])
+def test_a_continuation_without_room_is_refused(tiny_folder: Path, length: int) -> None:
+    lm = lm_of(tiny_folder, engine="batched", max_length=10)
+    request = Instance("loglikelihood", {}, ("a", "b" * length), 0, ("toy", 7, 1))
+    if length <= 10:
+        expected = lm_of(tiny_folder, max_length=10).loglikelihood([request])
+        assert_close("loglikelihood", lm.loglikelihood([request]), expected)
+        return
+    with pytest.raises(InputError, match=r"task toy, document 7: the continuation has 20 tokens; it needs 1 to 10"):
+        lm.loglikelihood([request])
+
+
+def rolling_task(folder: Path) -> dict[str, Any]:
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": word * 5}) + "\n" for word in WORDS))
+    return {
+        "task": "rolling", "dataset_path": "json", "output_type": "loglikelihood_rolling", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "texts.jsonl")}}, "doc_to_target": "{{text}}",
+        "doc_to_text": "",
+        "metric_list": [{"metric": metric} for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    }  # fmt: skip
+
+
+def test_metrics_are_those_of_hf(tiny_folder: Path, tmp_path: Path) -> None:
+    """In float32: values up to rounding, decisions equal."""
+    results = {}
+    for engine in ("generate", "batched"):
+        results[engine] = simple_evaluate(
+            model="pruned-hf",
+            model_args={"pretrained": str(tiny_folder), "dtype": "float32", "heads": HEADS, "engine": engine},
+            tasks=["prune_tiny_choice", rolling_task(tmp_path)],
+            task_manager=task_manager(),
+            device="cpu",
+            num_fewshot=0,
+        )
+    plain, batched = results["generate"], results["batched"]
+    assert plain["results"]["prune_tiny_choice"] == batched["results"]["prune_tiny_choice"]
+    for metric, value in plain["results"]["rolling"].items():
+        assert batched["results"]["rolling"][metric] == (
+            value if isinstance(value, str) else pytest.approx(value, rel=1e-5)
+        )
+    for task in ("prune_tiny_choice", "rolling"):
+        for a, b in zip(plain["samples"][task], batched["samples"][task], strict=True):
+            for (value_of_hf,), (other,) in zip(a["resps"], b["resps"], strict=True):
+                pairs = [(value_of_hf, other)] if task == "rolling" else zip(value_of_hf, other, strict=True)
+                assert all(x == pytest.approx(y, rel=1e-6, abs=1e-4) for x, y in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_resumes(
+    tiny_folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", 40)  # several passes; answers are stored after each
+    whole = getattr(lm_of(tiny_folder, engine="batched"), kind)(instances(kind))
+    inner, stored = AnswerStore.add, []
+
+    def add(self: AnswerStore, key: str, *args: Any) -> None:
+        if len(stored) == 4:
+            raise KeyboardInterrupt
+        inner(self, key, *args)
+        stored.append(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerStore, "add", add)
+        first = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(first, kind)(instances(kind))
+    first.close()
+    again = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+    responses = getattr(again, kind)(instances(kind))
+    assert_close(kind, responses, whole)
+    assert len(again.answering.store.responses) == len({request.args for request in instances(kind)})
+    again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+    """A later run of a mask alone has its answers in the store, with the engine and without."""
+    heads = [None, "L0H1", "L1H2-3"]
+    settings = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu", "engine": "batched"}
+    lm = VariantLM(Arguments.of({**settings, "responses": str(tmp_path / "s")}))
+    lm.job_masks = tuple(HeadMask(each) if each else None for each in heads)
+    getattr(lm, kind)(instances(kind))
+    assert lm.engine.statistics.scored > 0
+    lm.close()
+    for each in heads:
+        expected = getattr(lm_of(tiny_folder, heads=each), kind)(instances(kind))
+        for engine in ("batched", "generate"):
+            again = lm_of(tiny_folder, heads=each, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
+            before = len(again.answering.store.responses)
+            assert_close(kind, getattr(again, kind)(instances(kind)), expected)
+            assert len(again.answering.store.responses) == before
+            again.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_engine_cannot_score_is_left_to_hf(
+    tiny_folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = getattr(lm_of(tiny_folder, token_filter=0.4), kind)(instances(kind))
+    lm = lm_of(tiny_folder, token_filter=0.4, engine="batched")
+    assert isinstance(lm.arguments.interventions[0], TokenFilter)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert getattr(lm, kind)(instances(kind)) == expected
+    lines = [record.message for record in caplog.records if "hf computes" in record.message]
+    assert len(lines) == 1 and "the effect of TokenFilter on a token depends on other tokens" in lines[0]

@@ -213,6 +213,11 @@ def test_refusals(run: Any, message: str) -> None:
         next(run().score([LikelihoodRequest((5, 6, 7), (8, 9, 10))]))
 
 
+def test_a_wrong_tree_is_noticed_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmeval_prune.decoding.tree_attention.join_attention", lambda parts: parts[0][0])
+    assert "its logits would differ by" in str(Engine(model_of("llama")).unscored)
+
+
 def test_a_model_in_use_is_refused() -> None:
     engine = Engine(model_of("llama"))
     requests = tree_requests(engine.model, seed=3)

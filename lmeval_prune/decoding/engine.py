@@ -2,7 +2,8 @@
 
 `Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
 model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. On a GPU,
-`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay.
+`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay. `likelihood.py` computes
+log-probabilities of given texts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_not_static, why_unsupported
+from lmeval_prune.decoding.self_check import why_not_static, why_unscored, why_unsupported
 from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.static_scheduler import StaticScheduler
 from lmeval_prune.decoding.static_step import StaticStep
@@ -106,6 +107,7 @@ class Engine:
         self.deterministic, self.progress, self.min_rows = deterministic, progress, 1
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
         self._logged: set[str | None] = set()  # reasons for which the engine fell back
+        self._score_reasons: dict[tuple[Intervention, ...], str | None] = {}
         self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
@@ -247,10 +249,12 @@ class Engine:
     @property
     def unscored(self) -> str | None:
         """The reason why `score` refuses this model with its interventions; None if it does not."""
-        for intervention in interventions_on(self.model):
-            if not intervention.tokenwise:
-                return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
-        return self.unsupported
+        applied = interventions_on(self.model)
+        if applied not in self._score_reasons:
+            names = [type(each).__name__ for each in applied if not each.tokenwise]
+            reason = f"the effect of {names[0]} on a token depends on other tokens" if names else None
+            self._score_reasons[applied] = reason or self.unsupported or why_unscored(self.model_map)
+        return self._score_reasons[applied]
 
     @property
     def is_static(self) -> bool:

@@ -125,16 +125,22 @@ class LikelihoodRun:
         memory: bytes for keys, values and kept hidden states; masks that do not fit together run one group after
             another.
         dtype: of the log-softmax; None: of the logits.
+        most_tokens: largest number of tokens in a pass.
     """
 
     def __init__(
-        self, model_map: ModelMap, requests: Sequence[LikelihoodRequest], memory: int, dtype: torch.dtype | None = None
+        self,
+        model_map: ModelMap,
+        requests: Sequence[LikelihoodRequest],
+        memory: int,
+        dtype: torch.dtype | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         self.model_map, self.requests, self.memory, self.dtype = model_map, requests, memory, dtype
         model: Any = model_map.model
         parameter, config = next(model.parameters()), model.config.get_text_config()
         self.is_gpu, self.element_size, self.width = parameter.is_cuda, parameter.element_size(), config.hidden_size
-        self.most_tokens = GPU_PASS if self.is_gpu else PASS
+        self.most_tokens = most_tokens or (GPU_PASS if self.is_gpu else PASS)
         self.most_rows = max((GPU_LOGITS if self.is_gpu else LOGITS) // config.vocab_size, 1)
         self.layer_tokens = self.head_tokens = 0
 

@@ -11,6 +11,7 @@ import torch
 
 from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
@@ -105,6 +106,36 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
         raise UnsupportedAttention(f"its logits would differ by {max(differences):.2g}")
+
+
+def why_unscored(model_map: ModelMap) -> str | None:
+    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
+    refuse_locked(model_map.model)
+    try:
+        _check_likelihoods(model_map)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any error of a model that works otherwise
+        return first_line(error).removeprefix("UnsupportedAttention: ")
+    return None
+
+
+def _check_likelihoods(model_map: ModelMap) -> None:
+    """Refuse a model with other log-probabilities in several passes over a tree of texts."""
+    model: Any = model_map.model
+    size, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
+    texts = [tuple(7 * i % size for i in range(12)), (*(7 * i % size for i in range(5)), 3, 1, 2)]
+    requests = [LikelihoodRequest(text[:1], text[1:], tag=number) for number, text in enumerate(texts)]
+    with torch.inference_mode(), ExitStack() as stack:
+        for intervention in interventions_on(model):
+            stack.enter_context(intervention.fixed_decisions())
+        logits = [model(torch.tensor([text], device=device), use_cache=False).logits[0].float() for text in texts]
+        differences = []
+        for request, result in LikelihoodRun(model_map, requests, memory=1, most_tokens=4).results():
+            expected = logits[request.tag][:-1].log_softmax(-1).cpu()
+            chosen = expected.gather(1, torch.tensor(request.continuation)[:, None])[:, 0]
+            differences.append(float((result.logprobs.float() - chosen).abs().max()))
+    _compare(model, differences, logits)
 
 
 def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:

@@ -180,8 +180,9 @@ class TreeCache:
                 stored[slot] = key[:, start:end].clone(), value[:, start:end].clone()
         group = query.shape[0] // key.shape[0]
         grouped = query.unflatten(0, (-1, group))  # (key-value heads, query heads of each, tokens, width)
-        out = grouped.new_empty(*grouped.shape[:-1], value.shape[-1])
-        lse = torch.empty(grouped.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32), device=out.device)
+        dtype = torch.promote_types(query.dtype, torch.float32)  # parts are joined without rounding
+        out = grouped.new_empty(*grouped.shape[:-1], value.shape[-1], dtype=dtype)
+        lse = grouped.new_empty(grouped.shape[:-1], dtype=dtype)
         for number, part in enumerate((*layout.own, *layout.above)):
             keys = (key[:, part.keys], value[:, part.keys]) if isinstance(part.keys, slice) else stored[part.keys]
             k, v = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in keys)
@@ -191,7 +192,7 @@ class TreeCache:
                 before = out[:, :, rows], lse[:, :, rows]
                 attended, sums = join_attention([before, (attended, sums)]), torch.logaddexp(before[1], sums)
             out[:, :, rows], lse[:, :, rows] = attended, sums
-        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0), None
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0).to(query.dtype), None
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Refuse methods with a state of each sequence."""

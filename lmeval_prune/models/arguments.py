@@ -28,8 +28,8 @@ class Arguments(Settings):
     Attributes:
         pretrained: the model, as for `hf`.
         engine: `generate` for lm-eval's `hf`, `batched` for this package's decoding engine, which gives the same texts
-            faster, or `auto`, which chooses for each request (see `EngineChoice`). Default: `auto`, with a router
-            `batched`.
+            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineChoice`).
+            Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         engine_compile: run the engine's decoding steps through `torch.compile` on a GPU.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except

@@ -10,7 +10,7 @@ import torch
 
 from lmeval_prune import HeadMask, RowMasks, map_model
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
 from lmeval_prune.decoding.engine import _available_memory
 from lmeval_prune.interventions.attention_call import intercept_attention
 from tests.tiny_models import output, tiny, tokens
@@ -77,6 +77,20 @@ def test_the_engine_gives_what_it_gives_on_a_cpu(sampled: bool) -> None:
     engine = Engine(model.cuda(), deterministic=True)
     assert engine.unsupported is None
     assert answers(engine, asked) == expected
+
+
+def test_log_likelihoods_are_those_of_a_cpu() -> None:
+    texts = [((5, 6, 7, *range(8, 8 + n)), (3, 4 + n)) for n in range(4)]
+    model = tiny("llama")
+    expected = {r.tag: value for r, value in Engine(model).score(likelihoods(texts))}
+    engine = Engine(model.cuda())
+    assert engine.unscored is None
+    for request, result in engine.score(likelihoods(texts)):
+        torch.testing.assert_close(result.logprobs, expected[request.tag].logprobs, rtol=0, atol=NEAR)
+
+
+def likelihoods(texts: list) -> list[LikelihoodRequest]:
+    return [LikelihoodRequest(*text, mask, (text, str(mask))) for text in texts for mask in MASKS]
 
 
 def test_its_rows_are_what_the_devices_memory_holds() -> None:

@@ -3,11 +3,12 @@
     python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--twice]
         [--device cpu]
 
-Parts: `sweep`, each question dense and with 8 heads; `router`, some questions with 8 heads of their own each;
-`choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep
-on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
-both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values
-and the order of the choices). `--twice` runs the engine again after `hf`.
+Parts: `sweep`, each question dense and with 8 heads; `fewshot-N`, the same for N questions after the 8 examples of
+lm-eval's gsm8k_cot (`fewshot-N-off`: the engine without common prefixes); `router`, some questions with 8 heads of
+their own each; `choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`,
+the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
+both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values and the
+order of the choices). `--twice` runs the engine again after `hf`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import lm_eval
 import torch
+import yaml
 from _choice import choice
 from _record import environment, timed, write
 from lm_eval.api.instance import Instance
@@ -31,6 +35,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.decoding import Engine, Schedule
+from lmeval_prune.decoding.prefixes import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.tasks import data
@@ -52,6 +57,14 @@ class Work:
         self.prompts = [
             self.lm.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats
         ]
+
+    def use_examples(self, questions: Sequence[str]) -> None:
+        """Replace the prompts by those of lm-eval's gsm8k_cot: eight examples, then the question."""
+        path = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
+        config = yaml.safe_load(path.read_text())
+        examples = [f"Q: {each['question']}\nA: {each['target']}" for each in config["fewshot_config"]["samples"]]
+        self.prompts = ["\n\n".join([*examples, f"Q: {question}\nA:"]) for question in questions]
+        self.generate["until"] = config["generation_kwargs"]["until"]
 
     def instances(self, places: list[int]) -> list[Instance]:
         return [Instance("generate_until", {}, (self.prompts[i], dict(self.generate)), 0, ("g", i, 1)) for i in places]
@@ -111,23 +124,30 @@ class Work:
         """Floating-point operations of the matrix products and the attention that cannot be avoided.
 
         Each prompt once through the dense model; each variant's prompt from its first pruned layer up; each
-        answer's own tokens through all layers.
+        answer's own tokens through all layers. Tokens with which several prompts begin count once for each variant.
         """
         config, layers = self.lm.model.config, self.lm.model.model.layers
         a_layer = 2 * sum(p.numel() for p in layers[0].parameters() if p.dim() == 2)
         a_head = 2 * self.lm.model.lm_head.weight.numel()
         width = config.num_attention_heads * layers[0].self_attn.head_dim
-        total, seen = 0.0, set()
+        prompts = {question: tuple(self.lm.tok_encode(self.prompts[question])) for question, _ in pairs}
+        lengths = common_prefixes(prompts.values(), Schedule().prefix)
+        passes: dict[tuple[tuple[int, ...], int], int] = {}  # by all tokens and the number of earlier ones: layers
+        total, counted = 0.0, set()
         for question, head in pairs:
-            prompt = len(self.lm.tok_encode(self.prompts[question]))
-            new = len(self.lm.tokenizer.encode(texts[question, head], add_special_tokens=False))
+            prompt = prompts[question]
             first = int(head[1 : head.index("H")]) if head else len(layers)
-            total += (len(layers) - first) * (prompt * a_layer + 2 * width * prompt**2)
-            if question not in seen:
-                seen.add(question)
-                total += len(layers) * (prompt * a_layer + 2 * width * prompt**2)
+            common = lengths.get(prompt, 0)
+            for tokens, before in ((prompt[:common], 0), (prompt, common)):
+                for start, number in ((0, None), (first, head)):
+                    if tokens and (tokens, number) not in counted:
+                        counted.add((tokens, number))
+                        passes[tokens, before] = passes.get((tokens, before), 0) + len(layers) - start
+            new = len(self.lm.tokenizer.encode(texts[question, head], add_special_tokens=False))
             total += new * (len(layers) * a_layer + a_head)
-            total += len(layers) * 4 * width * sum(range(prompt, prompt + new))
+            total += len(layers) * 4 * width * sum(range(len(prompt), len(prompt) + new))
+        for (tokens, before), count in passes.items():
+            total += count * ((len(tokens) - before) * a_layer + 2 * width * (len(tokens) ** 2 - before**2))
         return total
 
 
@@ -221,29 +241,30 @@ def main() -> None:
         "sweep": [(i, head) for i in range(options.questions) for head in (None, *SWEEP)],
         "router": [(i, head) for i in range(options.router_questions) for head in rng.sample(pool, 8)],
     }
-    dense: Pairs = [(i, None) for i in range(options.questions)]
-    rates = {}
-    if {"sweep", "router"} & set(options.parts.split(",")):
-        work.by_hf(dense[:4], 4)  # whatever is slow only once
-        for batch in map(int, options.batches.split(",")):
-            _, rates[batch] = timed(lambda batch=batch: work.by_hf(dense, batch))
-            print(f"hf, dense, batch {batch}: {rates[batch]:.1f} s", flush=True)
-        best = min(rates, key=lambda batch: rates[batch])
-        results["hf_dense_seconds_by_batch"] = rates
-    for part in ("sweep", "router"):
-        if part not in options.parts.split(","):
-            continue
-        pairs = everything[part]
-        engine = work.engine()
+    parts = options.parts.split(",")
+    everything |= {name: few_shot_pairs(name) for name in parts if name.startswith("fewshot")}
+    batches = list(map(int, options.batches.split(",")))
+    if {"sweep", "router"} & set(parts):
+        dense: Pairs = [(i, None) for i in range(options.questions)]
+        best, results["hf_dense_seconds_by_batch"] = best_batch(work, dense, batches)
+    for part in (name for name in everything if name in parts):
+        pairs, schedule = everything[part], Schedule()
+        if part.startswith("fewshot"):
+            work.use_examples(asked)
+            schedule = Schedule(prefix=0) if part.endswith("off") else schedule
+            few = [pair for pair in pairs if pair[1] is None]
+            best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(work, few, batches)
+        engine = work.engine(schedule)
         ours, first = timed(lambda pairs=pairs, engine=engine: work.by_engine(pairs, engine))
         print(f"{part}: engine {first:.1f} s", flush=True)
-        theirs, hf = timed(lambda pairs=pairs: work.by_hf(pairs, best))
+        theirs, hf = timed(lambda pairs=pairs, best=best: work.by_hf(pairs, best))
         print(f"{part}: hf {hf:.1f} s", flush=True)
         agreement = work.compare(ours, theirs)
         times = [first]
         same = None
         if options.twice:
-            again, second = timed(lambda pairs=pairs: work.by_engine(pairs, work.engine()))
+            second_engine = work.engine(schedule)
+            again, second = timed(lambda pairs=pairs, engine=second_engine: work.by_engine(pairs, engine))
             times.append(second)
             same = ours == again
         seconds = sum(times) / len(times)
@@ -275,6 +296,23 @@ def main() -> None:
         results["profile"] = profile(work, few)
         print(results["factors"], results["profile"])
         write(options.name, results)
+
+
+def few_shot_pairs(part: str) -> Pairs:
+    """Each of the N questions of a part `fewshot-N`, dense and with each head."""
+    return [(i, head) for i in range(int(part.split("-")[1])) for head in (None, *SWEEP)]
+
+
+def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, dict[int, float]]:
+    """The batch size with which `hf` answers fastest, and the seconds of each."""
+    work.by_hf(pairs[:4], 4)  # whatever is slow only once
+    rates = {}
+    for batch in batches:
+        _, rates[batch] = timed(lambda batch=batch: work.by_hf(pairs, batch))
+        print(f"hf, dense, batch {batch}: {rates[batch]:.1f} s", flush=True)
+        if batch >= len(pairs):
+            break
+    return min(rates, key=lambda batch: rates[batch]), rates
 
 
 def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:

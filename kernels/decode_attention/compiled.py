@@ -41,9 +41,24 @@ def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) ->
     return largest, total
 
 
+@njit(cache=True, nogil=True)
+def _as_it_is(row: Any, bits: Any, buffer: Any) -> Any:
+    """Return a row of float32."""
+    return row
+
+
+@njit(cache=True, nogil=True)
+def _from_bfloat16(row: Any, bits: Any, buffer: Any) -> Any:
+    """Return a row of bfloat16, whose bits are the upper half of a float32; `bits` shares memory with `buffer`."""
+    for d in range(len(row)):
+        bits[d] = np.int32(row[d]) << np.int32(16)
+    return buffer[: len(row)]
+
+
 @cache
-def _decode_rows(group: int, width: int, width_v: int) -> Any:
+def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
     """Return the compiled loop for heads of one shape; the compiler unrolls loops of constant length."""
+    float32 = _from_bfloat16 if is_half else _as_it_is
 
     @njit(cache=True, nogil=True, fastmath=True)
     def decode_rows(
@@ -61,16 +76,19 @@ def _decode_rows(group: int, width: int, width_v: int) -> Any:
     ) -> None:
         scores, weights = np.empty((group, keys.shape[2]), np.float32), np.empty((group, keys.shape[2]), np.float32)
         bits, sums = weights.view(np.int32), np.empty((group, width_v), np.float32)
+        buffer = np.empty(max(width, width_v), np.float32)
+        buffer_bits = buffer.view(np.int32)
         for row in range(first, last):
             end = lengths[row]
             begin = max(0, end - window) if window else 0
             for kv_head in range(keys.shape[1]):
                 k, v, q = keys[slots[row], kv_head], values[slots[row], kv_head], query[row, kv_head * group :]
                 for j in range(begin, end):
+                    key = float32(k[j], buffer_bits, buffer)
                     for g in range(group):
                         score = np.float32(0)
                         for d in range(width):
-                            score += q[g, d] * k[j, d]
+                            score += q[g, d] * key[d]
                         scores[g, j] = score * scaling
                 sums[:] = 0
                 for g in range(group):
@@ -79,10 +97,11 @@ def _decode_rows(group: int, width: int, width_v: int) -> Any:
                         weights[g, j] /= total
                     lse[row, kv_head * group + g] = largest + np.log(total)
                 for j in range(begin, end):
+                    value = float32(v[j], buffer_bits, buffer)
                     for g in range(group):
                         weight = weights[g, j]
                         for d in range(width_v):
-                            sums[g, d] += weight * v[j, d]
+                            sums[g, d] += weight * value[d]
                 out[row, kv_head * group : (kv_head + 1) * group] = sums
 
     return decode_rows
@@ -104,20 +123,24 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of one token per row over the `lengths` stored tokens of its slot, in float32.
 
-    Arguments as in `ops.decode`, without positions. Uses torch's number of threads.
+    Arguments as in `ops.decode`, without positions; keys and values in float32 or bfloat16. Uses torch's number of
+    threads.
 
     Returns:
-        Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads).
+        Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads), in float32.
     """
     out, lse = torch.empty(*query.shape[:2], values.shape[-1]), torch.empty(query.shape[:2])
     results = (out.numpy(), lse.numpy())
-    tensors = (query.contiguous(), keys, values, slots, lengths)
+    is_half = keys.dtype == torch.bfloat16
+    keys, values = (x.view(torch.int16) if is_half else x for x in (keys, values))
+    tensors = (query.float().contiguous(), keys, values, slots, lengths)
     arguments = (*(tensor.numpy() for tensor in tensors), np.float32(scaling), window or 0)
-    decode_rows = _decode_rows(query.shape[1] // keys.shape[1], query.shape[-1], values.shape[-1])
-    threads, rows = min(torch.get_num_threads(), len(query)), len(query)
+    decode_rows = _decode_rows(query.shape[1] // keys.shape[1], query.shape[-1], values.shape[-1], is_half)
+    threads = min(torch.get_num_threads(), len(query))
+    ends = lengths.cumsum(0).numpy()  # each thread reads as many keys
+    bounds = [0, *np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads), len(query)]
     if threads < 2:
-        decode_rows(*arguments, 0, rows, *results)
-        return out, lse
-    bounds = [rows * i // threads for i in range(threads + 1)]
-    list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, *results), pairwise(bounds)))
+        decode_rows(*arguments, *bounds, *results)
+    else:
+        list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, *results), pairwise(bounds)))
     return out, lse

@@ -12,6 +12,7 @@ from torch.nn import functional
 from lmeval_prune.decoding.attention_layout import Layout, Part
 from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention
 
+_COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
 Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
 
 
@@ -126,21 +127,20 @@ def _attend_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention over the slots and, if requested, its log-sum-exp, (tokens, heads); else no numbers."""
     heads = query.shape[0]
-    is_compiled = query.device.type == "cpu" and query.dtype == torch.float32 and options.softcap is None
+    is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
     is_compiled &= options.window is None or layout.stored_positions is None
-    outputs: list[Attention] = []
-    for part in layout.parts:
-        if is_compiled and part.tokens == 1:
-            slots, lengths = layout.slots[part.queries], layout.offsets[part.queries] + 1
-            rows = query[:, part.queries].transpose(0, 1)
-            outputs.append(compiled_decode(rows, keys, values, slots, lengths, options.scaling, options.window))
-        else:
-            outputs.append(_attend_part(options, layout, part, query, keys, values, with_lse))
-    if not outputs:
+    if not layout.parts:
         return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
+    if is_compiled and all(part.tokens == 1 for part in layout.parts):
+        rows, lengths = query.transpose(0, 1), layout.offsets + 1
+        out, lse = compiled_decode(rows, keys, values, layout.slots, lengths, options.scaling, options.window)
+        return out.to(query.dtype), lse
+    outputs = [_attend_part(options, layout, part, query, keys, values, with_lse) for part in layout.parts]
     if layout.parts[0].kept is None:
-        out, lse = zip(*outputs, strict=True)
-        return (out[0], lse[0]) if len(outputs) == 1 else (torch.cat(out), torch.cat(lse))
+        if len(outputs) == 1:
+            return outputs[0]
+        attended, sums = zip(*outputs, strict=True)
+        return torch.cat(attended), torch.cat(sums)
     joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
     for part, columns in zip(layout.parts, outputs, strict=True):
         for target, source in zip(joined, columns, strict=True):

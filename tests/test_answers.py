@@ -212,6 +212,11 @@ def test_a_megabyte_of_anything_is_scored(scorer: str, sizes: tuple[int, int]) -
     assert not any(found.values()), {name: step for name, step in found.items() if step}
 
 
+def test_fences_after_an_answer_and_its_solution_take_linear_time() -> None:
+    text = HOSTILE[r"'12\nSolution: so' and '' with '~~~\n' between"]
+    assert not superlinear(lambda response: results.number(NUMBER, [response]), text, (10_000, 40_000))
+
+
 def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
     for text in HOSTILE.values():
         got = results.number(NUMBER, [text(500)])

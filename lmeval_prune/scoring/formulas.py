@@ -16,7 +16,7 @@ from lmeval_prune.scoring.vocabulary import phrases
 _ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
-    r"\$\$((?:\\.|[^$\\])+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)"
+    r"\$\$((?:\\.|[^$\\])+)\$\$|\$\s*([^$\n]{0,40}\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)"
     r"|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
@@ -41,7 +41,7 @@ _NEGATES = re.compile(  # is not x = 3
 )
 _REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
-    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
+    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx|roughly|around|nearly)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
     rf"|(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
 # x, AB, \alpha: no values
@@ -77,6 +77,11 @@ def _result(formula: str) -> str:
     return re.sub(r"(?:[ .,]|\\[,;:! ]?)*$", "", flat(formula))
 
 
+def is_bare_name(text: str) -> bool:
+    """Return whether a formula is a mere name: x, AB, \\alpha."""
+    return _NAME.fullmatch(text) is not None
+
+
 def is_formula(text: str) -> bool:
     """Return whether a text computes or names something outside its words, and so is no number in prose."""
     return bool(_SIGNS.search(_WORDS.sub("", text)))
@@ -106,7 +111,7 @@ class Atoms:
         formula = run.lstrip("=:,*/ ").rstrip("=:,-+*/ ") if run.strip("(").strip(" =") else ""
         if len(re.findall(r"[)\]]", formula)) > len(re.findall(r"[(\[]", formula)):
             formula = formula.rstrip(")] ")
-        is_formula = re.search(r"\w|[√π∞]", formula) and _MATHEMATICAL.search(formula) and not _NAME.fullmatch(formula)
+        is_formula = re.search(r"\w|[√π∞]", formula) and _MATHEMATICAL.search(formula) and not is_bare_name(formula)
         return run.replace(formula, f" {self._atom(formula)} ", 1) if is_formula else run
 
     def formula(self, letter: str) -> str:
@@ -129,10 +134,12 @@ class FormulaReader:
     Attributes:
         words: the answer is words, so formulas count only where the statement begins with one.
         runs: at the end of a text, mathematical signs in prose are formulas, too.
+        names: the answer is a name, such as `x`; else a mere name is no answer that a text ends with.
     """
 
     words: bool = False
     runs: bool = True
+    names: bool = False
 
     def read(self, content: str, how: str) -> str | None:
         """Return the formula; None of a remark that holds none."""
@@ -177,7 +184,7 @@ class FormulaReader:
         if self.runs and not re.search(ATOM, sentence):
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if _is_value(atoms, m)]
+        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
         if not lists:
             return None
@@ -186,12 +193,10 @@ class FormulaReader:
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
 
-
-def _is_value(atoms: Atoms, formulas: re.Match[str]) -> bool:
-    """Return whether formulas end with no mere name, and are not rejected."""
-    return not (
-        _NAME.fullmatch(atoms.formula(formulas.group()[-1])) or _REJECTED.match(formulas.string, formulas.end())
-    )
+    def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
+        """Return whether formulas end with no mere name, unless one is the answer, and are not rejected."""
+        is_name = not self.names and is_bare_name(atoms.formula(formulas.group()[-1]))
+        return not (is_name or _REJECTED.match(formulas.string, formulas.end()))
 
 
 def _is_doubted(sentence: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmeval_prune.scoring.expressions import has_operator
 from lmeval_prune.scoring.forms import Form, form_of
-from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_formula
+from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
 from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
@@ -79,6 +79,8 @@ class NumberReader:
 
     def is_bare(self, content: str) -> bool:
         """Return whether it is a number with its unit."""
+        if len(content) > MAX_END:
+            return False
         text = plain(content).strip(" .!。")
         return is_bare_number(text) or bool(_NOTHING.match(text))
 
@@ -122,10 +124,10 @@ class MathematicsReader:
     def _readers(self) -> list[Reader]:
         if number_of(self.gold) and "=" not in self.gold:
             return [NumberReader(algebra=True), FormulaReader(runs=False)]
-        form = form_of(self.gold)
+        form, names = form_of(self.gold), is_bare_name(self.gold)
         if isinstance(form, Form) and form.kind == "words":
-            return [FormulaReader(words=True), TextReader(str(form.parts[0]))]
-        return [FormulaReader()]
+            return [FormulaReader(words=True, names=names), TextReader(str(form.parts[0]))]
+        return [FormulaReader(names=names)]
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number or, of what is no number alone, the formula."""

@@ -94,8 +94,10 @@ _FIRST_ITEM = re.compile(
     rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
 )  # of a list: 1. She has 30
 _KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
-# a displayed formula
-_DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
+_DISPLAY = re.compile(  # a displayed formula, or one with rows
+    r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]"
+    r"|\$[^$\n]{0,40}\\begin[^$]+\$|\\\([^\n]{0,40}?\\begin(?:[^\\]|\\(?!\)))+\\\))"
+)
 
 
 def statements(text: str) -> list[Statement]:

@@ -35,7 +35,7 @@ _EXPLAINED = re.compile(  # an explanation after a name
 _LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
 _BULLET = re.compile(r"\s*[-*•]\s+([^\d=]{1,60}\d[\d./,]*(?<=\d)[^\d=+×÷*/]*)")  # - Anna painted 1/2 of it
 _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
-    rf"(?:.*[:,，：]\s*)?(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
+    rf"(?:|.*[:,，：]\s*)(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
     rf"(?:(?P<yes>yes|{phrases('yes', 'zh')})|no|{phrases('no', 'zh')})"
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
     re.IGNORECASE,

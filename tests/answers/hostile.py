@@ -14,11 +14,11 @@ PIECES = [
     "<think>", "</think>", "<think></think>", "<answer>", "<answer></answer>", '{"answer": ', '{"answer": 12}', "[ANSWER]", r"\text{", r"\text{A, ", r"\frac{", r"\frac{1}{", r"\frac12", r"\sqrt{", r"\left(", r"\begin{pmatrix}", r"1 & 2 \\ ",
     "$$", "$1$", "$1", r"\(", r"\[ 1 \]", r"\$", "1 ", "1,", "1,000", "1.", "1/", "1/2", "1-", "1+", "1 + ", "1=", "x = 1, ", "= 12 ", "1 = 1\n", "12\n", "\n\n", "\n- 1", "- ", "| 1 ", "| --- ", "1. a\n", "12 or ", "not ", "No wait, ",
     "Wait, 12. ", "12 (", "(12) ", "half of ", "because ", "12 because ", "12 apples ", "apples ", "ab", "a ", "1a", "١٢", "1\u202f000", "1 000 ", "10^", "e5", "9**", "!", "12!", "2(", ")(", "n0+", "3*(", "5:45 ", "yes ", "3; ",
-    "```\n", "```python\n", "**", "**12** ", "\\\\", "\\ ", "~", "^\\circ", "\\%", "负", "万", "1又1/", "分之", "\u202e12", "\r\n", "&nbsp;", "<b>", "</b>", "\ud83d", "\x00\x01",
+    "```\n", "```python\n", "~~~\n", "**", "**12** ", "\\\\", "\\ ", "~", "^\\circ", "\\%", "负", "万", "1又1/", "分之", "\u202e12", "\r\n", "&nbsp;", "<b>", "</b>", "\ud83d", "\x00\x01",
 ]  # fmt: skip
 BEFORE_AND_AFTER = [
     (r"\boxed{12", "x}"), (r"\boxed{", "}"), (r"\boxed{", "12}"), ("The answer is ", "12."), ("The answer is 12", "."), ("The answer is 12 ", "apples"), ("#### ", "12"), ("#### 12", ""), ("Answer:", "12"), ("答案是", "12。"), ("$", "12$"),
-    ("<answer>", "12</answer>"), ("<think>", "</think>12"), ("12", ""), ("", "12"), ("12 = ", "= 12"),
+    ("<answer>", "12</answer>"), ("<think>", "</think>12"), ("12", ""), ("", "12"), ("12 = ", "= 12"), ("12\nSolution: so", ""),
 ]  # fmt: skip
 NESTS = [
     (r"\boxed{", "}"), ("{", "}"), ("(", ")"), ("[", "]"), (r"\frac{1}{", "}"), (r"\text{", "}"), (r"\sqrt{", "}"), (r"\left(", r"\right)"), ("<answer>", "</answer>"), ("<think>", "</think>"), ("**", "**"), ("$", "$"), ("-(", ")"), ("1+(", ")"),
@@ -32,7 +32,7 @@ def texts() -> dict[str, Callable[[int], str]]:
     for piece in [*CHARACTERS, *PIECES]:
         found[f"run of {piece!a}"] = partial(_between, "", "", piece)
     for start, end in BEFORE_AND_AFTER:
-        for filler in (" ", "\n", "\u00a0", "1", ",", "-", "\\", "{", "very ", "\\,", "**"):
+        for filler in (" ", "\n", "\u00a0", "1", ",", "-", "\\", "{", "very ", "\\,", "**", "```\n", "~~~\n"):
             found[f"{start!a} and {end!a} with {filler!a} between"] = partial(_between, start, end, filler)
     for start, end in NESTS:
         found[f"{start!a} nested"] = partial(_nested, start, end)

@@ -3,7 +3,7 @@
     python benchmarks/decode_step.py [--threads 1] [--rounds 8] [--name decode_step]
 
 SmolLM2-135M in float32 under nine variants. Attention: the compiled kernel against PyTorch's own on the same slots.
-Prefix: 727 common tokens stored once against the same tokens in every slot. Products: q, k, v and gate, up as one
+Prefixes: common tokens stored once against the same tokens in every slot. Products: q, k, v and gate, up as one
 product each against the model's own modules. Each pair is compared before it is timed; rounds alternate, and the
 fastest of each counts.
 """
@@ -30,7 +30,8 @@ from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.interventions import HeadMask
 
-KEYS, PREFIX, OWN = 221, 727, 180  # average lengths of the zero-shot sweep; of gsm8k_cot's examples and what follows
+KEYS, OWN = 221, 180  # average tokens of a row in the zero-shot sweep, and after gsm8k_cot's examples
+PREFIXES = (16, 32, 64, 128, 727)  # gsm8k_cot's examples have 727 tokens
 MASKS = [None, *map(HeadMask, SWEEP)]
 FIRST = {0: 30} | {i: int(head[1 : head.index("H")]) for i, head in enumerate(SWEEP, 1)}
 
@@ -71,16 +72,17 @@ class Step:
         finally:
             attention._COMPILED = types
 
-    def with_prefix_in_slots(self, prefix: SharedPrefix) -> Step:
-        """The same step with the prefix in each slot."""
-        other = Step(self.runner, len(self.batch), PREFIX + OWN)
+    def with_prefix_in_slots(self, tokens: int) -> Step:
+        """The same step with the prefix of so many tokens in each slot."""
+        other = Step(self.runner, len(self.batch), tokens + OWN)
+        other.batch = [Chunk(each.slot, each.cached + tokens, each.mask, each.tokens) for each in self.batch]
         for row, own in enumerate(self.cache.prefixes):
             assert own is not None
             for layer in range(self.runner.layers):
                 for kind in ("keys", "values"):
                     slot = getattr(other.cache, kind)[layer][row]
-                    slot[:, :PREFIX] = getattr(own, kind)[layer]
-                    slot[:, PREFIX:] = getattr(self.cache, kind)[layer][row]
+                    slot[:, :tokens] = getattr(own, kind)[layer]
+                    slot[:, tokens:] = getattr(self.cache, kind)[layer][row]
         return other
 
 
@@ -134,16 +136,23 @@ def measure(model: Any, model_map: ModelMap, rounds: int) -> dict[str, Any]:
                 "largest_difference": difference, "products": products(model, rows, rounds),
             }  # fmt: skip
             print(rows, results["steps"][rows], flush=True)
-        random.seed(0)
-        prefix = SharedPrefix(tuple(random.choices(range(100, 49_000), k=PREFIX)), FIRST, unanswered=1)
-        shared = Step(runner, 192, OWN, prefix)
-        whole = shared.with_prefix_in_slots(prefix)
-        whole.batch = [Chunk(c.slot, c.cached + PREFIX, c.mask, c.tokens) for c in shared.batch]
-        difference = check(shared(), whole())
-        times = fastest({"shared_ms": shared, "in_slots_ms": whole, "in_slots_with_sdpa_ms": whole.by_sdpa}, rounds)
-        results["prefix"] = {"rows": 192, "tokens": PREFIX, "own": OWN, **times, "largest_difference": difference}
-        print(results["prefix"], flush=True)
+        results["prefixes"] = {}
+        for tokens in PREFIXES:
+            results["prefixes"][tokens] = with_prefix(runner, tokens, rounds)
+            print(tokens, results["prefixes"][tokens], flush=True)
     return results
+
+
+def with_prefix(runner: ModelRunner, tokens: int, rounds: int) -> dict[str, Any]:
+    """A step of 192 rows with a common prefix, stored once and in every slot."""
+    random.seed(0)
+    prefix = SharedPrefix(tuple(random.choices(range(100, 49_000), k=tokens)), FIRST, unanswered=1)
+    shared = Step(runner, 192, OWN, prefix)
+    whole = shared.with_prefix_in_slots(tokens)
+    difference = check(shared(), whole())
+    times = fastest({"shared_ms": shared, "in_slots_ms": whole, "in_slots_with_sdpa_ms": whole.by_sdpa}, rounds)
+    ratio = round(times["in_slots_ms"] / times["shared_ms"], 3)
+    return {"rows": 192, "own": OWN, **times, "ratio": ratio, "largest_difference": difference}
 
 
 def main() -> None:

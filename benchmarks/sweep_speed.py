@@ -285,7 +285,8 @@ def main() -> None:
     if "choice" in options.parts.split(","):
         batches = [int(batch) for batch in options.choice_batches.split(",")]
         for shots in (0, 5):
-            part = choice(work.lm, work.model_map, [None, *SWEEP], options.choice_questions, shots, batches)
+            variants = [None, *SWEEP]
+            part = choice(work.lm, work.model_map, variants, options.choice_questions, shots, batches, highest)
             results[f"choice_{shots}_shots"] = part
             print(part, flush=True)
             write(options.name, results)

@@ -737,7 +737,7 @@ def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None
     with pytest.raises(InputError, match="load it again"):
         lm.reconfigure(dtype="float32", device="cpu")
     assert lm.pruning_info()["heads"] == ["L1H2"]
-    lm.reconfigure(dtype="float64", device="cpu")
+    lm.reconfigure(dtype="float64", device="cpu", engine="generate")
     assert lm.pruning_info()["heads"] == [] and lm.engine is None
 
 

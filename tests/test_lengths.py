@@ -21,6 +21,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.report import write
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
@@ -83,8 +84,7 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm = model(tiny_folder, **arguments)
         lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
         lm.__dict__.pop("_stopping", None)
-        if lm.engine:
-            lm.engine = lm._create_engine()
+        lm.engine_choice = EngineChoice(lm)
         lm.generate_until(free)
         result.append(lm.answering.lengths["free"])
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12

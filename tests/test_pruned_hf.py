@@ -555,7 +555,7 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
 @pytest.mark.parametrize(
     ("arguments", "setting", "message"),
     [
-        ({"engine": "fast"}, {}, "engine='fast' must be generate or batched"),
+        ({"engine": "fast"}, {}, "engine='fast' must be auto, generate or batched"),
         ({"engine": "batched"}, {"num_beams": 3}, "does not know the generation setting num_beams=3"),
         ({"engine": "batched"}, {"penalty_alpha": 0.5}, "does not know the generation mode contrastive_search"),
         ({"engine": "batched"}, {"guidance_scale": 1.5}, "does not know the generation setting guidance_scale=1.5"),

@@ -54,8 +54,9 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
-    expected = getattr(model(tiny_folder, heads=HEADS, batch_size=1), kind)(requests(kind))
-    stopped = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
+    arguments = {"heads": HEADS, "batch_size": 1, "engine": "generate"}
+    expected = getattr(model(tiny_folder, **arguments), kind)(requests(kind))
+    stopped = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
     add, count = stopped.answering.store.add, 0
 
     def add_two(*arguments) -> None:
@@ -72,7 +73,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     path = tmp_path / "store" / "rank-0.jsonl"
     path.write_text(path.read_text() + '{"key": "cut sho')  # as a kill in the middle of a write leaves it
 
-    again = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
+    again = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
     instances: list[int] = []
     compute = again._loglikelihood_tokens if kind != "generate_until" else again._model_generate
     name = compute.__name__
@@ -80,7 +81,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     assert getattr(again, kind)(requests(kind)) == expected
     assert instances
     again.close()
-    finished = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
+    finished = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
     finished.model.forward = None  # everything is in the store
     assert getattr(finished, kind)(requests(kind)) == expected
     lines = [line for line in path.read_text().splitlines() if not line.startswith('{"key": "cut sho')]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping, static_step
-from lmeval_prune.decoding.engine import _available_memory
+from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.sampling import uniforms
 from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.decoding.static_step import StaticStep, bucket_sizes
@@ -334,7 +334,7 @@ def test_memory_that_pytorch_keeps_is_available(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2000, 10000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
-    assert _available_memory(torch.device("cuda", 0)) == 6000
+    assert available_memory(torch.device("cuda", 0)) == 6000
 
 
 @settings(max_examples=20, deadline=None)

@@ -23,6 +23,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
+from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.progress import Progress
@@ -40,6 +41,10 @@ from lmeval_prune.interventions import Intervention, interventions_on
 logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16  # batch size of `generate`
+
+
+class InsufficientMemoryError(InputError):
+    """The engine's memory is too small for its requests."""
 
 
 class Engine:
@@ -69,6 +74,7 @@ class Engine:
 
     Attributes:
         statistics: counters of all runs so far.
+        min_rows: answers (or all, if fewer) for which memory must suffice at once.
 
     Raises:
         InputError: a number is out of range.
@@ -98,8 +104,9 @@ class Engine:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context = context or int(positions or 1 << 30)
         self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
-        self.deterministic, self.progress = deterministic, progress
+        self.deterministic, self.progress, self.min_rows = deterministic, progress, 1
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
+        self._logged: set[str | None] = set()  # reasons for which the engine fell back
         self._score_reasons: dict[tuple[Intervention, ...], str | None] = {}
         self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
@@ -116,7 +123,7 @@ class Engine:
 
         Raises:
             InputError: a mask does not fit the model, a prompt is longer than the context, stop texts have no
-                tokenizer, or memory is too small for one answer.
+                tokenizer, or memory is too small (`InsufficientMemoryError`, before the first answer).
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
@@ -140,7 +147,7 @@ class Engine:
 
     def score(
         self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
         """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
 
         Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or
@@ -179,8 +186,8 @@ class Engine:
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
         scratch = int(bool(schedule.static))
-        prefixes = self._share_prefixes(groups, schedule.prefix)
-        longest = max(len(each.prompt) + each.max_tokens for group in groups for each in group.sequences)
+        prefixes = self._share_prefixes(groups, schedule)
+        longest = max(group.longest for group in groups)
         rows, leaders = self._capacity(longest, groups, scratch, prefixes)
         cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
@@ -201,7 +208,7 @@ class Engine:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
         schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
-            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
+            schedule = replace(schedule, follow=0, drafts=0, copied_prefix=self.context)  # its attention reads slots
         if schedule.compile and not schedule.static:
             logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
         schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
@@ -214,6 +221,10 @@ class Engine:
         return schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
+        if self.unsupported not in self._logged:
+            self._logged.add(self.unsupported)
+            name = self.model_map.model_type or "the model"
+            logger.warning("%s is decoded by plain generate, each row with its mask: %s", name, self.unsupported)
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
         for request, answer in Fallback(self.model_map, self.stopping, self.context, rows).decode(requests):
             self.statistics.answers += 1
@@ -263,9 +274,9 @@ class Engine:
             self._eager_reasons[key] = why_not_static(self.model_map, compiled)
         return self._eager_reasons[key]
 
-    def _share_prefixes(self, groups: Sequence[PromptGroup], shortest: int) -> int:
+    def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        if not shortest:
+        if not schedule.prefix:
             return 0
         layers, inputs = len(self.model_map.attention), self._element_size * self._width
         stored = self._token_bytes // layers
@@ -273,7 +284,7 @@ class Engine:
         def size(prefix: SharedPrefix) -> int:
             return prefix.size(layers, stored, inputs)
 
-        return share_prefixes(groups, shortest, size, self._memory // 2)
+        return share_prefixes(groups, schedule.prefix, schedule.copied_prefix, size, self._memory // 2)
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
@@ -289,19 +300,23 @@ class Engine:
         extra = (scratch + self.deterministic) * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
-        if fitting < 1:
-            needed = slot + kept + extra
-            raise InputError(f"one answer of {length} tokens needs {needed} bytes, more than memory={memory + extra}")
+        fewest = min(self.min_rows, sum(1 + len(group.followers) for group in waiting))
+        if fitting < fewest:
+            needed = fewest * (slot + kept) + extra
+            raise InsufficientMemoryError(
+                f"a batch of {fewest} with {length} tokens each needs {needed} bytes, more than memory={memory + extra}"
+            )
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
         return count, (memory - count * slot) // kept if kept else count
 
     @property
     def _memory(self) -> int:
-        return self.memory or _available_memory(self.device)
+        return self.memory or available_memory(self.device)
 
     @property
     def _element_size(self) -> int:
-        return next(self.model.parameters()).element_size()
+        """Return the bytes of a number in keys and hidden states: as in embeddings; other weights may be smaller."""
+        return int(self.model.get_input_embeddings().weight.dtype.itemsize)
 
     @property
     def _width(self) -> int:
@@ -334,13 +349,3 @@ class Engine:
             while tokens <= 256 and seconds(tokens) < 2 * single:
                 tokens *= 2
         return tokens // 2
-
-
-def _available_memory(device: torch.device) -> int:
-    """Return the bytes that the engine may use: a share of the free memory, the rest is for activations and graphs."""
-    if device.type == "cuda":  # PyTorch keeps the memory of freed tensors, such as an earlier run's cache
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(0.75 * (torch.cuda.mem_get_info(device)[0] + kept))
-    import psutil
-
-    return int(0.5 * psutil.virtual_memory().available)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
@@ -20,6 +20,7 @@ from lmeval_prune.interventions import HeadMask, interventions_on
 from lmeval_prune.interventions.attention_call import UnsupportedAttention
 
 logger = logging.getLogger(__name__)
+MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family without tests goes beyond
 
 
 def why_unsupported(model_map: ModelMap) -> str | None:
@@ -30,12 +31,29 @@ def why_unsupported(model_map: ModelMap) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # any error of a model that works otherwise
-        reason = first_line(error).removeprefix("UnsupportedAttention: ")
-        logger.warning(
-            "%s is decoded by plain generate, each row with its mask: %s", model_map.model_type or "the model", reason
-        )
-        return reason
+        return first_line(error).removeprefix("UnsupportedAttention: ")
     return None
+
+
+def is_tested(model_map: ModelMap) -> bool:
+    """Return whether a model is of a family for which tests compare the engine with `generate`."""
+    is_stock = type(model_map.model).__module__.split(".")[0] in ("transformers", "lmeval_prune")
+    return is_stock and model_map.model_type in FAMILIES
+
+
+def sliding_window(model_map: ModelMap) -> int:
+    """Return the size of the sliding window in a model's configuration; 0 if it has none."""
+    config: Any = model_map.model.config
+    return int(getattr(config.get_text_config(), "sliding_window", None) or 0)
+
+
+def _check_length(model_map: ModelMap) -> int:
+    """Return the number of tokens that are compared: of a family without tests, more than its window if it is small."""
+    if is_tested(model_map):
+        return 12
+    window = sliding_window(model_map)
+    length = max(64, window + 8) if window <= MAX_CHECKED_WINDOW else 64
+    return min(length, position_limit(model_map.model) or length)
 
 
 def _check(model_map: ModelMap) -> None:
@@ -43,7 +61,8 @@ def _check(model_map: ModelMap) -> None:
     model: Any = model_map.model
     _check_interventions(model)
     _check_config(model)
-    tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(12)]
+    n = _check_length(model_map)
+    tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(n)]
     (layer,) = middle = frozenset({len(model_map.attention) // 2})
     device = next(model.parameters()).device
     hidden: list[Any] = []
@@ -51,7 +70,7 @@ def _check(model_map: ModelMap) -> None:
         for intervention in interventions_on(model):
             stack.enter_context(intervention.fixed_decisions())
         expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
-        cache = KVCache(2, 12)
+        cache = KVCache(2, n)
         with ModelRunner.attached(model_map, cache, [None]) as runner:
 
             def difference(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> float:
@@ -61,12 +80,15 @@ def _check(model_map: ModelMap) -> None:
                 return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max())
 
             # a token filter skips one token of the first pass, and the only token of the third
-            differences = [difference(0, 8, keep=middle), difference(8, 10, 1), difference(10, 11), difference(11, 12)]
-            differences.append(difference(0, 8, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
+            differences = [difference(0, n - 4, keep=middle), difference(n - 4, n - 2, 1)]
+            differences += [difference(n - 2, n - 1), difference(n - 1, n)]
+            differences.append(difference(0, n - 4, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
             if all(intervention.tokenwise for intervention in interventions_on(model)):
-                prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1)
+                prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
                 cache.prefixes[:] = [prefix.under(0, runner)] * 2
-                differences += [_prefixed_difference(runner, tokens, expected, *span) for span in ((4, 8), (8, 9))]
+                differences += [
+                    _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
+                ]
     _compare(model, differences, [expected])
 
 

@@ -68,11 +68,9 @@ class Cell:
             arguments |= make_preparation(name, settings).model_args(preparations / self.prepared)
         if self.variant.served:
             return {**arguments, "seed": self.variant.seed}
-        arguments.setdefault("engine", self.engine)
-        if arguments["engine"] == "batched":
+        arguments["engine"] = self.engine
+        if self.engine == "batched":
             arguments.setdefault("deterministic", True)  # so that other rows of a batch cannot change an answer
-        if arguments["engine"] == "generate":
-            del arguments["engine"]  # the default
         return arguments
 
     def command(self, model_args: dict[str, Any]) -> str:
@@ -247,7 +245,7 @@ def _engine(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> s
     """Return the server kind, or the variant's engine; by default the fastest engine that generates the same texts."""
     if variant.served:
         return str(variant.model_args.get("server", ServerOptions.server))
-    if engine := variant.model_args.get("engine"):
+    if (engine := variant.model_args.get("engine", "auto")) != "auto":
         return str(engine)
     can_batch = all(
         (intervention.tokenwise or intervention.by_sequence) and not intervention.needs_order

@@ -279,6 +279,11 @@ class PendingRequests:
         for request, key in zip(requests, keys, strict=True):
             self._keys_by_arguments[_as_text(request.args)].append(key)
 
+    def part(self, indices: Sequence[int]) -> PendingRequests:
+        """Return some of the requests as pending requests of their own."""
+        columns = [[values[index] for index in indices] for values in (self.requests, self.keys, self.repeats)]
+        return PendingRequests(self.kind, self.add, *columns)
+
     def answered(self, attr: str, args: Iterable[Any], response: Any, **columns: Any) -> None:
         """Store a response that lm-eval reports by a request's arguments, for the next request with these arguments.
 

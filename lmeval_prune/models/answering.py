@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from lmeval_prune.artefacts import digest
+from lmeval_prune.decoding.engine import InsufficientMemoryError
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation, likelihood
@@ -151,7 +152,8 @@ class Answering:
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         """Return what determines the random numbers of a sampled answer; the engine's differ from `generate`'s."""
-        return [self.lm.arguments.engine, *generation.sampling_key(self.lm.seed, request, repeat)]
+        engine = "batched" if self.lm.arguments.engine == "batched" else "generate"  # `auto` samples by `generate`
+        return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """Return everything that determines an answer, as JSON, and the router's heads."""
@@ -195,21 +197,48 @@ class Answering:
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Compute the answers to pending requests."""
-        kind = pending.kind
-        if self._is_on_engine(kind):
-            masks = None
-            if self.router:
-                pairs = zip(pending.requests, pending.repeats, strict=True)
-                masks = [self.router.masks[self.router.head(request, repeat)] for request, repeat in pairs]
-            return self._decode(pending, pending.repeats, masks, disable_tqdm)
+        if pending.kind == "generate_until":
+            return self._generate(pending, disable_tqdm)
+        if self._is_on_engine(pending.kind):
+            return self._decode(pending, pending.repeats, None, disable_tqdm)
+        return self._run_by_hf(pending, disable_tqdm)
+
+    def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         with self._hooked(pending):
             if self.store is None:
-                return self._compute(kind, pending.requests, disable_tqdm)
+                return self._compute(pending.kind, pending.requests, disable_tqdm)
             return self._compute_in_parts(pending, disable_tqdm)
+
+    def _generate(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
+        """Generate texts, each by the engine or by `hf`, as `EngineChoice` decides."""
+        texts = self._generate_by_engine(pending, disable_tqdm)
+        rest = [index for index in range(len(pending.requests)) if index not in texts]
+        if self.lm.any_rank(bool(rest)):  # `hf` synchronises the ranks, so all run it
+            part = rest or [0]
+            texts |= zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)
+        return [texts[index] for index in range(len(pending.requests))]
+
+    def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:
+        """Return the texts of the engine, by index."""
+        choice = self.lm.engine_choice
+        indices = choice.by_engine(pending.requests)
+        if not indices:
+            return {}
+        part, masks = pending.part(indices), None
+        if self.router:
+            pairs = zip(part.requests, part.repeats, strict=True)
+            masks = [self.router.masks[self.router.head(request, repeat)] for request, repeat in pairs]
+        try:
+            return dict(zip(indices, self._decode(part, part.repeats, masks, disable_tqdm), strict=True))
+        except InsufficientMemoryError as error:
+            if self.lm.arguments.engine != "auto":
+                raise
+            choice.log(f"lm-eval's hf answers greedy requests: {error}")
+            return {}
 
     def _is_on_engine(self, kind: str) -> bool:
         """Return whether the engine answers requests of a kind; log once why it computes no log-likelihoods."""
-        engine = self.lm.engine
+        engine = self.lm.engine if self.lm.arguments.engine == "batched" else None
         if engine is None or kind == "generate_until":
             return engine is not None
         reason = engine.unscored
@@ -301,7 +330,7 @@ class Answering:
 
         An automatic batch size may differ in the next run, and the answers with it: `AUTO_GROUP_SIZE` replaces it.
         """
-        if self.lm.engine is not None:
+        if self.lm.arguments.engine == "batched":
             return 1
         size = self.lm.batch_size
         return size if isinstance(size, int) else min(AUTO_GROUP_SIZE, self.lm.max_batch_size)

@@ -27,8 +27,9 @@ class Arguments(Settings):
 
     Attributes:
         pretrained: the model, as for `hf`.
-        engine: `generate`, or `batched` for this package's decoding engine, which gives the same texts and
-            log-likelihoods faster. Default: `generate`, with a router `batched`.
+        engine: `generate` for lm-eval's `hf`, `batched` for this package's decoding engine, which gives the same texts
+            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineChoice`).
+            Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         engine_compile: run the engine's decoding steps through `torch.compile` on a GPU.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except
@@ -52,7 +53,7 @@ class Arguments(Settings):
     """
 
     pretrained: Any = None
-    engine: Literal["generate", "batched"] | None = None
+    engine: Literal["auto", "generate", "batched"] | None = None
     engine_rows: Count | None = None
     engine_compile: bool = False
     deterministic: bool | None = None
@@ -99,10 +100,10 @@ class Arguments(Settings):
             object.__setattr__(self, "router", parse_value("router", self.router, str))
         if self.router is not None and self.engine == "generate":
             raise InputError("router= needs the decoding engine; leave out engine=generate")
-        object.__setattr__(self, "engine", self.engine or ("generate" if self.router is None else "batched"))
+        object.__setattr__(self, "engine", "batched" if self.router is not None else self.engine or "auto")
         if self.deterministic is None:
             object.__setattr__(self, "deterministic", self.router is not None)
-        if self.engine == "generate" and (self.deterministic or self.engine_compile or self.engine_rows is not None):
+        if self.engine != "batched" and (self.deterministic or self.engine_compile or self.engine_rows is not None):
             raise InputError(
                 "engine_rows, engine_compile and deterministic are settings of the decoding engine; add engine=batched"
             )

@@ -62,7 +62,7 @@ def generate_until(
             settings = without_sampling(settings)
         key = repr(settings)
         if key not in prepared:
-            prepared[key] = _engine_settings(lm, settings)
+            prepared[key] = engine_settings(lm, settings)
         params, _ = prepared[key]
         room = lm.max_length - params.max_new_tokens
         if room <= 0:
@@ -84,8 +84,12 @@ def generate_until(
     return texts
 
 
-def _engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-    """Return the engine's settings (lm-eval's override the model's generation config) and the stop strings."""
+def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """Return the engine's settings (lm-eval's override the model's generation config) and the stop strings.
+
+    Raises:
+        InputError: the engine does not support a setting.
+    """
     options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     until = handle_stop_sequences(options.pop("until", None), eos=end)

@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
-from lmeval_prune.decoding import Engine, SamplingParams, Schedule
+from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
@@ -32,6 +32,7 @@ from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown_argument
+from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
@@ -111,7 +112,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def _prepare(self, store: AnswerStore | None = None) -> None:
         """Apply interventions and create the engine and the answering; `store` is an open store or None."""
         with self._apply() as stack:  # undoes the interventions if the rest fails
-            self.engine = self._create_engine() if self.arguments.engine == "batched" else None
+            self.engine_choice = EngineChoice(self)
             self.answering = Answering(self, store)
             log_interventions(self.model, self.model_map)
             self._applied = stack.pop_all()
@@ -207,20 +208,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if router:
             router.fit_to(model_map, None, [])
 
-    def _create_engine(self) -> Engine:
-        if self.backend != "causal":
-            raise InputError("engine=batched is for causal models only; leave engine out for an encoder-decoder")
-        options = self.arguments
-        return Engine(
-            self.model,
-            self.tokenizer,
-            model_map=self.model_map,
-            max_rows=options.engine_rows,
-            context=self.max_length,
-            schedule=Schedule(compile=options.engine_compile),
-            deterministic=bool(options.deterministic),
-        )
-
     def _check_world_size(self) -> None:
         """Refuse several processes on CPU that accelerate does not connect: each would run all requests."""
         count = os.environ.get("WORLD_SIZE", "")
@@ -250,6 +237,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if accelerator is None:
             return 0
         return int(accelerator.process_index if self.device.type == "cpu" else accelerator.local_process_index)
+
+    @property
+    def engine(self) -> Engine | None:
+        """Return the decoding engine; None if it answers no requests."""
+        return self.engine_choice.engine
 
     @cached_property
     def model_map(self) -> ModelMap:

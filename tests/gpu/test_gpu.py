@@ -11,7 +11,7 @@ import torch
 from lmeval_prune import HeadMask, RowMasks, map_model
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
-from lmeval_prune.decoding.engine import _available_memory
+from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.interventions.attention_call import intercept_attention
 from tests.tiny_models import output, tiny, tokens
 
@@ -95,7 +95,7 @@ def likelihoods(texts: list) -> list[LikelihoodRequest]:
 
 def test_its_rows_are_what_the_devices_memory_holds() -> None:
     model = tiny("llama").cuda()
-    assert 0 < _available_memory(torch.device("cuda")) <= torch.cuda.get_device_properties(0).total_memory
+    assert 0 < available_memory(torch.device("cuda")) <= torch.cuda.get_device_properties(0).total_memory
     assert answers(Engine(model), requests()) == answers(Engine(model, max_rows=2), requests())
 
 

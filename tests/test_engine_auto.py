@@ -1,0 +1,350 @@
+"""`engine=auto`: each request by the engine or by lm-eval's `hf`, with the texts, keys and reports of `hf` alone."""
+
+import json
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from lmeval_prune import InputError
+from lmeval_prune.architectures import FAMILIES
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding.engine import InsufficientMemoryError
+from lmeval_prune.models import engine_choice
+from lmeval_prune.models.answer_store import read_answers
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.test_command_line import call, lm_eval
+from tests.test_decoding import BY_GENERATE
+from tests.test_pruned_hf import HEADS, PROMPTS, model
+from tests.tiny_models import CAUSAL, tiny, tokens
+
+GREEDY: list[dict[str, Any]] = [
+    {"until": ["\n"], "max_gen_toks": 12, "do_sample": False},
+    {"until": ["a", "zz"], "max_gen_toks": 30, "temperature": 0.0},
+]
+BY_HF: dict[str, dict[str, Any]] = {
+    "does not know the generation setting num_beams=2": {"num_beams": 2},
+    "does not take max_length": {"max_length": 60},
+    "does not know the generation setting guidance_scale=1.5": {"guidance_scale": 1.5},
+    "does not know the generation setting max_time=60.0": {"max_time": 60.0},
+    "would draw other random numbers": {"do_sample": True, "temperature": 1.0},
+    "an empty stop text would end every answer at once": {"until": ["", "e"]},
+    "their settings change logits": {"repetition_penalty": 1.3},
+}
+
+
+def mixed() -> list[Instance]:
+    """Requests of several tasks with settings for the engine and for `hf`, in a shuffled order."""
+    settings = [*GREEDY, *({"until": [], "max_gen_toks": 6, **setting} for setting in BY_HF.values())]
+    pairs = [(prompt, task) for prompt in PROMPTS[:3] for task in range(len(settings))]
+    pairs.sort(key=lambda pair: hash((len(pair[0]) * 7 + pair[1] * 5) % 11))
+    return [
+        Instance("generate_until", {}, (prompt, dict(settings[task])), 0, (f"task{task}", PROMPTS.index(prompt), 1))
+        for prompt, task in pairs
+    ]
+
+
+class Hook:
+    """Records what a model reports to lm-eval's cache."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def add_partial(self, kind: str, arguments: Any, response: Any) -> None:
+        self.seen[json.dumps([kind, arguments, response])] += 1
+
+
+def run(folder: Path, requests: list[Instance], **arguments: Any) -> tuple[PrunedHFLM, list[str]]:
+    lm = model(folder, **arguments)
+    lm.set_cache_hook(Hook())
+    torch.manual_seed(3)
+    texts = lm.generate_until(requests)
+    lm.close()
+    return lm, texts
+
+
+def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine=auto")]
+
+
+@pytest.mark.parametrize("heads", [None, HEADS])
+@pytest.mark.parametrize("stored", [False, True])
+def test_requests_with_several_settings_are_answered_as_by_hf(
+    tiny_folder: Path, tmp_path: Path, stored: bool, heads: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Texts in order, cache hooks, keys and lengths in the store, the report of lengths; one line for each decision."""
+    caplog.set_level(logging.INFO)
+    found = {}
+    for engine in ("generate", None):
+        where = {"responses": str(tmp_path / str(engine))} if stored else {}
+        named = {"engine": engine} if engine else {}
+        lm, texts = run(tiny_folder, mixed(), heads=heads, **named, **where)
+        rows = list(read_answers(Path(where["responses"]))) if stored else []
+        kept = {row["key"]: (row["response"], row["length"], row["cut_off"]) for row in rows}
+        found[engine] = texts, lm.cache_hook.seen, lm.answering.lengths, kept
+    assert found[None] == found["generate"] and len(set(texts)) > 10
+    assert lm.engine and lm.engine.statistics.answers == 3 * len(GREEDY)
+    lines = decisions(caplog)
+    assert len(lines) == 1 + len(BY_HF) and sum("the decoding engine answers greedy" in line for line in lines) == 1
+    for reason in BY_HF:
+        assert sum(reason in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("engines", [("generate", "auto"), ("auto", "generate")])
+def test_a_store_that_the_other_path_began_is_resumed(
+    tiny_folder: Path, tmp_path: Path, engines: tuple[str, str]
+) -> None:
+    """In batches of 1: with beams, `max_length` and a repetition penalty `hf`'s texts depend on the padding."""
+    requests = mixed()
+    _, expected = run(tiny_folder, requests, engine="generate", batch_size=1, responses=str(tmp_path / "whole"))
+    store = str(tmp_path / "store")
+    run(tiny_folder, requests[::2], engine=engines[0], batch_size=1, responses=store)
+    lm, texts = run(tiny_folder, requests, engine=engines[1], batch_size=1, responses=store)
+    assert texts == expected
+    missing = [each for each in requests[1::2] if lm.engine is None or each.args[1] in GREEDY]
+    assert len(missing) == (lm.engine.statistics.answers if lm.engine else lm.cache_hook.seen.total()) > 2
+
+
+def test_an_empty_prompt_is_left_to_hf(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    requests = [Instance("generate_until", {}, (text, dict(GREEDY[0])), 0, ("t", 0, 1)) for text in ("x", "")]
+    lm = model(tiny_folder, batch_size=1, add_bos_token=True)
+    assert lm.generate_until(requests) == model(tiny_folder, HFLM, batch_size=1, add_bos_token=True).generate_until(
+        requests
+    )
+    assert lm.engine and lm.engine.statistics.answers == 1 and "its prompt is empty" in decisions(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "not proven faster for weights in torch.bfloat16"),
+        ({"mixed_precision_dtype": "bfloat16"}, "does not support mixed_precision_dtype"),
+        ({"token_filter": {"ratio": 0.2, "state": "run"}}, "depend on earlier answers"),
+        ({"probe_pruning": {"ratio": 0.2, "skip_first": 0}}, "declares neither tokenwise nor by_sequence"),
+    ],
+)
+def test_models_are_left_to_hf(
+    tiny_folder: Path, arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    requests = [
+        Instance("generate_until", {}, (text, dict(GREEDY[0])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
+    ]
+    lm, texts = run(tiny_folder, requests, **arguments)
+    assert texts == run(tiny_folder, requests, **arguments, engine="generate")[1]
+    (line,) = decisions(caplog)
+    assert reason in line and (lm.engine is None or lm.engine.statistics.answers == 0)
+
+
+def test_families_that_the_engine_does_not_run_are_left_to_hf(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    network = tiny("bloom", vocab_size=len(tokenizer))
+    requests = [
+        Instance("generate_until", {}, (text, dict(GREEDY[0])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
+    ]
+    expected = HFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests)
+    assert PrunedHFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests) == expected
+    assert len(decisions(caplog)) == 1 and "plain generate" not in caplog.text
+
+
+class Unseen(LlamaForCausalLM):
+    """A family with code of its own: logits depend on a token's place in its forward pass, from the 41st on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits[:, 40:] *= 2
+        return out
+
+
+def test_a_family_without_tests_is_checked_beyond_its_window(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = tiny("llama")
+    network.__class__ = Unseen
+    assert "logits would differ" in str(Engine(network).unsupported)
+    monkeypatch.setattr(Unseen, "__module__", "transformers.models.llama")
+    assert Engine(network).unsupported is None  # what the short check of a tested family does not see
+    monkeypatch.undo()
+    for window, length in ((0, 64), (20, 64), (70, 78), (1024, 128)):  # at most the model's 128 positions
+        network.config.sliding_window = window
+        seen: list[int] = []
+        hook = network.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape[1]))
+        assert Engine(network).unsupported
+        hook.remove()
+        assert seen[0] == length
+    network.config.sliding_window = 4096
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer)
+    request = Instance("generate_until", {}, ("x", dict(GREEDY[0])), 0, ("t", 0, 1))
+    assert lm.engine_choice.by_engine([request]) == []
+    assert "sliding window of 4096 tokens is too large" in next(iter(lm.engine_choice._logged))
+
+
+def test_every_family_of_the_table_is_compared_with_generate() -> None:
+    """`is_tested` says so of all families of the table; encoders and encoder-decoders never reach the engine."""
+    others = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "bart", "mbart"}
+    assert FAMILIES.keys() - CAUSAL.keys() == others and CAUSAL.keys() > BY_GENERATE
+
+
+# --------------------------------------------------------------------------- batch size and memory
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, None), ("1", None), ("auto", None), ("auto:2", None), (4, 4), ("4", 4)])
+def test_an_explicit_batch_size_bounds_the_rows(tiny_folder: Path, size: Any, rows: int | None) -> None:
+    requests = [
+        Instance("generate_until", {}, (text, dict(GREEDY[1])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
+    ]
+    lm, texts = run(tiny_folder, requests, batch_size=size)
+    assert lm.engine and lm.engine.max_rows == rows and lm.engine.statistics.answers == len(requests)
+    assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
+
+
+def test_the_search_for_a_batch_size_is_left_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Any] = []
+    monkeypatch.setattr(PrunedHFLM, "_detect_batch_size", lambda *_, **__: searches.append(1) or 2)
+    greedy = [each for each in mixed() if each.args[1] in GREEDY]
+    run(tiny_folder, greedy, batch_size="auto")
+    assert not searches
+    run(tiny_folder, mixed(), batch_size="auto")
+    assert searches
+
+
+@pytest.mark.parametrize(("slots", "size", "by_engine"), [(1, 1, 5), (0.9, 1, 0), (2, 4, 0), (4, 4, 5), (3, "auto", 0)])
+def test_hf_answers_where_memory_is_too_small(
+    tiny_folder: Path, slots: float, size: Any, by_engine: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A slot has keys and values: 2 layers, 2 heads of width 8, float64; fewer rows than the batch size are too few."""
+    caplog.set_level(logging.INFO)
+    setting = {"until": [], "max_gen_toks": 10}
+    requests = [Instance("generate_until", {}, (text, dict(setting)), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    slot = (max(len(tokenizer.encode(text)) for text in PROMPTS) + 10) * 2 * 2 * 8 * 2 * 8
+    monkeypatch.setattr(engine_choice, "available_memory", lambda _: int(slots * slot))
+    lm, texts = run(tiny_folder, requests, batch_size=size)
+    assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
+    assert lm.engine and lm.engine.statistics.answers == by_engine
+    assert ("bytes, more than memory" in caplog.text) == (by_engine == 0)
+
+
+def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "available_memory", lambda _: 1 << 40)
+    lm, _ = run(tiny_folder, [each for each in mixed() if each.args[1] in GREEDY])
+    assert lm.engine and lm.engine.memory == 8 << 30
+
+
+def test_keys_are_as_large_as_hidden_states() -> None:
+    """Not as the first parameter, which may be a quantised weight of one byte."""
+    network = tiny("llama")
+    network.register_parameter("codes", torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False))
+    assert next(network.parameters()).element_size() == 1
+    slot = (4 + 3) * 2 * 2 * 8 * 2 * network.dtype.itemsize
+    request = Request(tuple(tokens(1, 4)[0].tolist()), None, SamplingParams(3, ()))
+    assert len(list(Engine(network, memory=slot).decode([request]))) == 1
+    with pytest.raises(InsufficientMemoryError, match=f"needs {slot} bytes, more than memory={slot - 1}"):
+        list(Engine(network, memory=slot - 1).decode([request]))
+
+
+# --------------------------------------------------------------------------- arguments and ranks
+
+
+def test_the_default_is_auto_and_batched_with_a_router() -> None:
+    assert Arguments.of({"pretrained": "x"}).engine == "auto"
+    assert Arguments.of({"pretrained": "x", "engine": "generate"}).engine == "generate"
+    router = {"pretrained": "x", "router": "random", "router_pool": "L0H*"}
+    assert Arguments.of(router).engine == Arguments.of({**router, "engine": "auto"}).engine == "batched"
+    with pytest.raises(InputError, match="add engine=batched"):
+        Arguments.of({"pretrained": "x", "engine_rows": 3})
+
+
+def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hf` synchronises the ranks, so all have to call it; its answer changes nothing."""
+    ran: list[int] = []
+    generate = HFLM.generate_until
+    monkeypatch.setattr(HFLM, "generate_until", lambda lm, each, **_: ran.append(len(each)) or generate(lm, each))
+    greedy = [each for each in mixed() if each.args[1] in GREEDY]
+    lm = model(tiny_folder)
+    expected = lm.generate_until(greedy)
+    lengths = lm.answering.lengths
+    assert not ran
+    lm.any_rank = lambda _: True
+    assert lm.generate_until(greedy) == expected and ran == [1] and lm.answering.lengths == lengths
+
+
+# --------------------------------------------------------------------------- lm-eval's command line
+
+
+def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), ranks: int = 1, **arguments: Any) -> Any:
+    """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
+    output = cwd / name
+    given = {"pretrained": str(folder), "dtype": "float64", **arguments}
+    command = ["--model", "pruned-hf", "--model_args", json.dumps(given), "--tasks", "prune_tiny_words", "--limit", "6"]
+    command += ["--device", "cpu", "--output_path", str(output), "--log_samples", *words]
+    if ranks == 1:
+        assert lm_eval(*command, cwd=cwd) == 0
+    else:
+        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "-m", "lm_eval")
+        done = call(*launcher, *command, cwd=cwd, ACCELERATE_USE_CPU="true")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (given.get("engine") != "generate")
+    (path,) = output.rglob("samples_*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["doc_id"]: row["filtered_resps"] for row in rows}
+
+
+UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}], ids=str
+)
+def test_the_command_gives_the_same_texts(
+    tiny_folder: Path, tmp_path: Path, dtype: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop texts, a delimiter of thoughts as a text and as a token, prompts that are cut; without and with heads."""
+    counts: list[int] = []
+    decode = Engine.decode
+    monkeypatch.setattr(Engine, "decode", lambda engine, each: counts.append(len(each)) or decode(engine, each))
+    for heads in ({}, {"heads": HEADS}):
+        texts = [
+            evaluated(tiny_folder, tmp_path, f"{engine}{bool(heads)}", ("--gen_kwargs", UNTIL, "--batch_size", "4"),
+                      dtype=dtype, engine=engine, **arguments, **heads)
+            for engine in ("generate", "auto")
+        ]  # fmt: skip
+        assert texts[0] == texts[1] and len(texts[0]) == 6
+    assert counts == [6, 6]
+
+
+def test_the_cache_of_lm_eval_has_answers_of_both(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--gen_kwargs", UNTIL, "--use_cache", str(tmp_path / "cache"))
+    first = evaluated(tiny_folder, tmp_path, "first", words)
+    monkeypatch.setattr(HFLM, "generate_until", lambda *_, **__: pytest.fail("not read from the cache"))
+    assert evaluated(tiny_folder, tmp_path, "again", words, engine="generate") == first
+
+
+def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
+    """The first answers are `hf`'s, on one rank; the others the engine's, on two."""
+    expected = evaluated(tiny_folder, tmp_path, "whole", ("--gen_kwargs", UNTIL), engine="generate")
+    store = tmp_path / "store"
+    begun = evaluated(
+        tiny_folder, tmp_path, "begun", ("--gen_kwargs", UNTIL, "--limit", "3"), engine="generate", responses=str(store)
+    )
+    resumed = ("--gen_kwargs", UNTIL, "--batch_size", "auto")
+    assert evaluated(tiny_folder, tmp_path, "two", resumed, ranks=2, responses=str(store)) == expected
+    assert len(begun) == 3 and len(list(read_answers(store))) == 6

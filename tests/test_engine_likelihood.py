@@ -352,6 +352,15 @@ def test_a_run_that_is_killed_resumes(
     again.close()
 
 
+def test_a_result_that_cannot_be_stored_leaves_the_model_usable(tiny_folder: Path, tmp_path: Path) -> None:
+    lm = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+    assert lm.engine.unscored is None
+    lm.model.lm_head.weight.data[5] = torch.nan
+    for _ in range(2):
+        with pytest.raises(InputError, match="which cannot be stored; if it is NaN"):
+            lm.loglikelihood(instances("loglikelihood"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     """A later run of a mask alone has its answers in the store, with the engine and without."""

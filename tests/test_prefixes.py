@@ -46,7 +46,7 @@ def prefixed_requests(model: Any, seed: int, lengths: tuple[int, ...] = (7, 3), 
 # --------------------------------------------------------------------------- the choice of prefixes
 
 
-def most_saved(prompts: list[tuple[int, ...]], shortest: int) -> int:
+def most_saved(prompts: list[tuple[int, ...]], least: int) -> int:
     """Return the tokens saved by the best division of the sorted prompts, all divisions tried."""
     best = 0
     for ends in product([False, True], repeat=len(prompts) - 1):
@@ -56,7 +56,8 @@ def most_saved(prompts: list[tuple[int, ...]], shortest: int) -> int:
         saved = 0
         for group in groups:
             depth = next(n for n in range(min(map(len, group)) - 1, -1, -1) if len({p[:n] for p in group}) == 1)
-            saved += (len(group) - 1) * depth if depth >= shortest else 0
+            together = (len(group) - 1) * depth
+            saved += together if together >= least else 0
         best = max(best, saved)
     return best
 
@@ -64,17 +65,17 @@ def most_saved(prompts: list[tuple[int, ...]], shortest: int) -> int:
 @settings(max_examples=200, deadline=None)
 @given(
     prompts=st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple), min_size=1, max_size=8),
-    shortest=st.integers(1, 3),
+    least=st.integers(1, 9),
 )
-def test_the_chosen_prefixes_save_most(prompts: set[tuple[int, ...]], shortest: int) -> None:
-    lengths = common_prefixes(prompts, shortest)
+def test_the_chosen_prefixes_save_most(prompts: set[tuple[int, ...]], least: int) -> None:
+    lengths = common_prefixes(prompts, least)
     sharing: dict[tuple[int, ...], int] = {}
     for prompt, length in lengths.items():
-        assert shortest <= length < len(prompt)
+        assert 0 < length < len(prompt)
         sharing[prompt[:length]] = sharing.get(prompt[:length], 0) + 1
-    assert all(count > 1 for count in sharing.values())
+    assert all(count > 1 and (count - 1) * len(prefix) >= least for prefix, count in sharing.items())
     saved = sum((count - 1) * len(prefix) for prefix, count in sharing.items())
-    assert saved == most_saved(sorted(prompts), shortest)
+    assert saved == most_saved(sorted(prompts), least)
 
 
 def test_thousands_of_nested_prompts() -> None:
@@ -116,8 +117,10 @@ def test_attention_in_parts_is_attention(softcap: float | None, widths: tuple[in
 
 @pytest.mark.parametrize("family", sorted(CAUSAL.keys() - BY_GENERATE))
 def test_every_family_gives_what_generate_gives(family: str) -> None:
+    """One of two prefixes is copied into slots, the other is not."""
     model = model_of(family)
-    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12, prefix=2, static=False))
+    schedule = Schedule(budget=12, prefix=2, copied_prefix=4, static=False)
+    engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes([request.prompt for request in requests], 2)
     found = answers(engine, requests)
@@ -127,11 +130,12 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "changes"), WINDOWS)
 @pytest.mark.parametrize("length", [2, 5, 9])
-def test_sliding_windows(family: str, changes: dict[str, Any], length: int) -> None:
+@pytest.mark.parametrize("copied", [0, 100])
+def test_sliding_windows(family: str, changes: dict[str, Any], length: int, copied: int) -> None:
     """Windows that end within the prefix, at its end and after it."""
     model = model_of(family, **changes)
     requests = prefixed_requests(model, length, (length,))
-    found = answers(Engine(model, Letters(), schedule=Schedule(prefix=1)), requests)
+    found = answers(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests)
     for request in requests:
         assert found[request.tag] == alone(model, request), request
 
@@ -150,6 +154,8 @@ def test_sliding_windows(family: str, changes: dict[str, Any], length: int) -> N
             "drafts": st.sampled_from([0, 8]),
             "budget": st.sampled_from([0, 40]),
             "prefix": st.integers(1, 6),
+            "copied_prefix": st.sampled_from([0, 5, 100]),
+            "static": st.booleans(),
         }
     ),
     deterministic=st.booleans(),
@@ -162,9 +168,7 @@ def test_any_prefixes_and_options(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         patch.setattr("lmeval_prune.decoding.prefixes.PASS", 4)
-        engine = Engine(
-            model, Letters(), max_rows=rows, deterministic=deterministic, schedule=Schedule(**schedule, static=False)
-        )
+        engine = Engine(model, Letters(), max_rows=rows, deterministic=deterministic, schedule=Schedule(**schedule))
         found = answers(engine, requests)
     for request in requests:
         assert found[request.tag] == alone(model, request), request

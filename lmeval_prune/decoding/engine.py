@@ -147,7 +147,7 @@ class Engine:
 
     def score(
         self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[LikelihoodRequest, Likelihood]]:
+    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
         """Compute log-probabilities of continuations; yield each result as soon as it is complete, in any order.
 
         Tokens that several requests begin with are run once. Nothing else may use the model until the iterator ends or
@@ -186,8 +186,8 @@ class Engine:
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
         scratch = int(bool(schedule.static))
-        prefixes = self._share_prefixes(groups, schedule.prefix)
-        longest = max(len(each.prompt) + each.max_tokens for group in groups for each in group.sequences)
+        prefixes = self._share_prefixes(groups, schedule)
+        longest = max(group.longest for group in groups)
         rows, leaders = self._capacity(longest, groups, scratch, prefixes)
         cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
@@ -208,7 +208,7 @@ class Engine:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
         schedule = replace(self.schedule, static=self.is_static)
         if schedule.static:
-            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
+            schedule = replace(schedule, follow=0, drafts=0, copied_prefix=self.context)  # its attention reads slots
         if schedule.compile and not schedule.static:
             logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
         schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
@@ -274,9 +274,9 @@ class Engine:
             self._eager_reasons[key] = why_not_static(self.model_map, compiled)
         return self._eager_reasons[key]
 
-    def _share_prefixes(self, groups: Sequence[PromptGroup], shortest: int) -> int:
+    def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        if not shortest:
+        if not schedule.prefix:
             return 0
         layers, inputs = len(self.model_map.attention), self._element_size * self._width
         stored = self._token_bytes // layers
@@ -284,7 +284,7 @@ class Engine:
         def size(prefix: SharedPrefix) -> int:
             return prefix.size(layers, stored, inputs)
 
-        return share_prefixes(groups, shortest, size, self._memory // 2)
+        return share_prefixes(groups, schedule.prefix, schedule.copied_prefix, size, self._memory // 2)
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.

@@ -5,8 +5,8 @@ tokens): rows of any length one after another, without padding. Each layer write
 place, and attends over the slots. Key-value heads are not repeated for their groups of query heads.
 
 A token's *offset* in its slot is its *position* in the text, except in layers in which a handler stores only some
-tokens. There each slot has its own length. Slots may share a *prefix*: the first tokens of their texts, stored once.
-Their offsets begin after it.
+tokens. There each slot has its own length. Slots may share a *prefix*, the first tokens of their texts. A short one is
+copied into each slot. A long one is stored once, and offsets begin after it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class KVCache:
         self.length = length
         self.block = block
         self.prefixes: list[Prefix | None] = [None] * count  # tokens before those of each slot
+        self.copied = [0] * count  # tokens of a prefix that was copied into each slot
         self.packed = Packed((), (), ())  # of the running pass
         self.rows: StepRows | None = None  # not a static step
         self.layout: Layout | None = None  # of the running pass
@@ -79,9 +80,7 @@ class KVCache:
         module: Any = call.module
         layer, (query, key, value) = int(module.layer_idx), (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
-            for storage, new in ((self.keys, key), (self.values, value)):
-                # zeros, not uninitialised memory: masked numbers must be finite
-                storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
+            self._allocate(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
         stored_mask = call.stored_mask
         query_mask = stored_mask if call.query_mask is None else call.query_mask
@@ -147,7 +146,8 @@ class KVCache:
 
     def _layout(self, packed: Packed, device: torch.device) -> Layout:
         """Lay out a pass in which each token has a query, and its offset counts all tokens after the prefix."""
-        rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
+        columns = zip(packed.slots, packed.starts, packed.counts, strict=True)
+        rows = [(slot, self.copied[slot] + start, count) for slot, start, count in columns]
         slots = [slot for slot, _, count in rows for _ in range(count)]
         offsets = [offset for _, start, count in rows for offset in range(start, start + count)]
         index = torch.tensor([slots, offsets]).to(device)
@@ -196,9 +196,27 @@ class KVCache:
 
     # ------------------------------------------------------------------ slots
 
+    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Allocate a layer's storage for keys and values like these, (key-value heads, tokens, width)."""
+        for storage, new in ((self.keys, key), (self.values, value)):
+            # zeros, not uninitialised memory: masked numbers must be finite
+            storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
+
+    def begin(self, slot: int, prefix: Prefix | None, is_copied: bool) -> None:
+        """Assign a prefix, or none, to a slot for a new sequence; if it `is_copied`, the slot holds its tokens, too."""
+        self.prefixes[slot], self.copied[slot] = prefix, 0
+        if prefix is None or not is_copied:
+            return
+        self.prefixes[slot], self.copied[slot] = None, prefix.length
+        for layer, (key, value) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+            if layer not in self.keys:
+                self._allocate(layer, key, value)
+            self.keys[layer][slot, :, : prefix.length] = key
+            self.values[layer][slot, :, : prefix.length] = value
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Move a sequence of `length` tokens to another slot."""
-        self.prefixes[target] = self.prefixes[source]
+        """Move a sequence of `length` tokens, without its prefix, to another slot."""
+        self.prefixes[target], self.copied[target] = self.prefixes[source], self.copied[source]
         for layer in self.keys:
             end = self._stored_length(layer, source, length)
             for storage in (self.keys[layer], self.values[layer]):
@@ -210,7 +228,7 @@ class KVCache:
                 state.move(source, target)
 
     def snapshot(self, slot: int, length: int, layers: int) -> list[SlotCopy]:
-        """Copy a slot with `length` tokens in the first `layers` layers."""
+        """Copy a slot with `length` tokens, and its copied prefix, in the first `layers` layers."""
         copies = []
         for layer in range(layers):
             end = self._stored_length(layer, slot, length)
@@ -221,13 +239,13 @@ class KVCache:
         return copies
 
     def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
-        """Write the first `length` tokens of copies into a slot, in the first `layers` layers.
+        """Write the first `length` tokens, after a copied prefix, of copies into a slot, in the first `layers` layers.
 
         Layers that store only some tokens get the whole copy.
         """
         for layer, copied in zip(range(layers), copies, strict=False):
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                end = min(length, part.shape[1])
+                end = min(self.copied[slot] + length, part.shape[1])
                 storage[layer][slot, :, :end] = part[:, :end]
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
@@ -237,4 +255,4 @@ class KVCache:
 
     def _stored_length(self, layer: int, slot: int, length: int) -> int:
         """Return how many of a slot's `length` tokens a layer stores."""
-        return int(self.lengths[layer][slot]) if layer in self.lengths else length
+        return int(self.lengths[layer][slot]) if layer in self.lengths else self.copied[slot] + length

@@ -146,8 +146,9 @@ class ModelRunner:
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]
     ) -> torch.Tensor:
-        index = torch.tensor(with_logits, dtype=torch.long, device=self.device)
-        to_keep = slice(None) if len(with_logits) == len(tokens) else index
+        to_keep: slice | torch.Tensor = slice(None)
+        if len(with_logits) < len(tokens):
+            to_keep = torch.tensor(with_logits, dtype=torch.long, device=self.device)
         with self._masking(torch.tensor([masks])):
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self.device),

@@ -29,6 +29,7 @@ class SharedPrefix:
     tokens: Prompt
     first_layers: Mapping[int, int]  # by number of the mask: its first pruned layer
     unanswered: int  # number of requests without an answer; 0 frees the memory
+    is_copied: bool  # into the slots of the sequences
     _by_mask: dict[int, Prefix] = field(default_factory=dict)
     _inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # of layers, (tokens, width)
 
@@ -87,10 +88,10 @@ class _Cluster:
     parts: tuple[_Cluster, ...] = ()
 
 
-def common_prefixes(prompts: Iterable[Prompt], shortest: int) -> dict[Prompt, int]:
+def common_prefixes(prompts: Iterable[Prompt], least: int) -> dict[Prompt, int]:
     """Choose a prefix for each prompt, so that few tokens run.
 
-    A prefix is shared by at least two prompts, has at least `shortest` tokens, and is shorter than its prompts. Of
+    A prefix is shared by at least two prompts, is shorter than each of them, and saves at least `least` tokens. Of
     nested prefixes, either the shorter one or those within it are chosen.
 
     Returns:
@@ -100,12 +101,12 @@ def common_prefixes(prompts: Iterable[Prompt], shortest: int) -> dict[Prompt, in
     depths = [min(common_length(a, b), len(a) - 1, len(b) - 1) for a, b in pairwise(ordered)]
     clusters = [_Cluster(i, i) for i in range(len(ordered))]  # valid at the ends of each cluster
     for i in sorted(range(len(depths)), key=lambda i: -depths[i]):
-        if depths[i] < max(shortest, 1):
+        if depths[i] < 1:
             break
         left, right = clusters[i], clusters[i + 1]
         saved, together = left.saved + right.saved, (right.last - left.first) * depths[i]
         joined = _Cluster(left.first, right.last, 0, saved, (left, right))
-        if together >= saved:
+        if together >= max(saved, least):
             joined = _Cluster(left.first, right.last, depths[i], together)
         clusters[left.first] = clusters[right.last] = joined
     lengths: dict[Prompt, int] = {}

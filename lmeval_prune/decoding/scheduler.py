@@ -57,8 +57,10 @@ class Schedule(Settings):
 
     Attributes:
         share: share the computation of equal prompts.
-        prefix: smallest number of tokens with which several prompts begin for these tokens to run once for each mask;
-            0 runs each prompt as a whole.
+        prefix: run the first tokens of several prompts once for each mask, if this saves at least this number of
+            tokens; 0 runs each prompt as a whole.
+        copied_prefix: largest number of tokens of a prefix that is copied into the slots of its sequences; longer ones
+            are stored once, and their attention is computed separately.
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
         refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
         drafts: largest number of draft tokens of a row; 0 for none.
@@ -71,6 +73,7 @@ class Schedule(Settings):
 
     share: bool = True
     prefix: Natural = 64
+    copied_prefix: Natural = 128
     follow: Natural = 16
     refill: bool = True
     drafts: Natural = 8
@@ -165,8 +168,10 @@ class Scheduler:
         """Assign the next slot to a sequence."""
         row.slot = self._free_slot()
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
-        prefix = row.group.prefix
-        self.runner.cache.prefixes[row.slot] = prefix.under(row.mask, self.runner) if prefix else None
+        if prefix := row.group.prefix:
+            self.runner.cache.begin(row.slot, prefix.under(row.mask, self.runner), prefix.is_copied)
+        else:
+            self.runner.cache.begin(row.slot, None, is_copied=False)
         self.active.append(row)
         return row
 

@@ -60,6 +60,12 @@ class PromptGroup:
         """The leader and the followers that have not started."""
         return [self.leader, *self.followers]
 
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens in a slot."""
+        copied = len(self.prefix.tokens) if self.prefix and self.prefix.is_copied else 0
+        return copied + max(len(each.prompt) + each.max_tokens for each in self.sequences)
+
 
 def number_masks(masks: Iterable[HeadMask | None], model_map: ModelMap) -> dict[HeadMask | None, tuple[int, int]]:
     """Return the number and the first pruned layer of each mask; no mask is the first."""
@@ -95,19 +101,22 @@ def prompt_groups(
     return groups, list(numbers)
 
 
-def share_prefixes(groups: Items[PromptGroup], shortest: int, size: Callable[[SharedPrefix], int], memory: int) -> int:
-    """Assign common prefixes of at least `shortest` tokens to the groups whose prompts begin with them.
+def share_prefixes(
+    groups: Items[PromptGroup], least: int, longest_copy: int, size: Callable[[SharedPrefix], int], memory: int
+) -> int:
+    """Assign common prefixes to the groups whose prompts begin with them.
 
     Args:
         groups: prompt groups, changed in place.
-        shortest: smallest number of tokens of a prefix.
+        least: smallest number of tokens that a prefix must save.
+        longest_copy: largest number of tokens of a prefix that is copied into slots.
         size: returns the bytes of a prefix.
         memory: bytes for all prefixes; those that save less than others are left out.
 
     Returns:
         The bytes of all prefixes.
     """
-    lengths = common_prefixes((group.leader.request.prompt for group in groups), shortest)
+    lengths = common_prefixes((group.leader.request.prompt for group in groups), least)
     by_tokens: dict[tuple[int, ...], list[PromptGroup]] = {}
     for group in groups:
         prompt = group.leader.request.prompt
@@ -116,7 +125,8 @@ def share_prefixes(groups: Items[PromptGroup], shortest: int, size: Callable[[Sh
     free = memory
     for tokens, sharing in sorted(by_tokens.items(), key=lambda item: -len(item[0]) * len(item[1])):
         sequences = [sequence for group in sharing for sequence in group.sequences]
-        prefix = SharedPrefix(tokens, {each.mask: each.first_layer for each in sequences}, len(sequences))
+        first_layers = {each.mask: each.first_layer for each in sequences}
+        prefix = SharedPrefix(tokens, first_layers, len(sequences), len(tokens) <= longest_copy)
         if size(prefix) > free:
             continue
         free -= size(prefix)

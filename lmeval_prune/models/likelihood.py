@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +52,8 @@ def loglikelihoods(
         tokens += [LikelihoodRequest(*window, mask, (index, i)) for i, window in enumerate(windows[id(request)])]
         if not windows[id(request)]:  # an empty text
             finish(index)
-    with bar:
-        for each, likelihood in engine.score(tokens, lm.softmax_dtype):
+    with bar, closing(engine.score(tokens, lm.softmax_dtype)) as scores:  # frees the model if `done` fails
+        for each, likelihood in scores:
             index, window = each.tag
             results[index][window] = likelihood
             if None not in results[index]:

@@ -41,6 +41,11 @@ BY_HF: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "AUTO_MIN_REQUESTS", 1)
+
+
 def mixed() -> list[Instance]:
     """Requests of several tasks with settings for the engine and for `hf`, in a shuffled order."""
     settings = [*GREEDY, *({"until": [], "max_gen_toks": 6, **setting} for setting in BY_HF.values())]
@@ -176,7 +181,7 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     assert "logits would differ" in str(Engine(network).unsupported)
     monkeypatch.setattr(Unseen, "__module__", "transformers.models.llama")
     assert Engine(network).unsupported is None  # what the short check of a tested family does not see
-    monkeypatch.undo()
+    monkeypatch.setattr(Unseen, "__module__", __name__)
     for window, length in ((0, 64), (20, 64), (70, 78), (1024, 128)):  # at most the model's 128 positions
         network.config.sliding_window = window
         seen: list[int] = []
@@ -236,6 +241,18 @@ def test_hf_answers_where_memory_is_too_small(
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
     assert lm.engine and lm.engine.statistics.answers == by_engine
     assert ("bytes, more than memory" in caplog.text) == (by_engine == 0)
+
+
+def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The engine is not even checked: that takes longer than a few short answers."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.undo()
+    requests = [each for each in mixed() if each.args[1] in GREEDY] * 2
+    lm = model(tiny_folder)
+    few = lm.generate_until(requests[:7])
+    assert lm.engine and not lm.engine._reasons and lm.engine.statistics.answers == 0
+    assert "fewer than 8 requests" in caplog.text
+    assert lm.generate_until(requests[:8])[:7] == few and lm.engine.statistics.answers == 8
 
 
 def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,12 +356,13 @@ def test_the_cache_of_lm_eval_has_answers_of_both(
 
 
 def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
-    """The first answers are `hf`'s, on one rank; the others the engine's, on two."""
-    expected = evaluated(tiny_folder, tmp_path, "whole", ("--gen_kwargs", UNTIL), engine="generate")
-    store = tmp_path / "store"
-    begun = evaluated(
-        tiny_folder, tmp_path, "begun", ("--gen_kwargs", UNTIL, "--limit", "3"), engine="generate", responses=str(store)
-    )
-    resumed = ("--gen_kwargs", UNTIL, "--batch_size", "auto")
+    """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""
+    words, store = ("--gen_kwargs", UNTIL, "--limit"), tmp_path / "store"
+    expected = evaluated(tiny_folder, tmp_path, "whole", (*words, "24"), engine="generate")
+    begun = evaluated(tiny_folder, tmp_path, "begun", (*words, "6"), engine="generate", responses=str(store))
+    resumed = (*words, "24", "--batch_size", "auto")
     assert evaluated(tiny_folder, tmp_path, "two", resumed, ranks=2, responses=str(store)) == expected
-    assert len(begun) == 3 and len(list(read_answers(store))) == 6
+    rows = list(read_answers(store))
+    assert (
+        len(begun) == 6 and len(rows) == 24 and sum("tokens" in row for row in rows) == 18
+    )  # only the engine has them

@@ -68,7 +68,8 @@ class Matrix:
     def best_batch(self, questions: int, length: int) -> tuple[int, dict[int, float]]:
         """Return the batch size with which `hf` takes the least processor time without masks, and all times."""
         dense: Pairs = [(i, None) for i in range(questions)]
-        sizes = [size for size in BATCHES if size == 1 or (size < 2 * questions and size * length <= LARGEST_BATCH)]
+        smallest = 1 if questions == 1 or length >= 2000 else 8  # with short prompts, 1 is never the best
+        sizes = [n for n in BATCHES if smallest <= n < 2 * questions and (n == 1 or n * length <= LARGEST_BATCH)]
         times = {size: seconds(lambda size=size: self.work.by_hf(dense, size))[1]["cpu"] for size in sizes}
         return min(times, key=lambda size: times[size]), times
 

@@ -17,12 +17,15 @@ from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.engine import InsufficientMemoryError
+from lmeval_prune.grid.cells import cells_of
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.models import engine_choice
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_command_line import call, lm_eval
 from tests.test_decoding import BY_GENERATE
+from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import CAUSAL, tiny, tokens
 
@@ -283,6 +286,16 @@ def test_the_default_is_auto_and_batched_with_a_router() -> None:
     assert Arguments.of(router).engine == Arguments.of({**router, "engine": "auto"}).engine == "batched"
     with pytest.raises(InputError, match="add engine=batched"):
         Arguments.of({"pretrained": "x", "engine_rows": 3})
+
+
+@pytest.mark.parametrize("engine", ["auto", "generate", "batched", None])
+def test_a_cell_of_a_grid_names_its_engine(tiny_folder: Path, engine: str | None) -> None:
+    settings = {"heads": "L0H1", **({"engine": engine} if engine else {})}
+    grid = Grid.of(described(tiny_folder, baseline=None, variants={"v": settings}, tasks=["prune_tiny_words"]))
+    (cell,) = cells_of(grid)
+    arguments = cell.model_args(Path())
+    assert cell.engine == arguments["engine"] == ("generate" if engine == "generate" else "batched")
+    assert arguments.get("deterministic", False) == (engine != "generate")
 
 
 def test_a_rank_without_requests_for_hf_runs_one_with_the_others(

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _record import environment, write
@@ -66,11 +67,8 @@ class Step:
 
     def by_sdpa(self) -> torch.Tensor:
         """The same step with PyTorch's attention."""
-        types, attention._COMPILED = attention._COMPILED, ()
-        try:
+        with patch.object(attention, "_COMPILED", ()):
             return self()
-        finally:
-            attention._COMPILED = types
 
     def with_prefix_in_slots(self, tokens: int) -> Step:
         """The same step with the prefix of so many tokens in each slot."""

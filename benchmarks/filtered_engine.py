@@ -34,7 +34,9 @@ def decoding(options: Any) -> dict[str, Any]:
     questions = [row["question"] for row in rows][: options.prompts]
     folder = embedded.resolve("smollm2-135m")
     settings = {"until": ["\n\n"], "max_gen_toks": options.tokens, "do_sample": False}
-    ways: dict[str, dict[str, Any]] = {f"generate, batches of {size}": {"batch_size": size} for size in (1, 4, 16)}
+    ways: dict[str, dict[str, Any]] = {
+        f"generate, batches of {size}": {"engine": "generate", "batch_size": size} for size in (1, 4, 16)
+    }
     ways["engine"] = {"engine": "batched"}
     texts: dict[tuple[str, float], list[str]] = {}
     seconds: dict[tuple[str, float], list[dict[str, float]]] = {}

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lm_eval
 import torch
@@ -34,7 +35,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.decoding import Engine, Schedule
+from lmeval_prune.decoding import Engine, Schedule, attention
 from lmeval_prune.decoding.prefixes import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
@@ -316,6 +317,12 @@ def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, d
     return min(rates, key=lambda batch: rates[batch]), rates
 
 
+def by_sdpa(work: Work, pairs: Pairs) -> dict:
+    """The engine's answers without the compiled attention."""
+    with patch.object(attention, "_COMPILED", ()):
+        return work.by_engine(pairs, work.engine())
+
+
 def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
     """The same work with one idea switched off each time; the texts must stay the same but for near-ties.
 
@@ -340,6 +347,8 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         "6 off: followers share the prompt, not the answer": lambda: work.by_engine(
             pairs, work.engine(Schedule(follow=0))
         ),
+        "7 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
+        "8 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
     }
     work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -39,8 +39,8 @@ def main() -> None:
     models = {
         "hf": HFLM(folder, **shared),
         "hf again": HFLM(folder, **shared),  # by how much two of the same differ
-        "pruned-hf": PrunedHFLM(folder, **shared),
-        "pruned-hf hook": PrunedHFLM(folder, heads=HEADS, **shared),
+        "pruned-hf": PrunedHFLM(folder, engine="generate", **shared),
+        "pruned-hf hook": PrunedHFLM(folder, heads=HEADS, engine="generate", **shared),
     }
     settings = {"until": [], "max_gen_toks": 48, "do_sample": False, "min_new_tokens": 48}
 

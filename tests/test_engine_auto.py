@@ -17,12 +17,15 @@ from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.engine import InsufficientMemoryError
+from lmeval_prune.grid.cells import cells_of
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.models import engine_choice
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_command_line import call, lm_eval
 from tests.test_decoding import BY_GENERATE
+from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import CAUSAL, tiny, tokens
 
@@ -39,6 +42,11 @@ BY_HF: dict[str, dict[str, Any]] = {
     "an empty stop text would end every answer at once": {"until": ["", "e"]},
     "their settings change logits": {"repetition_penalty": 1.3},
 }
+
+
+@pytest.fixture(autouse=True)
+def few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "AUTO_MIN_REQUESTS", 1)
 
 
 def mixed() -> list[Instance]:
@@ -176,7 +184,7 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     assert "logits would differ" in str(Engine(network).unsupported)
     monkeypatch.setattr(Unseen, "__module__", "transformers.models.llama")
     assert Engine(network).unsupported is None  # what the short check of a tested family does not see
-    monkeypatch.undo()
+    monkeypatch.setattr(Unseen, "__module__", __name__)
     for window, length in ((0, 64), (20, 64), (70, 78), (1024, 128)):  # at most the model's 128 positions
         network.config.sliding_window = window
         seen: list[int] = []
@@ -238,6 +246,18 @@ def test_hf_answers_where_memory_is_too_small(
     assert ("bytes, more than memory" in caplog.text) == (by_engine == 0)
 
 
+def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The engine is not even checked: that takes longer than a few short answers."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.undo()
+    requests = [each for each in mixed() if each.args[1] in GREEDY] * 2
+    lm = model(tiny_folder)
+    few = lm.generate_until(requests[:7])
+    assert lm.engine and not lm.engine._reasons and lm.engine.statistics.answers == 0
+    assert "fewer than 8 requests" in caplog.text
+    assert lm.generate_until(requests[:8])[:7] == few and lm.engine.statistics.answers == 8
+
+
 def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_choice, "available_memory", lambda _: 1 << 40)
     lm, _ = run(tiny_folder, [each for each in mixed() if each.args[1] in GREEDY])
@@ -266,6 +286,16 @@ def test_the_default_is_auto_and_batched_with_a_router() -> None:
     assert Arguments.of(router).engine == Arguments.of({**router, "engine": "auto"}).engine == "batched"
     with pytest.raises(InputError, match="add engine=batched"):
         Arguments.of({"pretrained": "x", "engine_rows": 3})
+
+
+@pytest.mark.parametrize("engine", ["auto", "generate", "batched", None])
+def test_a_cell_of_a_grid_names_its_engine(tiny_folder: Path, engine: str | None) -> None:
+    settings = {"heads": "L0H1", **({"engine": engine} if engine else {})}
+    grid = Grid.of(described(tiny_folder, baseline=None, variants={"v": settings}, tasks=["prune_tiny_words"]))
+    (cell,) = cells_of(grid)
+    arguments = cell.model_args(Path())
+    assert cell.engine == arguments["engine"] == ("generate" if engine == "generate" else "batched")
+    assert arguments.get("deterministic", False) == (engine != "generate")
 
 
 def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
@@ -339,12 +369,13 @@ def test_the_cache_of_lm_eval_has_answers_of_both(
 
 
 def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
-    """The first answers are `hf`'s, on one rank; the others the engine's, on two."""
-    expected = evaluated(tiny_folder, tmp_path, "whole", ("--gen_kwargs", UNTIL), engine="generate")
-    store = tmp_path / "store"
-    begun = evaluated(
-        tiny_folder, tmp_path, "begun", ("--gen_kwargs", UNTIL, "--limit", "3"), engine="generate", responses=str(store)
-    )
-    resumed = ("--gen_kwargs", UNTIL, "--batch_size", "auto")
+    """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""
+    words, store = ("--gen_kwargs", UNTIL, "--limit"), tmp_path / "store"
+    expected = evaluated(tiny_folder, tmp_path, "whole", (*words, "24"), engine="generate")
+    begun = evaluated(tiny_folder, tmp_path, "begun", (*words, "6"), engine="generate", responses=str(store))
+    resumed = (*words, "24", "--batch_size", "auto")
     assert evaluated(tiny_folder, tmp_path, "two", resumed, ranks=2, responses=str(store)) == expected
-    assert len(begun) == 3 and len(list(read_answers(store))) == 6
+    rows = list(read_answers(store))
+    assert (
+        len(begun) == 6 and len(rows) == 24 and sum("tokens" in row for row in rows) == 18
+    )  # only the engine has them

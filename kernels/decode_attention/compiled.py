@@ -42,12 +42,6 @@ def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) ->
 
 
 @njit(cache=True, nogil=True)
-def _as_it_is(row: Any, bits: Any, buffer: Any) -> Any:
-    """Return a row of float32."""
-    return row
-
-
-@njit(cache=True, nogil=True)
 def _from_bfloat16(row: Any, bits: Any, buffer: Any) -> Any:
     """Return a row of bfloat16, whose bits are the upper half of a float32; `bits` shares memory with `buffer`."""
     for d in range(len(row)):
@@ -57,8 +51,10 @@ def _from_bfloat16(row: Any, bits: Any, buffer: Any) -> Any:
 
 @cache
 def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
-    """Return the compiled loop for heads of one shape; the compiler unrolls loops of constant length."""
-    float32 = _from_bfloat16 if is_half else _as_it_is
+    """Return the compiled loop for heads of one shape; the compiler unrolls loops of constant length.
+
+    numba finds a compiled loop on disk by these constants; with a function among them it would never find it.
+    """
 
     @njit(cache=True, nogil=True, fastmath=True)
     def decode_rows(
@@ -84,7 +80,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
             for kv_head in range(keys.shape[1]):
                 k, v, q = keys[slots[row], kv_head], values[slots[row], kv_head], query[row, kv_head * group :]
                 for j in range(begin, end):
-                    key = float32(k[j], buffer_bits, buffer)
+                    key = _from_bfloat16(k[j], buffer_bits, buffer) if is_half else k[j]
                     for g in range(group):
                         score = np.float32(0)
                         for d in range(width):
@@ -97,7 +93,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
                         weights[g, j] /= total
                     lse[row, kv_head * group + g] = largest + np.log(total)
                 for j in range(begin, end):
-                    value = float32(v[j], buffer_bits, buffer)
+                    value = _from_bfloat16(v[j], buffer_bits, buffer) if is_half else v[j]
                     for g in range(group):
                         weight = weights[g, j]
                         for d in range(width_v):

@@ -17,6 +17,7 @@ from lmeval_prune.models import generation
 
 logger = logging.getLogger(__name__)
 AUTO_MEMORY = 8 << 30  # most bytes of the engine under `engine=auto`
+AUTO_MIN_REQUESTS = 8  # of a call under `engine=auto`: the check of the model and the import of numba take seconds
 AUTO_MIN_ROWS = 8  # rows that must fit in memory under `engine=auto` with `batch_size=auto`
 
 
@@ -64,6 +65,11 @@ class EngineChoice:
         """Return the indices of the requests that the engine answers."""
         if not self._is_auto:
             return list(range(len(requests))) if self.engine else []
+        if len(requests) < AUTO_MIN_REQUESTS:
+            self.log(
+                f"lm-eval's hf answers: fewer than {AUTO_MIN_REQUESTS} requests are faster without the engine's start"
+            )
+            return []
         chosen = []
         for index, request in enumerate(requests):
             if reason := self._why_hf(request):

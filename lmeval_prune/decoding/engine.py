@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -110,7 +110,7 @@ class Engine:
         self._score_reasons: dict[tuple[Intervention, ...], str | None] = {}
         self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
-    def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
+    def decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         """Decode requests; yield each answer as soon as it is complete, in any order.
 
         Nothing else may use the model until the iterator ends or is closed.

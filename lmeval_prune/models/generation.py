@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
@@ -76,11 +77,12 @@ def generate_until(
         ids = tuple(ids[0][mask[0].bool()].tolist())
         prompts.append(Request(ids, masks[index] if masks else None, params, draw, (index, key)))
     texts = [""] * len(requests)
-    for prompt, generated in engine.decode(prompts):
-        index, key = prompt.tag
-        params, until = prepared[key]
-        texts[index] = _decode(lm, generated, until)
-        done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
+    with closing(engine.decode(prompts)) as answers:  # frees the model if `done` fails
+        for prompt, generated in answers:
+            index, key = prompt.tag
+            params, until = prepared[key]
+            texts[index] = _decode(lm, generated, until)
+            done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
     return texts
 
 

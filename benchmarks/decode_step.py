@@ -144,7 +144,7 @@ def measure(model: Any, model_map: ModelMap, rounds: int) -> dict[str, Any]:
 def with_prefix(runner: ModelRunner, tokens: int, rounds: int) -> dict[str, Any]:
     """A step of 192 rows with a common prefix, stored once and in every slot."""
     random.seed(0)
-    prefix = SharedPrefix(tuple(random.choices(range(100, 49_000), k=tokens)), FIRST, unanswered=1)
+    prefix = SharedPrefix(tuple(random.choices(range(100, 49_000), k=tokens)), FIRST, unanswered=1, is_copied=False)
     shared = Step(runner, 192, OWN, prefix)
     whole = shared.with_prefix_in_slots(tokens)
     difference = check(shared(), whole())

@@ -132,7 +132,12 @@ class Work:
         a_head = 2 * self.lm.model.lm_head.weight.numel()
         width = config.num_attention_heads * layers[0].self_attn.head_dim
         prompts = {question: tuple(self.lm.tok_encode(self.prompts[question])) for question, _ in pairs}
-        lengths = common_prefixes(prompts.values(), Schedule().prefix)
+        masks: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for question, head in pairs:
+            first = int(head[1 : head.index("H")]) if head else len(layers)
+            masks[prompts[question]].append(((None, *SWEEP, *POOL).index(head), first))
+        shared = common_prefixes(masks, len(layers), Schedule().prefix)
+        lengths = {prompt: len(prefix.tokens) for prefix in shared for prompt in prefix.prompts}
         passes: dict[tuple[tuple[int, ...], int], int] = {}  # by all tokens and the number of earlier ones: layers
         total, counted = 0.0, set()
         for question, head in pairs:
@@ -249,23 +254,24 @@ def main() -> None:
         dense: Pairs = [(i, None) for i in range(options.questions)]
         best, results["hf_dense_seconds_by_batch"] = best_batch(work, dense, batches)
     for part in (name for name in everything if name in parts):
-        pairs, schedule = everything[part], Schedule()
+        run, pairs, schedule = work, everything[part], Schedule()
         if part.startswith("fewshot"):
-            work.use_examples(asked)
+            run = Work(embedded.resolve("smollm2-135m"), asked, 256, options.device)
+            run.use_examples(asked)
             schedule = Schedule(prefix=0) if part.endswith("off") else schedule
             few = [pair for pair in pairs if pair[1] is None]
-            best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(work, few, batches)
-        engine = work.engine(schedule)
-        ours, first = timed(lambda pairs=pairs, engine=engine: work.by_engine(pairs, engine))
+            best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(run, few, batches)
+        engine = run.engine(schedule)
+        ours, first = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
         print(f"{part}: engine {first:.1f} s", flush=True)
-        theirs, hf = timed(lambda pairs=pairs, best=best: work.by_hf(pairs, best))
+        theirs, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
         print(f"{part}: hf {hf:.1f} s", flush=True)
-        agreement = work.compare(ours, theirs)
+        agreement = run.compare(ours, theirs)
         times = [first]
         same = None
         if options.twice:
-            second_engine = work.engine(schedule)
-            again, second = timed(lambda pairs=pairs, engine=second_engine: work.by_engine(pairs, engine))
+            second_engine = run.engine(schedule)
+            again, second = timed(lambda run=run, pairs=pairs, engine=second_engine: run.by_engine(pairs, engine))
             times.append(second)
             same = ours == again
         seconds = sum(times) / len(times)
@@ -276,9 +282,9 @@ def main() -> None:
             "hf_seconds": hf,
             "hf_batch": best,
             "ratio": round(hf / seconds, 2),
-            "engine_answer_tokens_per_second": round(work.tokens(ours) / seconds, 1),
-            "hf_answer_tokens_per_second": round(work.tokens(theirs) / hf, 1),
-            "share_of_arithmetic_limit": round(work.least_arithmetic(pairs, ours) / highest / seconds, 3),
+            "engine_answer_tokens_per_second": round(run.tokens(ours) / seconds, 1),
+            "hf_answer_tokens_per_second": round(run.tokens(theirs) / hf, 1),
+            "share_of_arithmetic_limit": round(run.least_arithmetic(pairs, ours) / highest / seconds, 3),
             "statistics": asdict(engine.statistics),
         }
         print(part, results[part], flush=True)

@@ -378,7 +378,7 @@ def test_without_refill_a_batch_ends_as_a_whole() -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.scheduler.PASS", 30)
+    monkeypatch.setattr("lmeval_prune.decoding.model_runner.PASS", 30)
     passes: list[tuple[bool, int, int]] = []  # whether rows were being decoded, rows that started, prompt tokens
     started: list[int] = []
 

@@ -250,12 +250,12 @@ def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.Mo
     """The engine is not even checked: that takes longer than a few short answers."""
     caplog.set_level(logging.INFO)
     monkeypatch.undo()
-    requests = [each for each in mixed() if each.args[1] in GREEDY] * 2
+    requests = [each for each in mixed() if each.args[1] in GREEDY] * 3
     lm = model(tiny_folder)
-    few = lm.generate_until(requests[:7])
+    few = lm.generate_until(requests[:15])
     assert lm.engine and not lm.engine._reasons and lm.engine.statistics.answers == 0
-    assert "fewer than 8 requests" in caplog.text
-    assert lm.generate_until(requests[:8])[:7] == few and lm.engine.statistics.answers == 8
+    assert "fewer than 16 requests" in caplog.text
+    assert lm.generate_until(requests[:16])[:15] == few and lm.engine.statistics.answers == 16
 
 
 def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,9 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
     if ranks == 1:
         assert lm_eval(*command, cwd=cwd) == 0
     else:
-        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "-m", "lm_eval")
+        script = cwd / "script.py"
+        script.write_text(SCRIPT)
+        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), str(script))
         done = call(*launcher, *command, cwd=cwd, ACCELERATE_USE_CPU="true")
         assert done.returncode == 0, done.stderr[-3000:]
         assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (given.get("engine") != "generate")
@@ -335,6 +337,12 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
     return {row["doc_id"]: row["filtered_resps"] for row in rows}
 
 
+SCRIPT = """
+from lm_eval.__main__ import cli_evaluate
+from lmeval_prune.models import engine_choice
+engine_choice.AUTO_MIN_REQUESTS = 1
+cli_evaluate()
+"""
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
 
 

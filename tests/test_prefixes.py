@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_requests
 from tiny_models import CAUSAL, VOCABULARY
 
+from lmeval_prune import InputError
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
@@ -46,43 +47,76 @@ def prefixed_requests(model: Any, seed: int, lengths: tuple[int, ...] = (7, 3), 
 # --------------------------------------------------------------------------- the choice of prefixes
 
 
-def most_saved(prompts: list[tuple[int, ...]], least: int) -> int:
-    """Return the tokens saved by the best division of the sorted prompts, all divisions tried."""
-    best = 0
-    for ends in product([False, True], repeat=len(prompts) - 1):
-        groups = [[prompts[0]]]
-        for prompt, is_new in zip(prompts[1:], ends, strict=True):
+LAYERS = 4
+Masks = dict[tuple[int, ...], list[tuple[int, int]]]  # by prompt: numbers of masks, and their first pruned layers
+
+
+def layers_run(masks: list[tuple[int, int]]) -> int:
+    """Count the layers that run a token: the mask that is pruned highest runs all, the others those above."""
+    firsts = sorted((first for _, first in masks), reverse=True)
+    return LAYERS + sum(LAYERS - first for first in firsts[1:])
+
+
+def most_saved(prompts: Masks, least: int, only_whole: bool) -> int:
+    """Return the tokens × layers that the best division of the sorted prompts saves; all divisions are tried.
+
+    With `only_whole`, a prefix is shared by all longer prompts that begin with it, or by none.
+    """
+    ordered, best = sorted(prompts), 0
+    for ends in product([False, True], repeat=len(ordered) - 1):
+        groups = [[ordered[0]]]
+        for prompt, is_new in zip(ordered[1:], ends, strict=True):
             groups.append([prompt]) if is_new else groups[-1].append(prompt)
         saved = 0
         for group in groups:
             depth = next(n for n in range(min(map(len, group)) - 1, -1, -1) if len({p[:n] for p in group}) == 1)
-            together = (len(group) - 1) * depth
-            saved += together if together >= least else 0
+            separate = sum(layers_run(prompts[prompt]) for prompt in group)
+            masks = {number: first for prompt in group for number, first in prompts[prompt]}
+            together = depth * (separate - layers_run(list(masks.items())))
+            alike = [p for p in prompts if len(p) > depth and p[:depth] == group[0][:depth]]
+            is_allowed = len(group) > 1 and (len(alike) == len(group) or not only_whole)
+            saved += together if is_allowed and together >= least * LAYERS else 0
         best = max(best, saved)
     return best
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    prompts=st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple), min_size=1, max_size=8),
+    prompts=st.dictionaries(
+        st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple),
+        st.lists(st.integers(0, LAYERS).map(lambda first: (first, first)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=8,
+    ),
     least=st.integers(1, 9),
 )
-def test_the_chosen_prefixes_save_most(prompts: set[tuple[int, ...]], least: int) -> None:
-    lengths = common_prefixes(prompts, least)
-    sharing: dict[tuple[int, ...], int] = {}
-    for prompt, length in lengths.items():
-        assert 0 < length < len(prompt)
-        sharing[prompt[:length]] = sharing.get(prompt[:length], 0) + 1
-    assert all(count > 1 and (count - 1) * len(prefix) >= least for prefix, count in sharing.items())
-    saved = sum((count - 1) * len(prefix) for prefix, count in sharing.items())
-    assert saved == most_saved(sorted(prompts), least)
+def test_the_chosen_prefixes_save_most(prompts: Masks, least: int) -> None:
+    prefixes = common_prefixes(prompts, LAYERS, least)
+    sharing = [prompt for prefix in prefixes for prompt in prefix.prompts]
+    assert len(sharing) == len(set(sharing))
+    for prefix in prefixes:
+        assert len(prefix.prompts) > 1 and prefix.tokens and prefix.saved >= least * LAYERS
+        assert all(prompt[: len(prefix.tokens)] == prefix.tokens != prompt for prompt in prefix.prompts)
+    saved = sum(prefix.saved for prefix in prefixes)
+    assert most_saved(prompts, least, only_whole=True) <= saved <= most_saved(prompts, least, only_whole=False)
+
+
+def one_mask(prompts: list[tuple[int, ...]]) -> Masks:
+    return {prompt: [(0, LAYERS)] for prompt in prompts}
 
 
 def test_thousands_of_nested_prompts() -> None:
-    """Each prompt begins with the one before it."""
-    prompts = [tuple(range(n)) for n in range(1, 3000)]
-    lengths = common_prefixes(prompts, 1)
-    assert all(length < len(prompt) for prompt, length in lengths.items())
+    """Each prompt begins with the one before it; the best prefix saves most of a triangle."""
+    prompts = [tuple(range(n)) for n in range(1, 1501)]
+    (prefix,) = common_prefixes(one_mask(prompts), LAYERS, 1)
+    count, length = len(prefix.prompts), len(prefix.tokens)
+    assert (length, prefix.saved) == (1500 - count, (count - 1) * length * LAYERS)
+    assert prefix.saved == max((count - 1) * (1500 - count) for count in range(1, 1500)) * LAYERS
+
+
+def test_prompts_under_different_masks_share_nothing_above_the_first_pruned_layer() -> None:
+    prompts = {(*range(90), 100 + i): [(i, 0)] for i in range(4)}
+    assert common_prefixes(prompts, LAYERS, 1) == []
 
 
 # --------------------------------------------------------------------------- attention in parts
@@ -122,7 +156,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     schedule = Schedule(budget=12, prefix=2, copied_prefix=4, static=False)
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
-    assert common_prefixes([request.prompt for request in requests], 2)
+    assert common_prefixes(one_mask([request.prompt for request in requests]), LAYERS, 2)
     found = answers(engine, requests)
     for request in requests:
         assert found[request.tag] == alone(model, request), request
@@ -167,7 +201,7 @@ def test_any_prefixes_and_options(
     requests = prefixed_requests(model, seed, lengths, prompts=4, each=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        patch.setattr("lmeval_prune.decoding.prefixes.PASS", 4)
+        patch.setattr("lmeval_prune.decoding.model_runner.PASS", 4)
         engine = Engine(model, Letters(), max_rows=rows, deterministic=deterministic, schedule=Schedule(**schedule))
         found = answers(engine, requests)
     for request in requests:
@@ -195,36 +229,41 @@ def test_a_prefix_runs_once_for_each_mask_from_its_first_pruned_layer_up() -> No
     assert tokens[2][1] == (10 + 3 * 3) * layers
 
 
-def test_the_keys_of_a_prefix_are_stored_once_and_freed() -> None:
+@pytest.mark.parametrize("copied", [0, 100])
+def test_the_keys_of_a_prefix_are_stored_once_and_freed_after_its_last_answer(copied: int) -> None:
+    """Layers below a mask's first share tensors; a second prompt without a prefix is still decoded afterwards."""
     model = model_of("llama", layers=4)
     prefix = tuple(range(3, 13))
     prompts = [(*prefix, 20 + i) for i in range(3)]
     masks = [None, HeadMask("L2H0")]
-    requests = [Request(p, m, SamplingParams(2, eos=()), tag=(p, str(m))) for p in prompts for m in masks]
-    stored: list[Any] = []
-    engine = Engine(model, schedule=Schedule(prefix=2, static=False))
+    requests = [
+        Request(p, m, SamplingParams(2 + 3 * i, eos=()), tag=(p, str(m))) for i, p in enumerate(prompts) for m in masks
+    ]
+    requests.append(Request((40, 41), None, SamplingParams(30, eos=()), tag="last"))
+    engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied, static=False))
     assert engine.unsupported is None  # the check before the first run has a prefix of its own
+    stored: dict[int, tuple[Any, ...]] = {}
     with pytest.MonkeyPatch.context() as patch:
         inner = SharedPrefix.under
 
-        def under(self: SharedPrefix, *args: Any) -> Any:
-            stored.append((ref(self), result := inner(self, *args)))
+        def under(self: SharedPrefix, mask: int, *args: Any) -> Any:
+            result = inner(self, mask, *args)
+            stored[mask] = tuple(map(ref, (*result.keys, *result.values)))
+            sizes.add(self.size(4, 1, 0))
             return result
 
+        sizes: set[int] = set()
         patch.setattr(SharedPrefix, "under", under)
-        answers(engine, requests)
-    by_prefix = {id(prefix): prefix for _, prefix in stored}
-    assert len({id(shared()) for shared, _ in stored}) == 1 and len(by_prefix) == 2
-    dense, pruned = by_prefix.values()
-    assert [a is b for a, b in zip(dense.keys, pruned.keys, strict=True)] == [True, True, False, False]
-    shared = stored[0][0]
-    size = shared().size(4, 1, 0)
-    assert size == 10 * (4 + 2)
-    freed = [ref(tensor) for prefix in by_prefix.values() for tensor in (*prefix.keys, *prefix.values)]
-    stored.clear()
-    del by_prefix, dense, pruned
-    gc.collect()
-    assert not any(tensor() is not None for tensor in freed)
+        answered = 0
+        for request, _ in engine.decode(requests):
+            answered += 1
+            dense, pruned = stored.values()
+            if answered == 1:
+                assert [a() is b() for a, b in zip(dense, pruned, strict=True)] == [True, True, False, False] * 2
+            if answered == len(requests) - 1:
+                gc.collect()
+                assert request.tag != "last" and not any(tensor() is not None for tensor in (*dense, *pruned))
+    assert answered == len(requests) and sizes == {10 * (4 + 2)}
 
 
 @pytest.mark.parametrize("memory", [300_000, 600_000, 3_000_000])
@@ -239,7 +278,7 @@ def test_prefixes_take_at_most_half_of_the_memory(memory: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         inner = Engine._share_prefixes
         patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(inner(*args)) or sizes[-1])
-        engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, static=False))
+        engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, copied_prefix=0, static=False))
         found = answers(engine, requests)
     assert sizes[0] <= memory // 2 and (memory < 500_000 or sizes[0] > 0)
     for request in requests:
@@ -257,7 +296,43 @@ def test_a_token_filter_shares_no_prefix() -> None:
     assert shared == plain
 
 
-def test_prefixes_of_a_few_prompts() -> None:
-    prompts = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 9, 9), (7, 8)]
-    assert common_prefixes(prompts, 2) == {(1, 2, 3, 4): 3, (1, 2, 3, 5): 3}
-    assert common_prefixes(prompts, 4) == {}
+@pytest.mark.parametrize("copied", [0, 100])
+def test_what_prefixes_keep_stays_within_their_size(copied: int) -> None:
+    """Keys, values and layer inputs, measured after each run of a prefix; no mask leaves the first layer unpruned."""
+    model = model_of("llama", layers=6)
+    masks = [HeadMask(f"L{layer}H0") for layer in (5, 3, 3, 0)] + [HeadMask("L3H1")]
+    prompts = [(*range(3, 43), 50 + i) for i in range(4)]
+    requests = [Request(p, m, SamplingParams(1), tag=(p, i)) for p in prompts for i, m in enumerate(masks)]
+    sizes: list[int] = []
+    held: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        share, inner = Engine._share_prefixes, SharedPrefix.under
+
+        def under(self: SharedPrefix, *args: Any) -> Any:
+            result = inner(self, *args)
+            tensors = [*self._inputs.values()]
+            for prefix in self._by_mask.values():
+                tensors += [*prefix.keys, *prefix.values]
+            held.append(sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()))
+            return result
+
+        engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied, static=False))
+        assert engine.unsupported is None
+        patch.setattr(SharedPrefix, "under", under)
+        patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(share(*args)) or sizes[-1])
+        answers(engine, requests)
+    assert len(held) == len(requests) and sizes[0] / 2 < max(held) <= sizes[0]
+
+
+def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:
+    """A long prompt needs nearly all of it."""
+    model = model_of("llama", layers=4)
+    requests = [Request((*range(3, 14), 20 + i), HeadMask(f"L{i % 3}H0"), SamplingParams(2), tag=i) for i in range(16)]
+    requests.append(Request(tuple(3 + i % 40 for i in range(110)), None, SamplingParams(2), tag=16))
+    slot = 112 * Engine(model)._token_bytes
+    engine = Engine(model, memory=int(1.02 * slot), schedule=Schedule(prefix=2, static=False))
+    found = answers(engine, requests)
+    for request in requests:
+        assert found[request.tag] == alone(model, request)
+    with pytest.raises(InputError, match="more than memory="):
+        answers(Engine(model, memory=slot // 2, schedule=Schedule(prefix=2, static=False)), requests)

@@ -25,7 +25,7 @@ from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
-from lmeval_prune.decoding.prefixes import SharedPrefix
+from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
@@ -184,11 +184,17 @@ class Engine:
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
-        groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
         scratch = int(bool(schedule.static))
-        prefixes = self._share_prefixes(groups, schedule)
-        longest = max(group.longest for group in groups)
-        rows, leaders = self._capacity(longest, groups, scratch, prefixes)
+        for with_prefixes in (True, False):
+            groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
+            prefixes = self._share_prefixes(groups, schedule) if with_prefixes and schedule.prefix else 0
+            longest = max(group.longest for group in groups)
+            try:
+                rows, leaders = self._capacity(longest, groups, scratch, prefixes)
+                break
+            except InsufficientMemoryError:
+                if not prefixes:
+                    raise
         cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
             state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
@@ -276,15 +282,18 @@ class Engine:
 
     def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        if not schedule.prefix:
-            return 0
         layers, inputs = len(self.model_map.attention), self._element_size * self._width
         stored = self._token_bytes // layers
 
         def size(prefix: SharedPrefix) -> int:
             return prefix.size(layers, stored, inputs)
 
-        return share_prefixes(groups, schedule.prefix, schedule.copied_prefix, size, self._memory // 2)
+        sequences: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for group in groups:
+            masks = [(each.mask, each.first_layer) for each in group.sequences]
+            sequences.setdefault(group.leader.request.prompt, []).extend(masks)
+        prefixes = common_prefixes(sequences, layers, schedule.prefix)
+        return share_prefixes(groups, prefixes, schedule.copied_prefix, size, self._memory // 2)
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.

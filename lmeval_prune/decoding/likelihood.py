@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner
 from lmeval_prune.decoding.sequence import number_masks
 from lmeval_prune.decoding.token_tree import TokenTree
 from lmeval_prune.decoding.tree_attention import TreeCache
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
-PASS, GPU_PASS = 2048, 8192  # largest number of tokens in a pass
 SEGMENT = 512  # largest number of tokens in a segment: later tokens of a long text are masked by segments
 LOGITS, GPU_LOGITS = 1 << 25, 1 << 28  # largest number of logits computed at once
 

@@ -22,6 +22,7 @@ from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
 
+PASS, GPU_PASS = 2048, 8192  # `ModelRunner.largest_pass`: it bounds how long new prompts delay running rows
 _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
 
 
@@ -119,6 +120,11 @@ class ModelRunner:
         with self._skip.running(self.layers, hidden.unsqueeze(0)):
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
             return self._logits([0] * count, [mask] * count, positions, range(count))
+
+    @property
+    def largest_pass(self) -> int:
+        """Largest number of tokens in a pass, unless a single prompt is longer."""
+        return GPU_PASS if self.device.type == "cuda" else PASS
 
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:

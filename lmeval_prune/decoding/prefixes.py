@@ -15,7 +15,6 @@ from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 
 Prompt = tuple[int, ...]
 T = TypeVar("T")
-PASS = 2048  # largest number of tokens in a pass
 
 
 @dataclass(eq=False)
@@ -37,8 +36,8 @@ class SharedPrefix:
         """Return keys and values under a mask; run the tokens if they have not run yet."""
         if not self._by_mask:
             leader = max(self.first_layers, key=lambda number: self.first_layers[number])
-            others = {first for first in self.first_layers.values() if first < runner.layers}
-            self._by_mask[leader] = self._run(runner, leader, 0, frozenset(others))
+            others = {first for number, first in self.first_layers.items() if number != leader}
+            self._by_mask[leader] = self._run(runner, leader, 0, frozenset(others - {0, runner.layers}))
         if mask not in self._by_mask:
             first, base = self.first_layers[mask], next(iter(self._by_mask.values()))
             if first < runner.layers:
@@ -54,9 +53,9 @@ class SharedPrefix:
         length, pieces = len(self.tokens), []
         cache = KVCache(1, length)
         with runner.storing_in(cache):
-            for begin in range(0, length, PASS):
-                tokens = self.tokens[begin : begin + PASS]
-                hidden = self._inputs[start][begin : begin + PASS] if start else None
+            for begin in range(0, length, runner.largest_pass):
+                part = slice(begin, begin + runner.largest_pass)
+                tokens, hidden = self.tokens[part], self._inputs[start][part] if start else None
                 chunk = Chunk(0, begin, mask, tokens, len(tokens) - 1, keep)
                 pieces.append(runner.forward([chunk], start, hidden)[1][0])
         self._inputs |= {layer: torch.cat([piece[layer] for piece in pieces]) for layer in keep}
@@ -73,53 +72,72 @@ class SharedPrefix:
     def size(self, layers: int, stored: int, kept: int) -> int:
         """Return the bytes for all masks; a token has `stored` bytes in a layer, and `kept` bytes if it is an input."""
         others = sorted(self.first_layers.values())[:-1]
-        inputs = {first for first in others if first < layers}
+        inputs = {*others} - {0, layers}
         return len(self.tokens) * (stored * (layers + sum(layers - first for first in others)) + kept * len(inputs))
 
 
 @dataclass(frozen=True)
+class CommonPrefix:
+    """The first tokens of several prompts."""
+
+    tokens: Prompt
+    prompts: Sequence[Prompt]
+    saved: int  # tokens × layers that do not run
+
+
+@dataclass(frozen=True)
 class _Cluster:
-    """Neighbours in the sorted list of prompts; their prefix, or the clusters that are better than it."""
+    """Neighbours in the sorted list of prompts, with a prefix or divided into parts, whichever saves more."""
 
     first: int
     last: int
-    depth: int = 0  # tokens of the prefix
-    saved: int = 0  # tokens that do not run
+    masks: Mapping[int, int]  # first pruned layers
+    passes: int  # layers that run a token at the beginning of each prompt, summed over prompts and masks
+    saved: int = 0  # tokens × layers
+    depth: int = 0  # tokens of the prefix; 0: each part has its own
     parts: tuple[_Cluster, ...] = ()
 
 
-def common_prefixes(prompts: Iterable[Prompt], least: int) -> dict[Prompt, int]:
-    """Choose a prefix for each prompt, so that few tokens run.
+def common_prefixes(prompts: Mapping[Prompt, Sequence[tuple[int, int]]], layers: int, least: int) -> list[CommonPrefix]:
+    """Choose at most one prefix for each prompt, so that few tokens run.
 
-    A prefix is shared by at least two prompts, is shorter than each of them, and saves at least `least` tokens. Of
-    nested prefixes, either the shorter one or those within it are chosen.
+    A prefix is shared by at least two prompts, is shorter than each of them, and saves at least `least` tokens in all
+    layers. Of nested prefixes, either the shorter one or those within it are chosen.
 
-    Returns:
-        Lengths of the prefixes; prompts without a prefix are left out.
+    Args:
+        prompts: by prompt, the mask of each sequence: its number and its first pruned layer.
+        layers: number of layers.
+        least: smallest number of tokens.
     """
-    ordered = sorted(set(prompts))
+
+    def passes(first_layers: Iterable[int]) -> int:
+        """Return the layers that run a token: all for the highest mask, and those from its first up for each other."""
+        counts = sorted(layers - first for first in first_layers)
+        return layers + sum(counts[1:])
+
+    ordered = sorted(prompts)
     depths = [min(common_length(a, b), len(a) - 1, len(b) - 1) for a, b in pairwise(ordered)]
-    clusters = [_Cluster(i, i) for i in range(len(ordered))]  # valid at the ends of each cluster
+    clusters = []  # valid at the ends of each cluster
+    for i, prompt in enumerate(ordered):
+        masks = dict(prompts[prompt])
+        clusters.append(_Cluster(i, i, masks, passes(first for _, first in prompts[prompt])))
     for i in sorted(range(len(depths)), key=lambda i: -depths[i]):
-        if depths[i] < 1:
-            break
         left, right = clusters[i], clusters[i + 1]
-        saved, together = left.saved + right.saved, (right.last - left.first) * depths[i]
-        joined = _Cluster(left.first, right.last, 0, saved, (left, right))
-        if together >= max(saved, least):
-            joined = _Cluster(left.first, right.last, depths[i], together)
+        masks = {**left.masks, **right.masks}
+        total, saved = left.passes + right.passes, left.saved + right.saved
+        together = depths[i] * (total - passes(masks.values()))
+        joined = _Cluster(left.first, right.last, masks, total, saved, 0, (left, right))
+        if together >= max(saved, least * layers, 1):
+            joined = _Cluster(left.first, right.last, masks, total, together, depths[i])
         clusters[left.first] = clusters[right.last] = joined
-    lengths: dict[Prompt, int] = {}
-    position = 0
-    while position < len(ordered):
-        stack = [clusters[position]]
-        position = stack[0].last + 1
-        while stack:
-            cluster = stack.pop()
-            stack += cluster.parts
-            if cluster.depth:
-                lengths |= dict.fromkeys(ordered[cluster.first : cluster.last + 1], cluster.depth)
-    return lengths
+    chosen, stack = [], clusters[-1:]
+    while stack:
+        cluster = stack.pop()
+        stack += cluster.parts
+        if cluster.depth:
+            sharing = ordered[cluster.first : cluster.last + 1]
+            chosen.append(CommonPrefix(sharing[0][: cluster.depth], sharing, cluster.saved))
+    return chosen
 
 
 def common_length(tokens: Sequence[T], others: Sequence[T]) -> int:

@@ -26,10 +26,6 @@ from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.settings import Natural, Settings
 
-# Largest number of prompt tokens in a pass, unless a single prompt is longer. It bounds how long new prompts delay the
-# running rows.
-PASS, GPU_PASS = 2048, 8192
-
 
 @dataclass
 class Statistics:
@@ -99,11 +95,6 @@ class Scheduler:
     drafter: Drafter = field(default_factory=Drafter)
 
     @property
-    def largest_pass(self) -> int:
-        """Largest number of prompt tokens in a pass."""
-        return GPU_PASS if self.runner.device.type == "cuda" else PASS
-
-    @property
     def capacity(self) -> int:
         """Largest number of rows."""
         return self.runner.cache.count
@@ -162,7 +153,7 @@ class Scheduler:
         if not tokens:  # the first row of a pass always fits
             return True
         checked = self.schedule.follow if logits else 0  # tokens of the leader's answer
-        return tokens + len(row.prompt) + checked <= self.largest_pass and logits < self.largest_pass // 4
+        return tokens + len(row.prompt) + checked <= self.runner.largest_pass and logits < self.runner.largest_pass // 4
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""

@@ -11,7 +11,7 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import SlotCopy
-from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
+from lmeval_prune.decoding.prefixes import CommonPrefix, SharedPrefix
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
 
@@ -102,36 +102,41 @@ def prompt_groups(
 
 
 def share_prefixes(
-    groups: Items[PromptGroup], least: int, longest_copy: int, size: Callable[[SharedPrefix], int], memory: int
+    groups: Items[PromptGroup],
+    prefixes: Items[CommonPrefix],
+    longest_copy: int,
+    size: Callable[[SharedPrefix], int],
+    memory: int,
 ) -> int:
     """Assign common prefixes to the groups whose prompts begin with them.
 
     Args:
         groups: prompt groups, changed in place.
-        least: smallest number of tokens that a prefix must save.
+        prefixes: of their prompts.
         longest_copy: largest number of tokens of a prefix that is copied into slots.
         size: returns the bytes of a prefix.
-        memory: bytes for all prefixes; those that save less than others are left out.
+        memory: bytes for all prefixes. Copied ones, which leave as many tokens in the slots, have a quarter of them.
+            Those that save less are left out.
 
     Returns:
         The bytes of all prefixes.
     """
-    lengths = common_prefixes((group.leader.request.prompt for group in groups), least)
-    by_tokens: dict[tuple[int, ...], list[PromptGroup]] = {}
+    by_prompt: dict[tuple[int, ...], list[PromptGroup]] = {}
     for group in groups:
-        prompt = group.leader.request.prompt
-        if prompt in lengths:
-            by_tokens.setdefault(prompt[: lengths[prompt]], []).append(group)
-    free = memory
-    for tokens, sharing in sorted(by_tokens.items(), key=lambda item: -len(item[0]) * len(item[1])):
+        by_prompt.setdefault(group.leader.request.prompt, []).append(group)
+    used = {True: 0, False: 0}  # by whether prefixes are copied
+    for common in sorted(prefixes, key=lambda prefix: -prefix.saved):
+        sharing = [group for prompt in common.prompts for group in by_prompt[prompt]]
         sequences = [sequence for group in sharing for sequence in group.sequences]
         first_layers = {each.mask: each.first_layer for each in sequences}
-        prefix = SharedPrefix(tokens, first_layers, len(sequences), len(tokens) <= longest_copy)
-        if size(prefix) > free:
+        is_copied = len(common.tokens) <= longest_copy
+        prefix = SharedPrefix(common.tokens, first_layers, len(sequences), is_copied)
+        needed = size(prefix)
+        if sum(used.values()) + needed > memory or (is_copied and used[True] + needed > memory // 4):
             continue
-        free -= size(prefix)
+        used[is_copied] += needed
         for group in sharing:
             group.prefix = prefix
         for sequence in sequences:
-            sequence.prompt = sequence.request.prompt[len(tokens) :]
-    return memory - free
+            sequence.prompt = sequence.request.prompt[len(common.tokens) :]
+    return sum(used.values())

@@ -786,7 +786,10 @@ def test_memory_does_not_grow(prompts: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: Engine(model, max_rows=0), "max_rows must be at least 1, not 0"),
+        (lambda model: Engine(model, max_rows=0), "max_rows must be a whole number of at least 1, not 0"),
+        (lambda model: Engine(model, memory="1GB"), "memory must be a whole number of at least 1, not '1GB'"),
+        (lambda model: Request("How many?"), "prompt must be token ids, not a text"),
+        (lambda model: list(Engine(model).decode([Request((1, 10**6))])), "token 1000000 is not in the model's vocabulary"),
         (lambda model: Schedule(follow=-1), "follow.* at least 0"),
         (lambda model: Request(()), "a prompt of at least one token"),
         (lambda model: Request((1,), seed=-1), "seed must not be negative"),
@@ -805,6 +808,12 @@ def test_memory_does_not_grow(prompts: int) -> None:
 def test_mistakes(make: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make(model_of("llama"))
+
+
+@pytest.mark.parametrize("convert", [list, torch.tensor])
+def test_any_sequence_of_tokens_is_a_prompt_and_text_a_mask(convert: Any) -> None:
+    request = Request(convert([3, 4, 5]), "L0H1")
+    assert request == Request((3, 4, 5), HeadMask("L0H1")) and isinstance(request.prompt[0], int)
 
 
 def test_a_compilation_without_a_static_step_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:

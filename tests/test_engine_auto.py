@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.decoding.engine import InsufficientMemoryError
+from lmeval_prune.decoding.memory import InsufficientMemoryError
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.models import engine_choice

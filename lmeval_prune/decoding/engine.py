@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
-from lmeval_prune.decoding.memory import available_memory
+from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
 from lmeval_prune.decoding.progress import Progress
@@ -41,10 +41,6 @@ from lmeval_prune.interventions import Intervention, interventions_on
 logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16  # batch size of `generate`
-
-
-class InsufficientMemoryError(InputError):
-    """The engine's memory is too small for its requests."""
 
 
 class Engine:
@@ -94,8 +90,8 @@ class Engine:
         progress: bool = False,
     ) -> None:
         for name, value, smallest in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
-            if value is not None and value < smallest:
-                raise InputError(f"{name} must be at least {smallest}, not {value}")
+            if value is not None and (not isinstance(value, int) or value < smallest):
+                raise InputError(f"{name} must be a whole number of at least {smallest}, not {value!r}")
         refuse_locked(model)
         self.model = model
         self.model_map = model_map or map_model(model)
@@ -127,6 +123,7 @@ class Engine:
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
+        self._check_tokens(request.prompt for request in requests)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
@@ -166,6 +163,7 @@ class Engine:
         """
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
+        self._check_tokens(request.context + request.continuation for request in requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
@@ -174,12 +172,21 @@ class Engine:
         if reason := self.unscored:
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
         run = LikelihoodRun(self.model_map, requests, self._memory, dtype)
-        before = self.statistics.layer_tokens, self.statistics.head_tokens
-        for request, likelihood in run.results():
-            self.statistics.scored += 1
-            yield request, likelihood
-        self.statistics.layer_tokens = before[0] + run.layer_tokens
-        self.statistics.head_tokens = before[1] + run.head_tokens
+        try:
+            for request, likelihood in run.results():
+                self.statistics.scored += 1
+                yield request, likelihood
+        finally:
+            self.statistics.layer_tokens += run.layer_tokens
+            self.statistics.head_tokens += run.head_tokens
+
+    def _check_tokens(self, texts: Iterable[tuple[int, ...]]) -> None:
+        """Refuse tokens that the model's vocabulary does not have."""
+        size = self.model.get_input_embeddings().num_embeddings
+        for tokens in {*texts}:
+            if not 0 <= min(tokens) <= max(tokens) < size:
+                token = next(token for token in tokens if not 0 <= token < size)
+                raise InputError(f"token {token} is not in the model's vocabulary of {size} tokens")
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys

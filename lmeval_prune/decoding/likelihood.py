@@ -18,6 +18,7 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner
+from lmeval_prune.decoding.request import token_ids
 from lmeval_prune.decoding.sequence import number_masks
 from lmeval_prune.decoding.token_tree import TokenTree
 from lmeval_prune.decoding.tree_attention import TreeCache
@@ -33,9 +34,9 @@ class LikelihoodRequest:
     """A continuation whose log-probabilities are computed.
 
     Attributes:
-        context: token ids before the continuation, at least one.
-        continuation: token ids, at least one.
-        mask: heads to prune; None for no pruning.
+        context: token ids before the continuation, at least one; any sequence becomes a tuple.
+        continuation: token ids, at least one, as `context`.
+        mask: heads to prune, or their text as for `HeadMask`; None for no pruning.
         tag: free for the caller; ignored.
     """
 
@@ -45,6 +46,9 @@ class LikelihoodRequest:
     tag: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("context", "continuation"):
+            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
+        object.__setattr__(self, "mask", HeadMask(self.mask) if isinstance(self.mask, str) else self.mask)
         if not (self.context and self.continuation):
             raise InputError("a log-likelihood needs a context and a continuation of at least one token each")
 
@@ -158,16 +162,19 @@ class LikelihoodRun:
                 variants = [
                     self._variant(texts, number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)
                 ]
-                for segments in texts.tree.passes(self.most_tokens):
-                    cache.start_pass(segments)
-                    yield from self._run_pass(runner, texts, variants, segments)
-            self.layer_tokens += runner.layer_tokens
-            self.head_tokens += runner.head_tokens
+                try:
+                    for segments in texts.tree.passes(self.most_tokens):
+                        cache.start_pass(segments)
+                        yield from self._run_pass(runner, texts, variants, segments)
+                finally:
+                    self.layer_tokens += runner.layer_tokens
+                    self.head_tokens += runner.head_tokens
 
     def _groups(self, masks: Sequence[tuple[HeadMask | None, int]], longest: int) -> list[list[HeadMask | None]]:
         """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
+        stored = longest + min(longest, self.most_tokens)  # the tokens before a pass, and its own
         layer_bytes = [
-            longest * self.element_size * layer.kv_heads * (layer.query_dim + layer.head_dim)
+            stored * self.element_size * layer.kv_heads * (layer.query_dim + layer.head_dim)
             for layer in self.model_map.attention
         ]
         inputs = self.most_tokens * self.element_size * self.width

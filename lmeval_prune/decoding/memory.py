@@ -7,6 +7,12 @@ from pathlib import Path
 
 import torch
 
+from lmeval_prune.errors import InputError
+
+
+class InsufficientMemoryError(InputError):
+    """The engine's memory is too small for its requests."""
+
 
 def available_memory(device: torch.device) -> int:
     """Return the bytes that the engine may use: a share of the free memory, the rest is for activations and graphs."""

@@ -110,6 +110,15 @@ class SamplingParams(Settings):
         return settings
 
 
+def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple; `InputError` for a text."""
+    if isinstance(tokens, tuple):
+        return tokens
+    if isinstance(tokens, str):
+        raise InputError(f"{name} must be token ids, not a text; give tokenizer.encode(text)")
+    return tuple(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+
+
 def end_tokens(config: Any) -> tuple[int, ...]:
     """Return the ids of the end tokens of a generation config."""
     ends = getattr(config, "eos_token_id", None)
@@ -147,8 +156,8 @@ class Request:
     """One answer to decode.
 
     Attributes:
-        prompt: token ids, at least one.
-        mask: heads to prune; None for no pruning.
+        prompt: token ids, at least one; any sequence becomes a tuple.
+        mask: heads to prune, or their text as for `HeadMask`; None for no pruning.
         params: sampling parameters.
         seed: of sampling, not negative. A draw depends on the seed, the position in the answer and the logits.
         tag: free for the caller; ignored.
@@ -161,6 +170,8 @@ class Request:
     tag: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", token_ids("prompt", self.prompt))
+        object.__setattr__(self, "mask", HeadMask(self.mask) if isinstance(self.mask, str) else self.mask)
         if not self.prompt:
             raise InputError("a request needs a prompt of at least one token")
         if self.seed < 0:

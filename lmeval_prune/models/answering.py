@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.decoding.engine import InsufficientMemoryError
+from lmeval_prune.decoding.memory import InsufficientMemoryError
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation, likelihood
@@ -215,7 +215,7 @@ class Answering:
         rest = [index for index in range(len(pending.requests)) if index not in texts]
         if self.lm.any_rank(bool(rest)):  # `hf` synchronises the ranks, so all run it
             part = rest or [0]
-            texts |= zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)
+            texts = dict(zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)) | texts
         return [texts[index] for index in range(len(pending.requests))]
 
     def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:

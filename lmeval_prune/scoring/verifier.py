@@ -139,14 +139,25 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
     configuration = [LatexExtractionConfig()]  # without its plain-text fallback, which reads a part as the whole
     try:
         # no timeouts inside, which would use the same alarm
-        parsed = [parse(f"${text}$", configuration, parsing_timeout=None) for text in (gold, answer)]
+        # the first match is the whole text; where it is not understood, others would be parts of it
+        settings = {"parsing_timeout": None, "extraction_mode": "first_match"}
+        parsed = [parse(f"${text}$", configuration, **settings) for text in (gold, answer)]
         if not (parsed[0] and parsed[1]):
+            return False
+        if _is_infinite(parsed[0][0]) != _is_infinite(parsed[1][0]):
             return False
         return bool(verify(parsed[0], parsed[1], timeout_seconds=None)) or _same_value(parsed[0][0], parsed[1][0])
     except BaseException:  # whatever a text provokes
         return False
     finally:
         alarm(0)
+
+
+def _is_infinite(expression: object) -> bool:
+    """Return whether an expression has infinity in it; math-verify has taken 2^\\infty for 2 in rare runs."""
+    import sympy
+
+    return isinstance(expression, sympy.Expr) and bool(expression.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan))
 
 
 def _same_value(gold: object, answer: object) -> bool:

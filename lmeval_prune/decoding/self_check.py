@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -26,11 +27,16 @@ MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family w
 def why_unsupported(model_map: ModelMap) -> str | None:
     """Return why a model with its interventions falls back to `generate`; None if the engine runs it."""
     refuse_locked(model_map.model)
+    return _failure(_check, model_map)
+
+
+def _failure(check: Callable[..., None], *arguments: Any) -> str | None:
+    """Return why a check fails; None if it does not."""
     try:
-        _check(model_map)
+        check(*arguments)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # any error of a model that works otherwise
+    except Exception as error:  # any error of a model that works otherwise, or what a graph cannot capture
         return first_line(error).removeprefix("UnsupportedAttention: ")
     return None
 
@@ -111,13 +117,7 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
 def why_unscored(model_map: ModelMap) -> str | None:
     """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
     refuse_locked(model_map.model)
-    try:
-        _check_likelihoods(model_map)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # any error of a model that works otherwise
-        return first_line(error).removeprefix("UnsupportedAttention: ")
-    return None
+    return _failure(_check_likelihoods, model_map)
 
 
 def _check_likelihoods(model_map: ModelMap) -> None:
@@ -142,15 +142,10 @@ def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:
     """Return why a static step of a model with its interventions does not work; None if it works."""
     if compiled:
         logger.info("compiling the decoding step; this takes minutes")
-    try:
-        _check_static_step(model_map, compiled)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # also what a graph cannot capture
-        reason = first_line(error).removeprefix("UnsupportedAttention: ")
+    reason = _failure(_check_static_step, model_map, compiled)
+    if reason:
         logger.warning("the engine decodes without %s: %s", "torch.compile" if compiled else "a static step", reason)
-        return reason
-    return None
+    return reason
 
 
 def _check_static_step(model_map: ModelMap, compiled: bool) -> None:

@@ -66,16 +66,16 @@ def flat(values: list[Values]) -> Values:
     return list(itertools.chain.from_iterable(values))
 
 
-def compare(ours: list[Values], hf: list[Values], tolerance: float) -> dict[str, Any]:
+def compare(engine: list[Values], hf: list[Values], tolerance: float) -> dict[str, Any]:
     """Refuse values that differ by more than the tolerance, and another order of choices that are further apart."""
-    difference = largest_difference(ours, hf)
+    difference = largest_difference(engine, hf)
     reordered = 0
-    for a, b in zip(ours, hf, strict=True):
+    for a, b in zip(engine, hf, strict=True):
         for begin in range(0, len(a), CHOICES):
             for i, j in itertools.combinations(range(begin, begin + CHOICES), 2):
                 gap = b[i][0] - b[j][0]
                 reordered += abs(gap) > tolerance and (a[i][0] > a[j][0]) != (gap > 0)
-    greedy = sum(a[1] != b[1] for a, b in zip(flat(ours), flat(hf), strict=True))
+    greedy = sum(a[1] != b[1] for a, b in zip(flat(engine), flat(hf), strict=True))
     report = {"values": len(flat(hf)), "largest_difference": difference, "tolerance": tolerance}
     report |= {"pairs_in_another_order": reordered, "other_is_greedy": greedy}
     assert difference <= tolerance and not reordered and not greedy, report
@@ -108,14 +108,14 @@ def choice(
     dense = {batch: timed(lambda batch=batch: by_hf(lm, model_map, work, [None], batch)) for batch in batches}
     best = min(dense, key=lambda batch: dense[batch][1])
     spread = max(largest_difference(values, dense[best][0]) for values, _ in dense.values())
-    ours, seconds = timed(lambda: by_engine(lm, engine, work, heads))
+    values, seconds = timed(lambda: by_engine(lm, engine, work, heads))
     hf, hf_seconds = timed(lambda: by_hf(lm, model_map, work, heads, best))
     return {
         "questions": questions,
         "shots": shots,
         "masks": len(heads),
         "context_tokens": sum(len(lm.tok_encode(request.args[0])) for request in work[::CHOICES]) / questions,
-        "agreement": compare(ours, hf, max(spread, 1e-3)),
+        "agreement": compare(values, hf, max(spread, 1e-3)),
         "largest_difference_between_batches_of_hf": spread,
         "hf_dense_seconds_by_batch": {batch: round(spent, 2) for batch, (_, spent) in dense.items()},
         "hf_batch": best,

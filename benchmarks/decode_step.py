@@ -58,7 +58,7 @@ class Step:
             for storage in (self.cache.keys, self.cache.values):
                 storage[layer] = torch.randn(rows, 3, own + 8, 64, generator=torch.Generator().manual_seed(layer))
         if prefix:
-            self.cache.prefixes[:] = [prefix.under(row % len(MASKS), runner) for row in range(rows)]
+            self.cache.prefixes[:] = [prefix.for_mask(row % len(MASKS), runner) for row in range(rows)]
         self.batch = [Chunk(row, own + row % 5, row % len(MASKS), [17]) for row in range(rows)]
 
     def __call__(self) -> torch.Tensor:

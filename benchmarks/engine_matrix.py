@@ -94,9 +94,9 @@ class Matrix:
             assert engine.unsupported is None
         spent: dict[str, list[dict[str, float]]] = {"engine": [], "hf": []}
         for _ in range(self.rounds):
-            ours, used = seconds(by_engine)
+            by_engine_texts, used = seconds(by_engine)
             spent["engine"].append(used)
-            theirs, used = seconds(lambda: work.by_hf(pairs, batch))
+            by_hf_texts, used = seconds(lambda: work.by_hf(pairs, batch))
             spent["hf"].append(used)
         cpu, wall = (
             round(min(each[kind] for each in spent["hf"]) / min(each[kind] for each in spent["engine"]), 2)
@@ -108,8 +108,8 @@ class Matrix:
             "seconds": spent,
             "hf_batch": batch,
             "hf_dense_cpu_seconds_by_batch": times,
-            "texts": work.compare(ours, theirs),
-            "answer_tokens": work.tokens(theirs),
+            "texts": work.compare(by_engine_texts, by_hf_texts),
+            "answer_tokens": work.tokens(by_hf_texts),
             "environment": environment(),
         }
         self.results["cells"][cell] = row

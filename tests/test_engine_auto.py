@@ -90,15 +90,15 @@ def test_requests_with_several_settings_are_answered_as_by_hf(
 ) -> None:
     """Texts in order, cache hooks, keys and lengths in the store, the report of lengths; one line for each decision."""
     caplog.set_level(logging.INFO)
-    found = {}
+    outcomes = {}
     for engine in ("generate", None):
         where = {"responses": str(tmp_path / str(engine))} if stored else {}
         named = {"engine": engine} if engine else {}
         lm, texts = run(tiny_folder, mixed(), heads=heads, **named, **where)
         rows = list(read_answers(Path(where["responses"]))) if stored else []
         kept = {row["key"]: (row["response"], row["length"], row["cut_off"]) for row in rows}
-        found[engine] = texts, lm.cache_hook.seen, lm.answering.lengths, kept
-    assert found[None] == found["generate"] and len(set(texts)) > 10
+        outcomes[engine] = texts, lm.cache_hook.seen, lm.answering.lengths, kept
+    assert outcomes[None] == outcomes["generate"] and len(set(texts)) > 10
     assert lm.engine and lm.engine.statistics.answers == 3 * len(GREEDY)
     lines = decisions(caplog)
     assert len(lines) == 1 + len(BY_HF) and sum("the decoding engine answers greedy" in line for line in lines) == 1
@@ -320,8 +320,17 @@ def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
 def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), ranks: int = 1, **arguments: Any) -> Any:
     """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
     output = cwd / name
-    given = {"pretrained": str(folder), "dtype": "float64", **arguments}
-    command = ["--model", "pruned-hf", "--model_args", json.dumps(given), "--tasks", "prune_tiny_words", "--limit", "6"]
+    model_args = {"pretrained": str(folder), "dtype": "float64", **arguments}
+    command = [
+        "--model",
+        "pruned-hf",
+        "--model_args",
+        json.dumps(model_args),
+        "--tasks",
+        "prune_tiny_words",
+        "--limit",
+        "6",
+    ]
     command += ["--device", "cpu", "--output_path", str(output), "--log_samples", *words]
     if ranks == 1:
         assert lm_eval(*command, cwd=cwd) == 0
@@ -331,7 +340,9 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
         launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), str(script))
         done = call(*launcher, *command, cwd=cwd, ACCELERATE_USE_CPU="true")
         assert done.returncode == 0, done.stderr[-3000:]
-        assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (given.get("engine") != "generate")
+        assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (
+            model_args.get("engine") != "generate"
+        )
     (path,) = output.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["doc_id"]: row["filtered_resps"] for row in rows}

@@ -157,9 +157,9 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes(one_mask([request.prompt for request in requests]), LAYERS, 2)
-    found = answers(engine, requests)
+    results = answers(engine, requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert results[request.tag] == alone(model, request), request
 
 
 @pytest.mark.parametrize(("family", "changes"), WINDOWS)
@@ -169,9 +169,9 @@ def test_sliding_windows(family: str, changes: dict[str, Any], length: int, copi
     """Windows that end within the prefix, at its end and after it."""
     model = model_of(family, **changes)
     requests = prefixed_requests(model, length, (length,))
-    found = answers(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests)
+    results = answers(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert results[request.tag] == alone(model, request), request
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -203,9 +203,9 @@ def test_any_prefixes_and_options(
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         patch.setattr("lmeval_prune.decoding.model_runner.PASS", 4)
         engine = Engine(model, Letters(), max_rows=rows, deterministic=deterministic, schedule=Schedule(**schedule))
-        found = answers(engine, requests)
+        results = answers(engine, requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert results[request.tag] == alone(model, request), request
 
 
 # --------------------------------------------------------------------------- work and memory
@@ -244,16 +244,16 @@ def test_the_keys_of_a_prefix_are_stored_once_and_freed_after_its_last_answer(co
     assert engine.unsupported is None  # the check before the first run has a prefix of its own
     stored: dict[int, tuple[Any, ...]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        inner = SharedPrefix.under
+        inner = SharedPrefix.for_mask
 
-        def under(self: SharedPrefix, mask: int, *args: Any) -> Any:
+        def for_mask(self: SharedPrefix, mask: int, *args: Any) -> Any:
             result = inner(self, mask, *args)
             stored[mask] = tuple(map(ref, (*result.keys, *result.values)))
             sizes.add(self.size(4, 1, 0))
             return result
 
         sizes: set[int] = set()
-        patch.setattr(SharedPrefix, "under", under)
+        patch.setattr(SharedPrefix, "for_mask", for_mask)
         answered = 0
         for request, _ in engine.decode(requests):
             answered += 1
@@ -279,10 +279,10 @@ def test_prefixes_take_at_most_half_of_the_memory(memory: int) -> None:
         inner = Engine._share_prefixes
         patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(inner(*args)) or sizes[-1])
         engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, copied_prefix=0, static=False))
-        found = answers(engine, requests)
+        results = answers(engine, requests)
     assert sizes[0] <= memory // 2 and (memory < 500_000 or sizes[0] > 0)
     for request in requests:
-        assert found[request.tag] == alone(model, request)
+        assert results[request.tag] == alone(model, request)
 
 
 def test_a_token_filter_shares_no_prefix() -> None:
@@ -306,9 +306,9 @@ def test_what_prefixes_keep_stays_within_their_size(copied: int) -> None:
     sizes: list[int] = []
     held: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        share, inner = Engine._share_prefixes, SharedPrefix.under
+        share, inner = Engine._share_prefixes, SharedPrefix.for_mask
 
-        def under(self: SharedPrefix, *args: Any) -> Any:
+        def for_mask(self: SharedPrefix, *args: Any) -> Any:
             result = inner(self, *args)
             tensors = [*self._inputs.values()]
             for prefix in self._by_mask.values():
@@ -318,7 +318,7 @@ def test_what_prefixes_keep_stays_within_their_size(copied: int) -> None:
 
         engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied, static=False))
         assert engine.unsupported is None
-        patch.setattr(SharedPrefix, "under", under)
+        patch.setattr(SharedPrefix, "for_mask", for_mask)
         patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(share(*args)) or sizes[-1])
         answers(engine, requests)
     assert len(held) == len(requests) and sizes[0] / 2 < max(held) <= sizes[0]
@@ -331,8 +331,8 @@ def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:
     requests.append(Request(tuple(3 + i % 40 for i in range(110)), None, SamplingParams(2), tag=16))
     slot = 112 * Engine(model)._token_bytes
     engine = Engine(model, memory=int(1.02 * slot), schedule=Schedule(prefix=2, static=False))
-    found = answers(engine, requests)
+    results = answers(engine, requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request)
+        assert results[request.tag] == alone(model, request)
     with pytest.raises(InputError, match="more than memory="):
         answers(Engine(model, memory=slot // 2, schedule=Schedule(prefix=2, static=False)), requests)

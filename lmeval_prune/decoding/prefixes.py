@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 
 from lmeval_prune.decoding.attention_layout import Prefix
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.token_tree import common_length
 
 Prompt = tuple[int, ...]
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -32,7 +31,7 @@ class SharedPrefix:
     _by_mask: dict[int, Prefix] = field(default_factory=dict)
     _inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # of layers, (tokens, width)
 
-    def under(self, mask: int, runner: ModelRunner) -> Prefix:
+    def for_mask(self, mask: int, runner: ModelRunner) -> Prefix:
         """Return keys and values under a mask; run the tokens if they have not run yet."""
         if not self._by_mask:
             leader = max(self.first_layers, key=lambda number: self.first_layers[number])
@@ -92,8 +91,8 @@ class _Cluster:
     first: int
     last: int
     masks: Mapping[int, int]  # first pruned layers
-    passes: int  # layers that run a token at the beginning of each prompt, summed over prompts and masks
-    saved: int = 0  # tokens × layers
+    layers_run: int  # layers that run the first token of each prompt, summed over prompts and masks
+    saved: int = 0  # tokens × layers that do not run
     depth: int = 0  # tokens of the prefix; 0: each part has its own
     parts: tuple[_Cluster, ...] = ()
 
@@ -110,7 +109,7 @@ def common_prefixes(prompts: Mapping[Prompt, Sequence[tuple[int, int]]], layers:
         least: smallest number of tokens.
     """
 
-    def passes(first_layers: Iterable[int]) -> int:
+    def count_layers(first_layers: Iterable[int]) -> int:
         """Return the layers that run a token: all for the highest mask, and those from its first up for each other."""
         counts = sorted(layers - first for first in first_layers)
         return layers + sum(counts[1:])
@@ -120,15 +119,15 @@ def common_prefixes(prompts: Mapping[Prompt, Sequence[tuple[int, int]]], layers:
     clusters = []  # valid at the ends of each cluster
     for i, prompt in enumerate(ordered):
         masks = dict(prompts[prompt])
-        clusters.append(_Cluster(i, i, masks, passes(first for _, first in prompts[prompt])))
+        clusters.append(_Cluster(i, i, masks, count_layers(first for _, first in prompts[prompt])))
     for i in sorted(range(len(depths)), key=lambda i: -depths[i]):
         left, right = clusters[i], clusters[i + 1]
         masks = {**left.masks, **right.masks}
-        total, saved = left.passes + right.passes, left.saved + right.saved
-        together = depths[i] * (total - passes(masks.values()))
-        joined = _Cluster(left.first, right.last, masks, total, saved, 0, (left, right))
-        if together >= max(saved, least * layers, 1):
-            joined = _Cluster(left.first, right.last, masks, total, together, depths[i])
+        layers_run, saved = left.layers_run + right.layers_run, left.saved + right.saved
+        saved_together = depths[i] * (layers_run - count_layers(masks.values()))
+        joined = _Cluster(left.first, right.last, masks, layers_run, saved, 0, (left, right))
+        if saved_together >= max(saved, least * layers, 1):
+            joined = _Cluster(left.first, right.last, masks, layers_run, saved_together, depths[i])
         clusters[left.first] = clusters[right.last] = joined
     chosen, stack = [], clusters[-1:]
     while stack:
@@ -138,9 +137,3 @@ def common_prefixes(prompts: Mapping[Prompt, Sequence[tuple[int, int]]], layers:
             sharing = ordered[cluster.first : cluster.last + 1]
             chosen.append(CommonPrefix(sharing[0][: cluster.depth], sharing, cluster.saved))
     return chosen
-
-
-def common_length(tokens: Sequence[T], others: Sequence[T]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))

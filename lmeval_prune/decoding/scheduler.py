@@ -21,9 +21,9 @@ import torch
 
 from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
-from lmeval_prune.decoding.prefixes import common_length
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
+from lmeval_prune.decoding.token_tree import common_length
 from lmeval_prune.settings import Natural, Settings
 
 
@@ -160,7 +160,7 @@ class Scheduler:
         row.slot = self._free_slot()
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
         if prefix := row.group.prefix:
-            self.runner.cache.begin(row.slot, prefix.under(row.mask, self.runner), prefix.is_copied)
+            self.runner.cache.begin(row.slot, prefix.for_mask(row.mask, self.runner), prefix.is_copied)
         else:
             self.runner.cache.begin(row.slot, None, is_copied=False)
         self.active.append(row)

@@ -91,7 +91,7 @@ def _check(model_map: ModelMap) -> None:
             differences.append(difference(0, n - 4, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
             if all(intervention.tokenwise for intervention in interventions_on(model)):
                 prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
-                cache.prefixes[:] = [prefix.under(0, runner)] * 2
+                cache.prefixes[:] = [prefix.for_mask(0, runner)] * 2
                 differences += [
                     _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
                 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Tokens = tuple[int, ...]
@@ -38,7 +38,7 @@ class TokenTree:
         while stack:
             first, last, depth, parent = stack.pop()
             leaf = self._leaves[first]
-            stop = _common_length(leaf, self._leaves[last - 1], depth)
+            stop = common_length(leaf, self._leaves[last - 1], depth)
             for start in range(depth, stop, longest):
                 number = len(self.segments)
                 self.segments.append(Segment(leaf[start : min(start + longest, stop)], start, parent, number + 1))
@@ -79,9 +79,9 @@ class TokenTree:
         yield range(begin, len(self.segments))
 
 
-def _common_length(tokens: Tokens, others: Tokens, known: int) -> int:
-    """Return the length of the common prefix, of which `known` tokens are known."""
+def common_length(tokens: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+    """Return the length of the common prefix of two sequences of one type; the first `start` tokens are equal."""
     end = min(len(tokens), len(others))
-    if tokens[known:end] == others[known:end]:
+    if tokens[start:end] == others[start:end]:
         return end
-    return next(i for i in range(known, end) if tokens[i] != others[i])
+    return next(i for i in range(start, end) if tokens[i] != others[i])

@@ -212,7 +212,9 @@ _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnote
 _OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
 _BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
-    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*(?=, (?:which|or|with)\b(?:[^*\n,=.!?]|\.(?=\d))*[.!?]?\s*\Z)"
+    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
+    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)",
+    re.IGNORECASE,
 )
 # `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)

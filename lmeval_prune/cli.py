@@ -32,6 +32,7 @@ COMMANDS = {
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.profiling.commands:profile",
+    "distance": "lmeval_prune.distance.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
@@ -47,7 +48,7 @@ OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 
 # Commands that run lm-eval: the package's models and tasks are registered first, even without the bridge.
-WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
+WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "distill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ def loglikelihoods(
     Raises:
         InputError: a continuation is empty or longer than the model's context.
     """
-    windows = _windows(lm, kind, requests, disable_tqdm)
+    windows = token_windows(lm, kind, requests, disable_tqdm)
     results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
     responses: list[Any] = [None] * len(requests)
     bar = tqdm(total=len(requests), desc=f"Running {kind} requests", disable=disable_tqdm or lm.rank > 0)
@@ -63,7 +63,7 @@ def loglikelihoods(
     return responses
 
 
-def _windows(
+def token_windows(
     lm: HFLM, kind: str, requests: Sequence[Any], disable_tqdm: bool
 ) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Return the contexts and continuations that `hf` would run for each request, by the request's id."""

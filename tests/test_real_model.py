@@ -111,7 +111,11 @@ def test_ten_masks_are_as_far_from_the_dense_model_as_the_definitions_say(folder
     heads = [f"L{layer.index}H{head}" for layer in map_model(model).attention for head in range(layer.heads)]
     masks = {str(seed): HeadMask("+".join(random.Random(seed).sample(heads, 27))) for seed in range(10)}
     tokens = AutoTokenizer.from_pretrained(folder).encode("Bees make honey, and sheep give wool. A pound of wool is")
-    distances = token_distances(Engine(model), masks, [Text(tuple(tokens[:4]), tuple(tokens[4:]), 0)])
+    distances = token_distances(
+        Engine(model),
+        {name: [mask] for name, mask in masks.items()},
+        [Text(tuple(tokens[:4]), tuple(tokens[4:]), ("", 0))],
+    )
     assert list(distances) == list(masks)
     with torch.no_grad():
         dense = model(torch.tensor([tokens]), use_cache=False).logits[0]

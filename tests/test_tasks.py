@@ -155,6 +155,22 @@ ASDIV = {
 }
 
 
+@pytest.mark.parametrize("score", results.EQUALITIES, ids=lambda score: score.__name__)
+def test_results_and_targets_of_another_type_are_refused(score: Any) -> None:
+    with pytest.raises(InputError, match="results is one text; give a list"):
+        score({"target": "12"}, "12 apples")
+    for target in (12, None):
+        with pytest.raises(InputError, match=f"the target of a document is {target}; give the gold answer as text"):
+            score({"target": target}, ["12 apples"])
+
+
+def test_an_expression_as_target_is_refused() -> None:
+    with pytest.raises(InputError, match=r"is '\(3\+4\)\*2'; give its value as target, and it as formula"):
+        results.equation({"target": "(3+4)*2"}, ["(3+4)*2"])
+    assert results.equation({"target": "7 r4", "formula": "32/4"}, ["8"])["exact_match"] == 0
+    assert results.equation({"target": "14", "formula": "(3+4)*2"}, ["2*(3+4)"])["exact_match"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "split", "rows", "message"),
     [

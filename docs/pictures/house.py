@@ -10,7 +10,7 @@ FLOORS = [
     [
         ("sprint", "outcomes, router, report"),
         ("distillation", "stages, losses, hosts"),
-        ("grid", "cells, comparison, page"),
+        ("grid · comparison", "cells; paired tests, page"),
     ],
     [("models", "pruned-hf and the store of answers; athena")],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],

@@ -28,9 +28,10 @@ _GIVES = re.compile(
     rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])",
     re.IGNORECASE,
 )
-_REJECTS = re.compile(
-    rf"\b{phrases('rejecting')}\s[^.!?\n]*\d[^.!?\n]*$", re.IGNORECASE
-)  # another: we rejected 40, as it is too big
+_REJECTS = re.compile(  # another: we rejected 40, as it is too big; the post said 40, which is a typo
+    rf"\b(?:(?i:{phrases('rejecting')})|{phrases('others')} {phrases('claiming')})\s[^.!?\n]*\d[^.!?\n]*$"
+)
+_WONDERS = re.compile(rf"\b{phrases('wondering')}\b[^.!?;\n]*$", re.IGNORECASE)  # if it should be 40
 _VALUE = re.compile(r"[\d$\\]")  # another
 _CONFIRMED = pattern("confirmed")  # after all: yes, that is correct
 _NUMBER_IS_WRONG = re.compile(  # 12 is wrong
@@ -57,6 +58,7 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
         if called.end() not in others and not _REJECTS.search(near, 0, called.start())
     )
     turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
+    turns = (turn for turn in turns if not _WONDERS.search(near, 0, turn.start()))
     candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
     first = min(candidates, key=lambda sign: sign.start(), default=None)
     if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):

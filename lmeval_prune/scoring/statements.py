@@ -194,9 +194,12 @@ _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
 _APPENDIX = re.compile(
     rf"^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
 )  # tips:
+_CONCLUDES = re.compile(rf"=|{pattern('concluding').pattern}", re.IGNORECASE)
+_LABEL = rf"{phrases('first_labels')}\s*[:：=]"
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
-    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?=(?:\S+\s+){{3}})(?![\s\S]*(?:=|{pattern('concluding').pattern}))"
-    rf"|\s*(?:{phrases('first_labels')}\s*[:：=]\s*)?(\S[^\n]{{0,80}})\n\W*(?:(?P<solved>solution\W*)|{phrases('explained')}|{phrases('explained', 'zh')})",
+    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
+    rf"|[\s*_]*(?:{_LABEL}[*_\s]*)?(\S[^\n]{{0,80}})(?:\n\W*|\.\s+(?=[^.:\n]{{0,30}}:))"
+    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})",
     re.IGNORECASE,
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
@@ -224,6 +227,9 @@ _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnotes
 _OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
+_BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
+    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*(?=, (?:which|or|with)\b(?:[^*\n,=.!?]|\.(?=\d))*[.!?]?\s*\Z)"
+)
 # `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # that is not the answer
@@ -232,8 +238,7 @@ DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # th
 def extract(response: str, reader: Reader) -> Extraction:
     """Return the final answer, by the rule stated above."""
     text = _without_options(_without_notes(clean(response)))
-    appendix = _APPENDIX.search(text)
-    if appendix and not statements(text[appendix.end() :]) and _extract(text[: appendix.start()], reader).answer:
+    if (appendix := _APPENDIX.search(text)) and _ends_at(text, appendix, reader):
         text = text[: appendix.start()]
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
         extraction = _extract(text[: question.start()], reader)
@@ -241,6 +246,16 @@ def extract(response: str, reader: Reader) -> Extraction:
         if extraction.answer and not is_heading:
             return extraction
     return _extract(text, reader)
+
+
+def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
+    """Return whether an answer that is marked, concluded, bold or bare stands before an appendix, and none in it."""
+    before, after = text[: appendix.start()], text[appendix.end() :]
+    last = next(reversed(sentences(before)), "")
+    concluded = _CONCLUDES.search(last) or "**" in last or reader.is_bare(before.strip())
+    answer, how = _extract(before, reader)
+    ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
+    return bool(answer and ends) and not statements(after)
 
 
 def _without_notes(text: str) -> str:
@@ -307,11 +322,12 @@ def _concluding_bold(statement: Statement, following: str, reader: Reader) -> st
 def _end(text: str, reader: Reader) -> Extraction:
     """Return the answer of the first line, if an explanation follows it, or of the last sentence."""
     first = _EXPLAINED.match(text)
-    solved = first and first["solved"] and reader.is_bare(text[first.end() :])  # a solution that is an answer
-    alone = (first[1] or first[2]) if first and not solved and not taken_back(text) else ""
+    alone = (first[1] or first[2]) if first and not taken_back(text) else ""
     line = _last_line(text)
     back = taken_back(line)
     answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else None
+    bold = _BOLD_SAID.search(text, max(0, len(text) - MAX_PHRASE))
+    text = text[: bold.end()] if bold and reader.is_bare(bold[1]) else text
     answer = answer or (reader.read_end(_after(line, back)) if back else None) or reader.read_end(text)
     return Extraction(answer, "end") if answer else Extraction("", "none")
 

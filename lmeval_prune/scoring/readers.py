@@ -198,7 +198,9 @@ class MathematicsReader:
             clause = main_clause(sentence)
             chosen = _CHOSEN.search(sentence) or _CHOSEN.search(clause)
             denied = DENIED.search(clause) or (chosen and _NOT_CHOSEN.search(chosen.group()))
-            return None if denied or not chosen else chosen[1] or chosen[2]
+            if denied:
+                return None
+            return chosen[1] or chosen[2] if chosen else self._readers[0].read_end(text)
         return next((answer for reader in self._readers if (answer := reader.read_end(text))), None)
 
 

@@ -236,10 +236,10 @@ def extract(response: str, reader: Reader) -> Extraction:
 
 
 def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
-    """Return whether an answer that is marked, concluded, bold or bare stands before an appendix, and none in it."""
+    """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
     before, after = text[: appendix.start()], text[appendix.end() :]
     last = next(reversed(sentences(before)), "")
-    concluded = _CONCLUDES.search(last) or "**" in last or reader.is_bare(before.strip())
+    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
     answer, how = _extract(before, reader)
     ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
     return bool(answer and ends) and not statements(after)

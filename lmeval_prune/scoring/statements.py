@@ -228,7 +228,9 @@ _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnote
 _OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
 _BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
-    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*(?=, (?:which|or|with)\b(?:[^*\n,=.!?]|\.(?=\d))*[.!?]?\s*\Z)"
+    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
+    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)",
+    re.IGNORECASE,
 )
 # `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
@@ -249,10 +251,10 @@ def extract(response: str, reader: Reader) -> Extraction:
 
 
 def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
-    """Return whether an answer that is marked, concluded, bold or bare stands before an appendix, and none in it."""
+    """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
     before, after = text[: appendix.start()], text[appendix.end() :]
     last = next(reversed(sentences(before)), "")
-    concluded = _CONCLUDES.search(last) or "**" in last or reader.is_bare(before.strip())
+    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
     answer, how = _extract(before, reader)
     ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
     return bool(answer and ends) and not statements(after)

@@ -37,6 +37,7 @@ COMMANDS = {
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
     "report sprint": "lmeval_prune.sprint.commands:report",
+    "compare": "lmeval_prune.comparison.commands:compare",
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",

@@ -37,7 +37,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:
-        notes = [f"missing cells: {_missing_cells(comparison.missing)}", *notes]
+        notes = [f"missing: {_missing(comparison.missing)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
     write_text(target / "table.csv", csv(pd.DataFrame(rows)))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
@@ -64,8 +64,8 @@ def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _missing_cells(cells: list[tuple[str, str, str]]) -> str:
-    """Describe cells that are not done, with their reasons, in one line."""
+def _missing(cells: list[tuple[str, str, str]]) -> str:
+    """Describe results that are missing, with their reasons, in one line."""
     named = [f"{variant} on {task} ({reason})" for variant, task, reason in cells]
     return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
@@ -77,8 +77,10 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         comparison=comparison,
         notes=notes,
         without_texts=without_texts,
+        summary=summary_table(comparison) if comparison.about else "",
         tables={task: task_table(comparison, task) for task in comparison.tasks},
         tests=sum(row.p is not None for row in rows),
+        parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
         costs=_costs_table(comparison, costs) if costs else "",
@@ -91,6 +93,21 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
 def _device_text(costs: dict[str, Any]) -> str:
     device = costs.get("device", "cpu")
     return f"a CPU ({costs.get('threads', 1)} threads)" if device == "cpu" else str(device)
+
+
+def summary_table(comparison: Comparison) -> str:
+    """Return a Markdown table of all tasks, groups and pooled tasks, without parts: a row for each variant."""
+    rows = []
+    for task, table in comparison.tables.items():
+        for variant in comparison.variants:
+            row = comparison.rows.get((variant, task))
+            if row is None or table.is_part or variant == comparison.baseline:
+                continue
+            base = _level_text(row, comparison.rows[comparison.baseline, task].mean)
+            rows.append({"task": task, "metric": "; ".join(table.columns), **_row_cells(row), "baseline": base})
+    figures = ["questions", "baseline", "mean", "difference", "+ / −", "p", "p Holm", "detectable"]
+    frame = pd.DataFrame(rows, columns=["task", "metric", "variant", *figures])
+    return markdown(frame, ["task", "metric", *TEXT_COLUMNS])
 
 
 def task_table(comparison: Comparison, task: str) -> str:

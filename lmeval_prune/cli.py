@@ -33,10 +33,12 @@ COMMANDS = {
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.profiling.commands:profile",
+    "distance": "lmeval_prune.distance.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
     "report sprint": "lmeval_prune.sprint.commands:report",
+    "compare": "lmeval_prune.comparison.commands:compare",
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
@@ -48,7 +50,7 @@ OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 
 # Commands that run lm-eval: the package's models and tasks are registered first, even without the bridge.
-WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
+WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "distill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

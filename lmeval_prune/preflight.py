@@ -31,6 +31,9 @@ def check(options: Mapping[str, Any]) -> None:
     for name in filter(None, [pretrained, model.get("teacher"), *(options.get("names") or ())]):
         embedded.check_name(str(name), model if name == pretrained else {})
     for heads in _values(options, "heads", "each"):
+        if heads.endswith(".json"):
+            check_exists(heads)
+            continue
         names_a_stack = any("." in name for name in head_names(heads))  # of an encoder-decoder: `decoder.L5H3`
         if pretrained and not names_a_stack and (layers := outline(str(pretrained), model)):
             Head.parse(heads, layers)

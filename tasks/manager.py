@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import print_input_errors, unknown_task_error
+from lmeval_prune.tasks.scorers import check_scorers
 
 
 def with_our_folder(include_path: Any) -> list[str | Path]:
@@ -44,6 +45,14 @@ class LazyTaskManager(TaskManager):
             raise unknown_task_error(unknown, known)
         matches: list[str] = super().match_tasks(task_list)
         return matches
+
+    @print_input_errors
+    def load(self, task_list: Any) -> Any:
+        """Load tasks and groups, and check the arguments of this package's filter and metrics in them."""
+        loaded = super().load(task_list)
+        for task in loaded["tasks"].values():
+            check_scorers(task)
+        return loaded
 
     @property
     def all_tasks(self) -> list[str]:

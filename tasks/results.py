@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
 
-from lmeval_prune.errors import print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import (
     MARKED,
     ExpressionReader,
@@ -23,13 +23,24 @@ from lmeval_prune.scoring import (
     MathematicsReader,
     NumberReader,
     extract,
+    has_operator,
     numbers_equal,
+    readings,
 )
 from lmeval_prune.scoring.equality import expression_is_right, same_expression, same_text
 from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
 from lmeval_prune.scoring.readers import text_reader
 
 Scores = dict[str, Any]
+
+
+def _response(doc: dict[str, Any], results: Sequence[str]) -> str:
+    """Return the response to a document; refuse results and a gold answer that are of another type."""
+    if isinstance(results, str):
+        raise InputError("results is one text; give a list of texts: process_results(doc, [text])")
+    if not isinstance(doc.get("target"), str):
+        raise InputError(f"the target of a document is {doc.get('target')!r}; give the gold answer as text")
+    return results[0]
 
 
 def _scores(correct: bool, extraction: Extraction) -> Scores:
@@ -42,21 +53,24 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
     }
 
 
+@print_input_errors
 def number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     """Score an answer that is one number."""
-    extraction = extract(results[0], NumberReader())
+    extraction = extract(_response(doc, results), NumberReader())
     return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
 
 
+@print_input_errors
 def text_or_number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
-    extraction = extract(results[0], text_reader(doc["target"]))
+    extraction = extract(_response(doc, results), text_reader(doc["target"]))
     return _scores(same_text(extraction.answer, doc["target"]), extraction)
 
 
+@print_input_errors
 def mathematics(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
-    extraction = extract(results[0], MathematicsReader(doc["target"]))
+    extraction = extract(_response(doc, results), MathematicsReader(doc["target"]))
     verdict = verdicts([(extraction.answer, doc["target"])])[0]
     return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
 
@@ -83,11 +97,14 @@ class Verdicts(Filter):
         return resps
 
 
+@print_input_errors
 def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     """Score an arithmetic expression; see `expression_is_right`."""
-    extraction = extract(results[0], ExpressionReader())
+    extraction = extract(_response(doc, results), ExpressionReader())
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     gold = doc.get("formula") or doc.get("equation") or ""
+    if not readings(doc["target"]) and has_operator(doc["target"]):
+        raise InputError(f"the target of a document is {doc['target']!r}; give its value as target, and it as formula")
     return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 

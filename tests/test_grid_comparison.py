@@ -21,9 +21,10 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import POOLED, _mean_by_text, compare
+from lmeval_prune.comparison.costs import pareto_fronts
+from lmeval_prune.comparison.tables import POOLED, _mean_by_text
+from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.costs import pareto_fronts
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write, write_lm_eval
@@ -294,7 +295,7 @@ def write_grid(path: Path, values: dict[str, dict[str, Any]], baseline: str | No
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
             with folder.new_cell(key) as cell:
                 write_tables(cell, {task: rows}, {})
-                higher = {task: {"perplexity": False, "exact_match": True}}
+                higher = {task: {"error": False, "exact_match": True}}
                 results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}
                 write_text(cell / "results.json", json.dumps(results))
                 write_text(
@@ -365,12 +366,12 @@ def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
     ):
         compare(write_grid(tmp_path / "g", values))
     comparison = compare(write_grid(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
-    assert comparison.rows["x", "t"].difference == 0.5 and comparison.tables["t"].metrics == ["exact_match,strict"]
+    assert comparison.rows["x", "t"].difference == 0.5 and comparison.tables["t"].columns == ["exact_match,strict"]
 
 
 def test_lower_may_be_better(tmp_path: Path) -> None:
     def rows(value: float) -> list[dict[str, Any]]:
-        return [question("words", i, value + i % 3, metric="perplexity") for i in range(20)]
+        return [question("words", i, value + i % 3, metric="error") for i in range(20)]
 
     values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("bad", 9.0))}
     path = write_grid(tmp_path / "g", values)
@@ -385,7 +386,7 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
     ]  # bad has more of both
     assert main(["grid", "compare", str(path)]) == 0
     report = (path / "compare" / "report.md").read_text()
-    assert "perplexity,none (lower is better)" in report and "- all tasks: without words" in report
+    assert "error,none (lower is better)" in report and "- all tasks: without words" in report
 
 
 def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
@@ -463,8 +464,8 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     comparison = compare(path)
     assert comparison.missing == [("x", "t", "not run yet")] and ("x", "t") not in comparison.rows
     assert main(["grid", "compare", str(path)]) == 0
-    assert "note: missing cells: 1: x on t (not run yet)\n" in capsys.readouterr().out
-    assert "- missing cells: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
+    assert "note: missing: 1: x on t (not run yet)\n" in capsys.readouterr().out
+    assert "- missing: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
     shutil.rmtree(path / "cells" / "dense-t")
     with pytest.raises(InputError, match="no cell of the baseline 'dense' is done"):
         compare(path)
@@ -861,7 +862,7 @@ def test_a_page_without_the_texts_of_a_task(browser: Any, tmp_path: Path) -> Non
     assert "question 3" in shown and "not shown: the texts of this task are left out" in shown
     assert "only A right: 6" in page.inner_text("#counts")
     page.close()
-    with pytest.raises(InputError, match="the grid has no task 'tt'"):
+    with pytest.raises(InputError, match="there is no task 'tt'"):
         write(str(path), without_texts=["tt"])
 
 

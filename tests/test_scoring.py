@@ -1,13 +1,16 @@
 """Extraction and comparison of numbers."""
 
+import re
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings, vocabulary
 
 EQUAL = [
@@ -216,6 +219,20 @@ def test_word_lists_are_read_alike_with_and_without_libyaml(path: Path) -> None:
     """PyYAML's own reader refuses a bare `students?` in a list."""
     text = path.read_text("utf-8")
     assert yaml.load(text, yaml.BaseLoader) == yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+
+
+def test_every_list_of_words_is_read_by_the_code() -> None:
+    sources = [path.read_text("utf-8") for path in WORD_LISTS[0].parents[1].glob("*.py")]
+    source = "".join([*sources, *(path.read_text("utf-8") for path in WORD_LISTS)])
+    for path in WORD_LISTS:
+        lists = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
+        assert [name for name in lists if not re.search(rf"[(\"']{name}[\"']|{{{{{name}}}}}", source)] == [], path.name
+
+
+def test_an_entry_that_is_no_regular_expression_is_refused_with_its_file_and_list(monkeypatch: Any) -> None:
+    monkeypatch.setattr(vocabulary, "_lists", lambda: {"en": {"own": ["fine", "(open"]}})
+    with pytest.raises(InputError, match=r"^words/en.yaml: an entry of own is no regular expression \(.*\): \(open$"):
+        vocabulary.phrases("own")
 
 
 def test_each_rule_of_normalisation_says_what_it_is_for() -> None:

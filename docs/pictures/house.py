@@ -10,9 +10,9 @@ FLOORS = [
     [
         ("sprint", "outcomes, router, report"),
         ("distillation", "stages, losses, hosts"),
-        ("grid", "cells, comparison, page"),
+        ("grid · comparison", "cells; paired tests, page"),
     ],
-    [("models", "pruned-hf and the store of answers; athena")],
+    [("models", "pruned-hf and the store of answers; athena"), ("distance", "from the dense model")],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
     [
         ("decoding", "the engine"),

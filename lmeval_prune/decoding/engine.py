@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.decoding.comparison import ComparisonRun, Reduce
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
@@ -161,21 +162,51 @@ class Engine:
             InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
                 longer than the context.
         """
+        self._check_texts(requests)
+        if requests:
+            yield from self._score(LikelihoodRun(self.model_map, requests, self._memory, dtype))
+
+    def compare(
+        self, requests: Sequence[LikelihoodRequest], reduce: Reduce
+    ) -> Generator[tuple[LikelihoodRequest, torch.Tensor]]:
+        """Reduce the logits before each token of continuations, of the unpruned model and under masks, side by side.
+
+        Each mask, and the unpruned model, runs all texts. Vocabulary-sized tensors exist for a chunk of tokens only.
+        Nothing else may use the model until the iterator ends or is closed.
+
+        Args:
+            requests: in any order, each with a mask.
+            reduce: called with the tokens of a chunk and with the logits before them, see `comparison.Reduce`.
+
+        Yields:
+            A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
+
+        Raises:
+            InputError: as `score`, or a request has no mask.
+        """
+        self._check_texts(requests)
+        if not all(request.mask for request in requests):
+            raise InputError("a comparison with the unpruned model needs a mask in each request")
+        if requests:
+            yield from self._score(ComparisonRun(self.model_map, requests, self._memory, reduce))
+
+    def _check_texts(self, requests: Sequence[LikelihoodRequest]) -> None:
+        """Refuse masks and texts that do not fit the model, and a model that the engine cannot run."""
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
         self._check_tokens(request.context + request.continuation for request in requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
-        if not requests:
-            return
-        if reason := self.unscored:
+        if requests and (reason := self.unscored):
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
-        run = LikelihoodRun(self.model_map, requests, self._memory, dtype)
+
+    def _score(self, run: LikelihoodRun) -> Generator[tuple[LikelihoodRequest, Any]]:
+        """Yield the results of a run, and count its work."""
         try:
-            for request, likelihood in run.results():
+            for request, result in run.results():
                 self.statistics.scored += 1
-                yield request, likelihood
+                yield request, result
         finally:
             self.statistics.layer_tokens += run.layer_tokens
             self.statistics.head_tokens += run.head_tokens

@@ -61,7 +61,7 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Text:
+class Text:
     """A context with a continuation."""
 
     tokens: tuple[int, ...]  # without the last, whose logits are not needed
@@ -70,11 +70,12 @@ class _Text:
 
     @property
     def end(self) -> int:
+        """Return the index after its last log-probability."""
         return self.begin + len(self.continuation)
 
 
 @dataclass(eq=False)
-class _Variant:
+class Variant:
     """A mask, the requests under it, and their results so far."""
 
     mask: int
@@ -84,21 +85,22 @@ class _Variant:
     needs: np.ndarray  # whether it has a text through a segment, by number of the segment
     logprobs: torch.Tensor | None = None
     is_greedy: torch.Tensor | None = None
+    values: torch.Tensor | None = None  # of a comparison, (log-probabilities, columns)
 
 
-class _Texts:
+class Texts:
     """The distinct texts of some requests, and where their logits are in the tree."""
 
     def __init__(self, requests: Iterable[LikelihoodRequest], longest: int) -> None:
         self.numbers: dict[tuple[Any, ...], int] = {}
-        self.texts: list[_Text] = []
+        self.texts: list[Text] = []
         self.count = 0  # of log-probabilities
         for request in requests:
             key = request.context, request.continuation
             if key not in self.numbers:
                 self.numbers[key] = len(self.texts)
                 tokens = (request.context + request.continuation)[:-1]
-                self.texts.append(_Text(tokens, request.continuation, self.count))
+                self.texts.append(Text(tokens, request.continuation, self.count))
                 self.count = self.texts[-1].end
         self.tree = TokenTree((text.tokens for text in self.texts), longest)
         self.paths = [self.tree.path(text.tokens) for text in self.texts]
@@ -129,7 +131,14 @@ class LikelihoodRun:
             another.
         dtype: of the log-softmax; None: of the logits.
         most_tokens: largest number of tokens in a pass.
+
+    Attributes:
+        leaders: masks that lead each group of masks that fit into memory, without requests of their own.
+        kept_inputs: how often a mask keeps the hidden states of a pass.
     """
+
+    leaders: tuple[None, ...] = ()
+    kept_inputs = 1
 
     def __init__(
         self,
@@ -147,16 +156,16 @@ class LikelihoodRun:
         self.most_rows = max((GPU_LOGITS if self.is_gpu else LOGITS) // config.vocab_size, 1)
         self.layer_tokens = self.head_tokens = 0
 
-    def results(self) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+    def results(self) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield each request and its result after the pass of its last token."""
         numbers = number_masks((request.mask for request in self.requests), self.model_map)
         masks = sorted({request.mask for request in self.requests}, key=lambda mask: (-numbers[mask][1], numbers[mask]))
-        by_mask: dict[HeadMask | None, list[LikelihoodRequest]] = {mask: [] for mask in masks}
+        by_mask: dict[HeadMask | None, list[LikelihoodRequest]] = {None: [], **{mask: [] for mask in masks}}
         for request in self.requests:
             by_mask[request.mask].append(request)
         longest = max(len(request.context) + len(request.continuation) for request in self.requests)
         for group in self._groups([(mask, numbers[mask][1]) for mask in masks], longest):
-            texts = _Texts((request for mask in group for request in by_mask[mask]), min(SEGMENT, self.most_tokens))
+            texts = Texts((request for mask in group for request in by_mask[mask]), min(SEGMENT, self.most_tokens))
             cache: Any = TreeCache(texts.tree)
             with ModelRunner.attached(self.model_map, cache, group) as runner:
                 variants = [
@@ -177,20 +186,21 @@ class LikelihoodRun:
             stored * self.element_size * layer.kv_heads * (layer.query_dim + layer.head_dim)
             for layer in self.model_map.attention
         ]
-        inputs = self.most_tokens * self.element_size * self.width
+        inputs = self.most_tokens * self.element_size * self.width * self.kept_inputs
         groups: list[list[HeadMask | None]] = []
         free = 0
         for mask, first in masks:
             needed = sum(layer_bytes[first:]) + inputs
             if not groups or needed > free:
-                groups.append([])
-                needed = sum(layer_bytes) + inputs  # the first of a group runs all layers
-                free = self.memory
+                whole = sum(layer_bytes) + inputs  # the first of a group runs all layers
+                groups.append([*self.leaders])
+                free = self.memory - whole * len(self.leaders)
+                needed = needed if self.leaders else whole
             groups[-1].append(mask)
             free -= needed
         return groups
 
-    def _variant(self, texts: _Texts, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> _Variant:
+    def _variant(self, texts: Texts, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> Variant:
         """Return the variant of a mask with its requests."""
         by_text: dict[int, list[LikelihoodRequest]] = defaultdict(list)
         for request in requests:
@@ -199,11 +209,11 @@ class LikelihoodRun:
         for number in by_text:
             scored[texts.texts[number].begin : texts.texts[number].end] = True
             needs[texts.paths[number]] = True
-        return _Variant(mask, first_layer, by_text, scored, needs)
+        return Variant(mask, first_layer, by_text, scored, needs)
 
     def _run_pass(
-        self, runner: ModelRunner, texts: _Texts, variants: Sequence[_Variant], segments: range
-    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+        self, runner: ModelRunner, texts: Texts, variants: Sequence[Variant], segments: range
+    ) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Run segments under each mask that needs them, and yield the results that are complete."""
         first, *others = variants
         with torch.inference_mode():
@@ -220,8 +230,8 @@ class LikelihoodRun:
     def _forward(
         self,
         runner: ModelRunner,
-        texts: _Texts,
-        variant: _Variant,
+        texts: Texts,
+        variant: Variant,
         segments: Sequence[int],
         keep: frozenset[int],
         kept: dict[int, dict[int, torch.Tensor]] | None = None,
@@ -251,7 +261,7 @@ class LikelihoodRun:
         return dict(zip(segments, inputs, strict=True))
 
     def _read(
-        self, runner: ModelRunner, texts: _Texts, variant: _Variant, outputs: dict[int, dict[int, torch.Tensor]]
+        self, runner: ModelRunner, texts: Texts, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]
     ) -> None:
         """Compute the log-probabilities of a pass from the last layer's outputs."""
         hidden, tables, count = [], [], 0
@@ -277,13 +287,16 @@ class LikelihoodRun:
             variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
 
     def _complete(
-        self, texts: _Texts, variant: _Variant, segments: Iterable[int]
-    ) -> Generator[tuple[LikelihoodRequest, Likelihood]]:
+        self, texts: Texts, variant: Variant, segments: Iterable[int]
+    ) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield the results of texts that end in some segments."""
         for segment in segments:
             for number in texts.complete.get(segment, ()):
                 if requests := variant.requests.get(number):
-                    assert variant.logprobs is not None and variant.is_greedy is not None
-                    part = slice(texts.texts[number].begin, texts.texts[number].end)
-                    result = Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))
+                    result = self._result(variant, slice(texts.texts[number].begin, texts.texts[number].end))
                     yield from ((request, result) for request in requests)
+
+    def _result(self, variant: Variant, part: slice) -> Any:
+        """Return the result of a text under a mask, from its part of the log-probabilities."""
+        assert variant.logprobs is not None and variant.is_greedy is not None
+        return Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))

@@ -9,6 +9,12 @@ import torch
 
 from lmeval_prune.errors import InputError
 
+# by version of cgroups: files of the limit (in 1: a huge number without one) and the usage, and a field of memory.stat
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
 
 class InsufficientMemoryError(InputError):
     """The engine's memory is too small for its requests."""
@@ -26,7 +32,7 @@ def free_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
     """Return the free bytes of the machine, or of this process's container if it has fewer.
 
     Args:
-        mount: folder of the cgroups (version 2; version 1 is not read).
+        mount: folder of the cgroups; those of version 1 are in its folder `memory`.
         membership: file with the cgroups of this process.
     """
     import psutil
@@ -36,20 +42,24 @@ def free_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
 
 def _free_in_groups(mount: Path, membership: Path) -> Iterator[int]:
     """Yield the free bytes of each cgroup with a limit, from this process's own up to the root."""
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for group in (line.removeprefix("0::") for line in lines if line.startswith("0::")):
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, group = line.split(":", 2)
+        version = 1 if "memory" in controllers.split(",") else 2
+        if controllers and version == 2:  # a group of version 1 without the memory controller
+            continue
         names = Path(group).parts[1:]
+        root = mount / "memory" if version == 1 else mount
         for depth in range(len(names), -1, -1):  # a group outside a container's own has no folder in it
-            free = _free_in_group(mount.joinpath(*names[:depth]))
+            free = _free_in_group(root.joinpath(*names[:depth]), *_FILES[version])
             if free is not None:
                 yield free
 
 
-def _free_in_group(folder: Path) -> int | None:
+def _free_in_group(folder: Path, limit_file: str, usage_file: str, cached: str) -> int | None:
     """Return a cgroup's limit less the memory in use, without cached files; None without a limit."""
     try:
-        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if limit == "max" else max(0, int(limit) - used + int(statistics["inactive_file"]))
+    return None if limit == "max" else max(0, int(limit) - used + int(statistics[cached]))

@@ -58,23 +58,15 @@ def generate_until(
     prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
     prompts = []
     for index, request in enumerate(requests):
-        context, settings = request.args
+        settings = request.args[1]
         if greedy:
             settings = without_sampling(settings)
         key = repr(settings)
         if key not in prepared:
             prepared[key] = engine_settings(lm, settings)
         params, _ = prepared[key]
-        room = lm.max_length - params.max_new_tokens
-        if room <= 0:
-            raise InputError(
-                f"max_gen_toks={params.max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}"
-            )
-        if not context:
-            raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
-        ids, mask = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
+        ids = prompt_tokens(lm, request, params.max_new_tokens)
         draw = int(digest(sampling_key(seed, request, repeats[index])), 16) & (1 << 63) - 1 if params.do_sample else 0
-        ids = tuple(ids[0][mask[0].bool()].tolist())
         prompts.append(Request(ids, masks[index] if masks else None, params, draw, (index, key)))
     texts = [""] * len(requests)
     with closing(engine.decode(prompts)) as answers:  # frees the model if `done` fails
@@ -84,6 +76,21 @@ def generate_until(
             texts[index] = _decode(lm, generated, until)
             done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
     return texts
+
+
+def prompt_tokens(lm: HFLM, request: Any, max_new_tokens: int) -> tuple[int, ...]:
+    """Return the token ids of a request's prompt, cut from the left where `hf` cuts it.
+
+    Raises:
+        InputError: the prompt is empty or has no room.
+    """
+    room = lm.max_length - max_new_tokens
+    if room <= 0:
+        raise InputError(f"max_gen_toks={max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}")
+    if not request.args[0]:
+        raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
+    ids, mask = lm.tok_batch_encode([request.args[0]], left_truncate_len=room, truncation=lm.truncation)
+    return tuple(ids[0][mask[0].bool()].tolist())
 
 
 def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:

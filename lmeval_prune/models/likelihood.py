@@ -14,6 +14,7 @@ from tqdm import tqdm
 from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 Done = Callable[[int, Any], None]  # request's index, response
@@ -35,14 +36,15 @@ def loglikelihoods(
     Raises:
         InputError: a continuation is empty or longer than the model's context.
     """
-    windows = _windows(lm, kind, requests, disable_tqdm)
+    windows = token_windows(lm, kind, requests, disable_tqdm)
     results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
     responses: list[Any] = [None] * len(requests)
     bar = tqdm(total=len(requests), desc=f"Running {kind} requests", disable=disable_tqdm or lm.rank > 0)
 
     def finish(index: int) -> None:
         pairs = [(float(result.logprobs.sum()), result.is_greedy) for result in results[index] if result]
-        responses[index] = pairs[0] if kind == "loglikelihood" else float(sum(value for value, _ in pairs))
+        total = float(sum(value for value, _ in pairs))
+        responses[index] = pairs[0] if kind == "loglikelihood" else compat.rolling_response(total)
         done(index, responses[index])
         bar.update()
 
@@ -61,7 +63,7 @@ def loglikelihoods(
     return responses
 
 
-def _windows(
+def token_windows(
     lm: HFLM, kind: str, requests: Sequence[Any], disable_tqdm: bool
 ) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Return the contexts and continuations that `hf` would run for each request, by the request's id."""

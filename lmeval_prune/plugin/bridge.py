@@ -1,6 +1,6 @@
 """Register this package with lm-eval 0.4.13, which reads no entry points; imported by a `.pth` file.
 
-A finder in `sys.meta_path` waits until `lm_eval.models` and `lm_eval.tasks.manager` are executed, calls
+A finder in `sys.meta_path` waits until the modules of `_HOOKS` are executed, calls
 `lmeval_prune.plugin.registration`, and removes itself. Every Python process of the environment runs this file at its
 start, so it must stay small and import nothing before lm-eval is imported.
 
@@ -10,7 +10,11 @@ start, so it must stay small and import nothing before lm-eval is imported.
 import os
 import sys
 
-_HOOKS = {"lm_eval.models": "register_models", "lm_eval.tasks.manager": "register_tasks"}
+_HOOKS = {
+    "lm_eval.models": "register_models",
+    "lm_eval.api.task": "register_scorers",
+    "lm_eval.tasks.manager": "register_tasks",
+}
 
 
 class _Finder:

@@ -1,4 +1,4 @@
-"""Register the package's models and tasks with lm-eval, and SPRINT's router with the models.
+"""Register the package's models, scorers and tasks with lm-eval, and SPRINT's router with the models.
 
 Modules are registered by name and imported on first use. Registration can be repeated.
 """
@@ -15,6 +15,14 @@ MODELS = {
     "athena": "lmeval_prune.models.athena:AthenaLM",
 }
 
+FILTERS = {"prune_answer": "lmeval_prune.tasks.scorers:AnswerFilter"}
+METRICS = {
+    "prune_equal": "lmeval_prune.tasks.scorers:equal",
+    "prune_pass": "lmeval_prune.tasks.scorers:pass_at_ks",
+    "prune_maj": "lmeval_prune.tasks.scorers:majority_at_n",
+}
+AGGREGATIONS = {f"prune_pass_at_{k}": f"lmeval_prune.tasks.scorers:pass_at_{k}" for k in (1, 2, 4, 8, 16, 32, 64)}
+
 ROUTING = "lmeval_prune.sprint.routing:Routing"
 
 
@@ -25,9 +33,25 @@ def register_models() -> None:
     from lmeval_prune.models.registered import TARGETS
 
     TARGETS.update(router=ROUTING, process=f"{__name__}:{register.__name__}")
-    for name, target in MODELS.items():
-        if name not in model_registry:
-            model_registry.register(name, target=target)
+    _register(model_registry, MODELS)
+
+
+def register_scorers() -> None:
+    """Add `FILTERS`, `METRICS` and `AGGREGATIONS` to lm-eval's registries, after lm-eval's own."""
+    from lm_eval.api import registry
+
+    _register(registry.filter_registry, FILTERS)
+    _register(registry.aggregation_registry, AGGREGATIONS)
+    _register(registry.metric_registry, METRICS)
+    _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
+    _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
+
+
+def _register(registry: Any, targets: dict[str, Any]) -> None:
+    """Add names that a registry does not have."""
+    for name, target in targets.items():
+        if name not in registry:
+            registry.register(name, target=target)
 
 
 def register_tasks() -> None:
@@ -60,9 +84,10 @@ def register_tasks() -> None:
 
 
 def register() -> None:
-    """Register models and tasks now, for `lmeval-prune run` and for programs without the bridge."""
+    """Register everything now, for `lmeval-prune run` and for programs without the bridge."""
     import lm_eval.models
     import lm_eval.tasks.manager  # noqa: F401
 
     register_models()
+    register_scorers()
     register_tasks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 
 import numpy as np
@@ -220,3 +220,26 @@ def holm(values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, p * (len(order) - rank)))
         adjusted[i] = highest
     return adjusted
+
+
+def clustered_means(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+    """Return means over rows, and their standard errors if the rows of a cluster are dependent (tokens of a text).
+
+    A mean is the ratio of a sum and a number of rows, both sums over clusters; its error is the linearised one of
+    survey statistics, with the clusters' sums of residuals.
+
+    Args:
+        values: shape (rows, columns).
+        clusters: the cluster of each row.
+
+    Returns:
+        Means and errors, each of shape (columns,); errors are NaN for a single cluster.
+    """
+    numbers: dict[Hashable, int] = {}
+    index = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    means, count = values.mean(0), len(numbers)
+    if count < 2:
+        return means, np.full(len(means), np.nan)
+    residuals = np.zeros((count, len(means)))
+    np.add.at(residuals, index, values - means)
+    return means, np.sqrt(count / (count - 1) * (residuals**2).sum(0)) / len(values)

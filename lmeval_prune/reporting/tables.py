@@ -33,6 +33,14 @@ def signed(value: float, digits: int = 1) -> str:
     return "" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "−")
 
 
+def significant(value: float, digits: int = 4, sign: bool = False) -> str:
+    """Format a number with so many significant digits, but with all digits before the point; empty for NaN."""
+    if math.isnan(value):
+        return ""
+    exponent = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
+    return f"{value:{'+' * sign}.{max(0, digits - 1 - exponent)}f}".replace("-", "−")
+
+
 def p_value(value: float | None) -> str:
     """Format a p-value with three decimals; empty for None and NaN."""
     if value is None or math.isnan(value):

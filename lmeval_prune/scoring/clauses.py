@@ -23,6 +23,7 @@ _CHINESE = "[\u4e00-\u9fff]"
 # --------------------------------------------------------------------------- the outline
 
 _SPACES = re.compile(r"[ \t]{2,}")  # are one
+_THAT_IS = re.compile(r"\bi\.\s?e\.,?", re.IGNORECASE)
 _ARROW = re.compile(r"[-=]{1,3}>")  # ->, ==>
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
@@ -56,7 +57,7 @@ _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii(
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
-    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}"
+    rf"|\b(?:{_EXPLANATIONS})\b|{phrases('explanations', 'zh')}"
     rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
     re.IGNORECASE,
 )
@@ -112,7 +113,7 @@ class Prose:
     """
 
     def __init__(self, text: str) -> None:
-        text = _SPACES.sub(" ", text.replace("#", " ").replace("@", " "))
+        text = _SPACES.sub(" ", _THAT_IS.sub("that is", text.replace("#", " ").replace("@", " ")))
         located = find_numbers(text)
         ends = [0, *(end for _, end, _ in located)]
         starts = [*(start for start, _, _ in located), len(text)]

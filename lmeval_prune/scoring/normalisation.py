@@ -55,6 +55,7 @@ _CHARACTERS: dict[int, int | str | None] = {
     **{0xFF01 + i: 0x21 + i for i in range(94) if i != 13},  # full width; not the full stop
     **dict.fromkeys(_REMOVED),
     **dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n"),
+    **dict.fromkeys((*range(0x2600, 0x2776), 0x2B50, 0xFE0F, *range(0x1F000, 0x1FB00)), " "),  # emoji
     **dict.fromkeys((0xFE63, 0x2212, 0x2011, 0x2010), "-"),
     **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }

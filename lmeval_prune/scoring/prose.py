@@ -21,12 +21,13 @@ _REASONS, _CONCLUSIONS = words("reasons"), words("conclusions")
 _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
 # for x = 3, …
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
-_COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9
+_COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9; attained at x = 2
 _DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
 _RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
 _CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
 _RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats
+_MEASURE = re.compile(r"# ?[a-z]+\.?")  # 3.2 m
 _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
 # What is not written in an answer.
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
@@ -129,7 +130,8 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
     is_quotient = first is not None and prose.numbers[first].is_quotient
-    if first is not None and not is_quotient and prose.is_introduced(sides[0][0], first):
+    converts = clause.equates and all(_MEASURE.fullmatch(prose.words(*side)) for side in sides)  # 320 cm = 3.2 m
+    if first is not None and not is_quotient and not converts and prose.is_introduced(sides[0][0], first):
         if prose.outline[sides[0][1]] == "→":  # 3 → 12
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):

@@ -86,6 +86,11 @@ _MARK = re.compile(  # the signs that any mark begins with are looked for first:
     r"(?:^|(?=[\\#<\[\"'abfop最正所的答结]))(?:" + "|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()) + ")",
     re.IGNORECASE | re.MULTILINE,
 )
+# Between two boxes: of one answer (25 apples and 30 pears); before one that is only a remark on the first.
+_JOINT = re.compile(
+    r"[$\s]*(?:\\text\s*\{\s*)?(?:(?!and\b|or\b)[A-Za-z]+\s+){0,2}(?:[,;、]|(?:,\s*)?\b(?:and|or)\b|或|和)[}$\s]*(?:[A-Za-z]\s*=\s*)?"
+)
+_ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
@@ -107,8 +112,19 @@ def statements(text: str) -> list[Statement]:
     for mark in _MARK.finditer(text):
         in_a_box = result and mark.start() < result[-1].end and result[-1].how == "boxed"
         statement = None if in_a_box else _statement(text, mark, pairs)
-        result += [statement] if statement else []
+        between = text[result[-1].end : statement.start] if statement and result else ""
+        if statement and between and result[-1].how == statement.how == "boxed" and _JOINT.fullmatch(between):
+            result[-1] = _joined(result[-1], between, statement)
+        elif statement and not (result and result[-1].how == "boxed" and _ASIDE.fullmatch(between)):
+            result.append(statement)
     return result
+
+
+def _joined(first: Statement, between: str, second: Statement) -> Statement:
+    """Return two boxes that are one answer; a value that is repeated counts once."""
+    same = first.content.strip() == second.content.strip()
+    content = first.content if same else f"{first.content}{between.replace('$', '')}{second.content}"
+    return first._replace(end=second.end, content=content[: MAX_BOX + 1])  # too long for an answer, if cut
 
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
@@ -178,9 +194,12 @@ _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
 _APPENDIX = re.compile(
     rf"^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
 )  # tips:
+_CONCLUDES = re.compile(rf"=|{pattern('concluding').pattern}", re.IGNORECASE)
+_LABEL = rf"{phrases('first_labels')}\s*[:：=]"
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
-    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?=(?:\S+\s+){{3}})(?![\s\S]*(?:=|{pattern('concluding').pattern}))"
-    rf"|\s*(?:{phrases('first_labels')}\s*[:：=]\s*)?(\S[^\n]{{0,80}})\n\W*(?:(?P<solved>solution\W*)|{phrases('explained')}|{phrases('explained', 'zh')})",
+    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
+    rf"|[\s*_]*(?:{_LABEL}[*_\s]*)?(\S[^\n]{{0,80}})(?:\n\W*|\.\s+(?=[^.:\n]{{0,30}}:))"
+    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})",
     re.IGNORECASE,
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
@@ -208,6 +227,11 @@ _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnotes
 _OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
+_BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
+    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
+    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)",
+    re.IGNORECASE,
+)
 # `, right?` after an answer; what denies one.
 CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # that is not the answer
@@ -216,16 +240,24 @@ DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # th
 def extract(response: str, reader: Reader) -> Extraction:
     """Return the final answer, by the rule stated above."""
     text = _without_options(_without_notes(clean(response)))
-    appendix = _APPENDIX.search(text)
-    if appendix and not statements(text[appendix.end() :]) and _extract(text[: appendix.start()], reader).answer:
+    if (appendix := _APPENDIX.search(text)) and _ends_at(text, appendix, reader):
         text = text[: appendix.start()]
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
         extraction = _extract(text[: question.start()], reader)
-        if extraction.answer and (
-            extraction.how in MARKED or not question["styled"]
-        ):  # not a heading before a solution
+        is_heading = question["styled"] and extraction.how not in MARKED  # before a solution
+        if extraction.answer and not is_heading:
             return extraction
     return _extract(text, reader)
+
+
+def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
+    """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
+    before, after = text[: appendix.start()], text[appendix.end() :]
+    last = next(reversed(sentences(before)), "")
+    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
+    answer, how = _extract(before, reader)
+    ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
+    return bool(answer and ends) and not statements(after)
 
 
 def _without_notes(text: str) -> str:
@@ -293,12 +325,11 @@ def _end(text: str, reader: Reader) -> Extraction:
     """Return the answer of the first line, if an explanation follows it, or of the last sentence."""
     first = _EXPLAINED.match(text)
     alone = (first[1] or first[2]) if first and not taken_back(text) else ""
-    alone = (
-        "" if first and first["solved"] and reader.is_bare(text[first.end() :]) else alone
-    )  # a solution that is an answer
     line = _last_line(text)
     back = taken_back(line)
     answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else None
+    bold = _BOLD_SAID.search(text, max(0, len(text) - MAX_PHRASE))
+    text = text[: bold.end()] if bold and reader.is_bare(bold[1]) else text
     answer = answer or (reader.read_end(_after(line, back)) if back else None) or reader.read_end(text)
     return Extraction(answer, "end") if answer else Extraction("", "none")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from lmeval_prune.scoring.normalisation import line
-from lmeval_prune.scoring.prose import number_of, numbers_in
+from lmeval_prune.scoring.prose import number_of, numbers_in, read_number
 from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
 from lmeval_prune.scoring.vocabulary import pattern, phrases
 
@@ -26,6 +26,8 @@ GIVES_UP = pattern("given_up")  # there is not enough information
 _BESIDE = re.compile(  # a check or an offer: let me know …
     rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE
 )
+_BRACKETED = re.compile(r"[\s*_]*\((?=(?:[^\s()]+ ){3})[^():=]*\)?\W*")  # a remark
+_CONCLUDES = pattern("concluding")
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
 _EXPLAINED = re.compile(  # an explanation after a name
     r"\s?\((?!or\b)[^()]{5,}\)$|\s[—–-]\s.*$|,\s(?:who|whose|he|she|it|they)\b.*$"
@@ -36,10 +38,11 @@ _LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")
 _BULLET = re.compile(r"\s*[-*•]\s+([^\d=]{1,60}\d[\d./,]*(?<=\d)[^\d=+×÷*/]*)")  # - Anna painted 1/2 of it
 _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
     rf"(?:|.*[:,，：]\s*)(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
-    rf"(?:(?P<yes>yes|{phrases('yes', 'zh')})|no|{phrases('no', 'zh')})"
+    rf"(?:(?P<yes>{phrases('yes')}|{phrases('yes', 'zh')})|{phrases('no')}|{phrases('no', 'zh')})"
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
     re.IGNORECASE,
 )
+_TURNED = re.compile(rf"\W+{phrases('stopping')}(?!\w)", re.IGNORECASE)
 _TIME = re.compile(  # 5:45 pm; or a ratio: 3 to 4
     r"\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)", re.IGNORECASE
 )  # or a ratio
@@ -55,10 +58,12 @@ _GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.I
 # Between two numbers: they are operands, not members of a list.
 _NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–<>]|(?<![A-Za-z] )=")
 _CONCLUSION = re.compile(  # all up to the words after which the conclusion stands
-    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which means(?: that)?)\b,?\s|\si\.e\.,?\s|[,;]\s(?:it is|it's)\s|\sso\s(?=[A-Z]|the\b))",
+    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which (?:means(?: that)?|(?:simplifies|reduces) to))\b,?\s|\s(?:i\.e\.,?|→|[-=]>)\s|[,;]\s(?:it is|it's)\s(?!\S+ (?:who|that)\b)|\sso\s(?=[A-Z]|the\b))",
     re.IGNORECASE,
 )
-_CONDITION = re.compile(rf"^(?:{phrases('conditions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE)  # if he is late, …
+_CONDITION = re.compile(  # if he is late, …
+    rf"^(?:{phrases('conditions')}|{phrases('concessions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE
+)
 _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows a comma, `because` or `to`
     rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
     re.IGNORECASE,
@@ -66,15 +71,15 @@ _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows
 _COPULA = re.compile(  # the subject, and what is said of it
     r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
 )
-# it's Sara who picked more; 跑得更快的是 Tom
-_CLEFT = re.compile(
-    r"\bit(?:'s| is| was) ((?-i:[A-Z])[\w'-]*(?: (?-i:[A-Z])[\w'-]*){0,2}),? (?:who|that|which)\b"
-    r"|[\u4e00-\u9fff](?<![不还])是\s*([A-Z][A-Za-z '-]*)\W*$",
+_CLEFT = re.compile(  # it's Sara who picked more; 跑得更快的是 Tom
+    r"it(?:'s| is| was) ((?-i:[A-Z])[\w'-]*(?: (?-i:[A-Z])[\w'-]*){0,2}),? (?:who|that|which)\b(.*)"
+    r"|[^不没非否如若还]*[\u4e00-\u9fff]是\s*([A-Z][A-Za-z '-]*)\W*$",
     re.IGNORECASE,
 )
 # on Monday
 _PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
 _RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)  # is older than Lee
+_SUPPOSES = pattern("supposing")  # we ask whether it is Sara
 _PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)  # she
 _ARTICLES = frozenset(["the", "a", "an"])
 
@@ -82,20 +87,32 @@ _ARTICLES = frozenset(["the", "a", "an"])
 def concluding_sentences(text: str) -> Iterator[str]:
     """Yield the sentences at the end of a text, the last first; checks and offers after all others."""
     parts = sentences(text)[::-1]
-    yield from itertools.filterfalse(_BESIDE.search, parts)
-    yield from filter(_BESIDE.search, parts)
+    yield from itertools.filterfalse(_is_beside, parts)
+    yield from filter(_is_beside, parts)
+
+
+def _is_beside(sentence: str) -> bool:
+    """Return whether a sentence is a check, an offer, or a remark in brackets that concludes nothing."""
+    remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
+    return bool(remark or _BESIDE.search(sentence))
 
 
 def main_clause(sentence: str) -> str:
     """Return what a sentence concludes, without what stands aside, conditions and reasons."""
-    clause = _CONDITION.sub("", _CONCLUSION.sub("", sentence))
-    return _ASIDE.sub("", clause).rstrip(" .!。")
+    return _ASIDE.sub("", _concluded(sentence)).rstrip(" .!。")
+
+
+def _concluded(sentence: str) -> str:
+    """Return a sentence without what stands before its conclusion, and conditions."""
+    return _CONDITION.sub("", _CONCLUSION.sub("", sentence))
 
 
 def stated_words(sentence: str, length: int) -> str:
     """Return the words that a sentence states: where it ranks its subject, `length` words of that; else what it says of it."""
-    cleft = _CLEFT.search(sentence)
-    return str(cleft[1] or cleft[2]) if cleft else _words_of_clause(sentence, length)
+    cleft = _CLEFT.match(_concluded(sentence))
+    if cleft and cleft[1]:
+        return str(cleft[1]) if _RANKED.search(cleft[2]) else ""
+    return str(cleft[3]) if cleft else _words_of_clause(sentence, length)
 
 
 def _words_of_clause(sentence: str, length: int) -> str:
@@ -104,6 +121,8 @@ def _words_of_clause(sentence: str, length: int) -> str:
     copula = _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
     subject, predicate = copula.groups() if copula else (clause, clause)
     ranked, pronoun = _RANKED.match(predicate) if copula else _RANKED.search(predicate), _PRONOUN.match(subject)
+    if copula and _SUPPOSES.search(subject):
+        return ""
     if predicate.startswith("neither "):
         return "neither"
     if pronoun and not copula and not ranked:
@@ -163,11 +182,11 @@ class TextReader:
     def _labelled(self, lines: list[str]) -> str:
         """Return the values of the last lines, if as many as the gold answer has begin with a label, and no more."""
         count = self.gold.count(";") + 1
-        labelled = [_LABELLED.fullmatch(line(row[:MAX_PHRASE]).strip(" *_")) for row in lines[-count - 1 :]]
-        if not any(labelled):
-            labelled = [_BULLET.fullmatch(line(row[:MAX_PHRASE])) for row in lines[-count - 1 :]]
-        values = [numbers_in(match[1])[0] if match.re is _BULLET else match[1] for match in labelled[-count:] if match]
-        return "; ".join(values) if len(values) == count and not any(labelled[:-count]) else ""
+        rows = [line(row[:MAX_PHRASE]) for row in lines[-count - 1 :]]
+        labelled = [_LABELLED.fullmatch(row.strip(" *_")) for row in rows]
+        values = [label[1] if label else "" for label in labelled] if any(labelled) else list(map(_bulleted, rows))
+        stated = list(filter(None, values))
+        return "; ".join(stated) if len(stated) == count and values[-count:] == stated else ""
 
     @property
     def _is_yes_or_no(self) -> bool:
@@ -185,7 +204,9 @@ class TextReader:
     def _part(self, text: str) -> str | None:
         if self._is_yes_or_no:
             answer = _YES_OR_NO.match(text)
-            return ("yes" if answer["yes"] else "no") if answer else None
+            turn = answer and _TURNED.match(text, answer.end())  # no, wait: …, so yes
+            later = self._part(text[turn.end() :]) if turn else None
+            return later or (("yes" if answer["yes"] else "no") if answer else None)
         if self._pattern:
             return _last_free(self._pattern, text)
         golds, numbers = [number_of(part) for part in self.gold.split(";")], numbers_in(text)
@@ -193,6 +214,14 @@ class TextReader:
             return None
         between = re.split("|".join(map(re.escape, numbers)), text)[1:-1]
         return None if any(map(_NO_LIST.search, between)) else "; ".join(numbers)
+
+
+def _bulleted(row: str) -> str:
+    """Return the number that a bullet says of something; nothing if it denies or compares."""
+    bullet = _BULLET.fullmatch(row)
+    reading = read_number(bullet[1]) if bullet else None
+    doubted = bullet and any(doubt.search(bullet[1]) for doubt in (DENIED, _NEGATED, _RANKED))
+    return reading[0] if reading and not doubted else ""
 
 
 def _ratio(text: str) -> Fraction | str:

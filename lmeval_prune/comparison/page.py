@@ -13,23 +13,21 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
-from lmeval_prune.grid.comparison import POOLED, Comparison, Table
-from lmeval_prune.grid.costs import COSTS, cost_range
-from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import read_answers
+from lmeval_prune.comparison.costs import COSTS, cost_range
+from lmeval_prune.comparison.rows import Comparison
+from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.documents import render
 
-MAX_TEXT = 1600  # characters; the middle of a longer text is left out
+MAX_TEXT = 1640  # characters; the middle of a longer text is left out
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
 
 
-def write_page(comparison: Comparison, folder: GridFolder, path: Path, without_texts: Sequence[str] = ()) -> None:
+def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] = ()) -> None:
     """Write the page; the questions and answers of the tasks `without_texts` are left out."""
-    questions = _Questions(comparison, folder)
+    questions = _Questions(comparison)
     tasks = {
         task: _values(table) if task in without_texts else questions.of(task, table)
-        for task, table in comparison.tables.items()
-        if task != POOLED
+        for task, table in comparison.evaluated.items()
     }
     data = {
         "title": comparison.title,
@@ -68,40 +66,42 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 def _variant(comparison: Comparison, name: str) -> dict[str, Any]:
     """Return a variant's rows, costs and commands for the page, as JSON."""
-    costs = {key: value for key, value in comparison.costs[name].items() if key in COSTS}
+    measured = comparison.costs.get(name, {})
+    costs = {key: value for key, value in measured.items() if key in COSTS}
     return {
         "name": name,
         "rows": {task: asdict(row) for (variant, task), row in comparison.rows.items() if variant == name},
         "costs": costs,
-        "ranges": {key: cost_range(comparison.costs[name], key) for key in costs if COSTS[key].timed},
-        "commands": {task: cell["command"] for (variant, task), cell in comparison.cells.items() if variant == name},
+        "ranges": {key: cost_range(measured, key) for key in costs if COSTS[key].timed},
+        "commands": {task: command for (variant, task), command in comparison.commands.items() if variant == name},
+        "about": comparison.about.get(name, ""),
     }
 
 
 class _Questions:
     """Questions, values and answers for the page, limited to `MAX_CHARACTERS`."""
 
-    def __init__(self, comparison: Comparison, folder: GridFolder) -> None:
-        self.comparison, self.folder = comparison, folder
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
         self.characters_left = MAX_CHARACTERS
 
     def of(self, task: str, table: Table) -> dict[str, Any]:
         """Return a task's questions and values, and its answers unless they exceed the limit."""
-        gold = self._cell(self.comparison.baseline, task)
+        gold = self.comparison.answers(self.comparison.baseline, task)
         result = {**_values(table), "withheld": False}
         for entry, (part, number, _) in zip(result["shown"], table.questions, strict=True):
-            entry |= {key: _shortened(gold[part, number][key]) for key in ("question", "target")}
+            entry |= {key: shortened(gold[part, number][key]) for key in ("question", "target")}
         answers: dict[str, list[int]] = {}
         likelihoods: dict[str, list[str]] = {}
         texts: dict[str, int] = {}
         for name in table.variants:
             if self.characters_left <= 0:
                 return result
-            cell = self._cell(name, task)
+            cell = self.comparison.answers(name, task)
             rows = [cell[part, number] for part, number, _ in table.questions]
             likelihoods[name] = [row["likelihood"] for row in rows]
             answers[name] = []
-            for text in (_shortened(row["answer"]) for row in rows):
+            for text in (shortened(row["answer"]) for row in rows):
                 self.characters_left -= len(text) if text not in texts else 0
                 answers[name].append(texts.setdefault(text, len(texts)))
         if self.characters_left > 0:
@@ -109,33 +109,30 @@ class _Questions:
             result |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
         return result
 
-    def _cell(self, variant: str, task: str) -> dict[tuple[str, int], dict[str, str]]:
-        return read_answers(self.folder.cell(self.comparison.cells[variant, task]["key"]))
-
 
 def _values(table: Table) -> dict[str, Any]:
     """Return a task's values for the page, without the texts of questions and answers."""
     values = {
         name: [round(float(value), 6) for value in column]
-        for name, column in zip(table.variants, table.values.T, strict=True)
+        for name, column in zip(table.variants, table.figures.T, strict=True)
     }
     several = len({part for part, _, _ in table.questions}) > 1
     return {
         "shown": [{"id": f"{part}, {number}" if several else f"{number}"} for part, number, _ in table.questions],
         "values": values,
-        "binary": all(value in (0.0, 1.0) for column in values.values() for value in column),
+        "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
         "withheld": True,
         "lower": table.lower_is_better,
     }
 
 
-def _shortened(text: Any) -> str:
-    """Return a text; of a long one, leave out the middle."""
+def shortened(text: Any) -> str:
+    """Return a text; of a text longer than `MAX_TEXT`, leave out the middle."""
     text = str(text)
     if len(text) <= MAX_TEXT:
         return text
-    half = MAX_TEXT // 2
-    return f"{text[:half]}\n[… {len(text) - MAX_TEXT} characters …]\n{text[-half:]}"
+    half = MAX_TEXT // 2 - 20
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 def _without_nan(value: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.reporting.statistics import pareto
 
 
@@ -27,13 +26,6 @@ COSTS = {
     "cache_bytes_per_token": Cost("bytes of cache per token"),
     "weights_bytes": Cost("bytes of weights"),
 }
-
-
-def read_costs(folder: GridFolder, keys: set[str]) -> dict[str, Any]:
-    """Return the measured costs of a variant, given the keys of its cells' costs; empty if there are none."""
-    measured = next(filter(None, map(folder.costs, sorted(keys))), {})
-    envelope = {"schema", "schema_version", "created_by"}
-    return {name: value for name, value in measured.items() if name not in envelope}
 
 
 def cost_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:

@@ -1,0 +1,189 @@
+"""Choice of the compared metric of a task, and how lm-eval aggregates its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NotRequired
+
+import numpy as np
+import pandas as pd
+from typing_extensions import TypedDict
+
+from lmeval_prune.comparison.samples import WEIGHT
+from lmeval_prune.errors import InputError
+
+PREFERRED_METRICS = ("exact_match", "acc")  # best first; the default for the compared metric
+
+
+class Aggregation(NamedTuple):
+    """How a metric is computed from its samples: by the (weighted) mean of `factor` times their values."""
+
+    factor: float = 1.0
+    is_exponential: bool = False  # the metric is the exponential of that mean
+    is_weighted: bool = False
+
+
+# lm-eval's aggregations that are a function of a mean over documents; a perplexity's samples are log-likelihoods
+AGGREGATIONS = {
+    "mean": Aggregation(),
+    "perplexity": Aggregation(-1.0, is_exponential=True),
+    "weighted_perplexity": Aggregation(-1.0, is_exponential=True, is_weighted=True),
+    "bits_per_byte": Aggregation(-1 / math.log(2), is_weighted=True),
+}
+# lm-eval's defaults for its metrics with another aggregation than the mean
+DEFAULT_AGGREGATIONS = {
+    "perplexity": "perplexity",
+    "word_perplexity": "weighted_perplexity",
+    "byte_perplexity": "weighted_perplexity",
+    "bits_per_byte": "bits_per_byte",
+}
+
+
+class Metric(NamedTuple):
+    """The compared metric of a task."""
+
+    column: str  # `METRIC,FILTER`
+    aggregation: Aggregation = Aggregation()
+    lower_is_better: bool = False
+
+
+class Results(TypedDict):
+    """Fields of lm-eval's results that comparisons read."""
+
+    results: NotRequired[dict[str, dict[str, Any]]]
+    configs: NotRequired[dict[str, Any]]
+    higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
+
+
+KnownMetrics = dict[str, dict[str, Metric]]  # by task and `METRIC,FILTER`
+
+
+def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
+    """Return the metrics that have a value for each question and are a function of a mean over questions.
+
+    Others (F1, BLEU) are left out: lm-eval's configuration of the task names another aggregation, or none gives the
+    figure in lm-eval's results.
+
+    Args:
+        outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
+        results: lm-eval's results.
+    """
+    known = {}
+    for task, rows in outcomes.groupby("task", sort=False):
+        higher = results.get("higher_is_better", {}).get(str(task)) or {}
+        known[str(task)] = {
+            column: Metric(column, aggregation, higher.get(_name(column), True) is False)
+            for column, aggregation in _aggregations(rows, str(task), results).items()
+        }
+    return known
+
+
+def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
+    """Choose the compared metric of each task.
+
+    Args:
+        outcomes: as for `known_metrics`.
+        known: see `known_metrics`.
+        name: `METRIC` or `METRIC,FILTER`; None for the default (see `_preference`).
+        advice: end of a message: how to name another metric.
+    """
+    chosen = {}
+    for task, metrics in known.items():
+        column = _choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)
+        chosen[task] = metrics[column]
+    return chosen
+
+
+def check_alike(metrics: Mapping[str, Metric]) -> None:
+    """Refuse the compared metrics of tasks that are averaged together if they cannot be."""
+    if len({(metric.lower_is_better, metric.aggregation) for metric in metrics.values()}) > 1:
+        names = ", ".join(f"{metric.column} of {task}" for task, metric in metrics.items())
+        raise InputError(
+            f"higher is better for some of {names}, lower for others, or they are no means of the same "
+            f"kind; give `metric: NAME`"
+        )
+
+
+def columns_of(outcomes: pd.DataFrame) -> list[str]:
+    """Return the `METRIC,FILTER` columns of a table of outcomes."""
+    return [name for name in outcomes.columns if "," in name and not name.startswith(WEIGHT)]
+
+
+def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str, Any], advice: str) -> str:
+    """Choose a metric that has a value for each question of a task: `name` (a metric or column), or the preferred."""
+    if candidates := [column for column in known if name is None or name in (column, _name(column))]:
+        return max(candidates, key=_preference)
+    if not known:
+        raise InputError(f"{task} has no metric with a value for each question, so it cannot be compared; {advice}")
+    named = [column for column in columns_of(rows) if name in (column, _name(column)) and rows[column].notna().any()]
+    if name and any(rows[column].notna().all() for column in named):
+        missing = f"{name} of {task} is not computed by a mean over questions"
+    else:
+        missing = f"{name} is not known for all questions of {task}" if named else f"{task} has no metric {name}"
+    raise InputError(f"{missing}; it has {', '.join(known)}; {advice}")
+
+
+def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
+    """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
+    config = (results.get("configs") or {}).get(task) or {}
+    declared = {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
+    figures = results.get("results", {}).get(task, {})
+    known: dict[str, Aggregation] = {}
+    for column in columns_of(rows):
+        values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
+        if not np.isfinite(values).all():
+            continue
+        name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
+        figure, is_weighted = figures.get(column), bool((weights > 0).all())
+        names = [name, *AGGREGATIONS] if isinstance(figure, int | float) else [name]
+        candidates = [AGGREGATIONS[each] for each in names if each in AGGREGATIONS]
+        fitting = [each for each in candidates if each.is_weighted == is_weighted]
+        if isinstance(figure, int | float):
+            fitting = [each for each in fitting if _agrees(aggregate(each, values, weights), figure)]
+        if fitting:
+            known[column] = fitting[0]
+    return known
+
+
+def _agrees(value: float, figure: float) -> bool:
+    return math.isclose(value, figure, rel_tol=1e-5, abs_tol=1e-9)
+
+
+def aggregate(aggregation: Aggregation, values: pd.Series, weights: pd.Series) -> float:
+    """Return the metric of all samples, as lm-eval computes it."""
+    mean = aggregation.factor * (values.sum() / weights.sum() if aggregation.is_weighted else values.mean())
+    with np.errstate(over="ignore"):
+        return float(np.exp(mean) if aggregation.is_exponential else mean)
+
+
+def values_of(outcomes: pd.DataFrame, metrics: Mapping[str, Metric], advice: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the compared values of all questions (of perplexities, in nats) and their weights, each (questions,)."""
+    values, weights = np.full(len(outcomes), np.nan), np.ones(len(outcomes))
+    for task, metric in metrics.items():
+        rows = (outcomes["task"] == task).to_numpy()
+        column = metric.column
+        if column not in outcomes or not np.isfinite(outcomes[column][rows]).all():
+            complete = [name for name in columns_of(outcomes) if np.isfinite(outcomes[name][rows]).all()]
+            _choose(task, column, outcomes[rows], dict.fromkeys(complete), advice)
+        values[rows] = metric.aggregation.factor * outcomes[column][rows]
+        if metric.aggregation.is_weighted:
+            weights[rows] = outcomes[WEIGHT + column][rows]
+    return values, weights
+
+
+def _name(column: str) -> str:
+    """Return METRIC of `METRIC,FILTER`."""
+    return column.partition(",")[0]
+
+
+def _preference(column: str) -> tuple[int, int]:
+    """Return a sort key that ranks `PREFERRED_METRICS` highest, then pass@N by its N, then all others.
+
+    Of equal keys, `max` takes the first column.
+    """
+    metric = _name(column)
+    if metric in PREFERRED_METRICS:
+        return 2, -PREFERRED_METRICS.index(metric)
+    count = metric.removeprefix("pass@")
+    return (1, int(count)) if metric.startswith("pass@") and count.isdigit() else (0, 0)

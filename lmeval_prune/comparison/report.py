@@ -1,0 +1,211 @@
+"""Output of a comparison: Markdown, CSV, JSON, a plot and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.comparison.costs import COSTS, cost_range
+from lmeval_prune.comparison.page import write_page
+from lmeval_prune.comparison.rows import Comparison, Row
+from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.reporting.documents import one_line, render
+from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
+from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
+
+TEXT_COLUMNS = ["variant"]
+
+
+def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[str, list[str], list[Path]]:
+    """Write the report, the page and their data to a folder.
+
+    Returns:
+        The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
+    """
+    if target.is_file():
+        raise InputError(f"{target} is a file; name a folder")
+    for task in without_texts:
+        if task not in comparison.evaluated:
+            raise InputError(f"without_texts: there is no task {task!r}{did_you_mean(task, comparison.evaluated)}")
+    rows = [asdict(row) for row in comparison.rows.values()]
+    notes = comparison.notes
+    if comparison.missing:
+        notes = [f"missing: {_missing(comparison.missing)}", *notes]
+    costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
+    write_text(target / "table.csv", csv(pd.DataFrame(rows)))
+    write_text(target / "comparison.json", _comparison_json(comparison, rows))
+    if costs:
+        _draw_pareto(comparison, costs, target / "pareto")
+    write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts))
+    write_page(comparison, target / "page.html", without_texts)
+    pictures = ["pareto.png", "pareto.svg"] if costs else []
+    names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
+    return task_table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
+
+
+def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
+    """Return the content of `comparison.json`."""
+    content = {
+        "created_by": CREATED_BY,
+        "title": comparison.title,
+        "baseline": comparison.baseline,
+        "rows": rows,
+        **{name: getattr(comparison, name) for name in ("costs", "fronts", "missing", "notes")},
+        "about": comparison.about,
+        "metrics": {task: table.columns for task, table in comparison.tables.items() if task != POOLED},
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _missing(cells: list[tuple[str, str, str]]) -> str:
+    """Describe results that are missing, with their reasons, in one line."""
+    named = [f"{variant} on {task} ({reason})" for variant, task, reason in cells]
+    return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
+
+
+def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str], without_texts: Sequence[str]) -> str:
+    rows, fronts = comparison.rows.values(), comparison.fronts.get(comparison.tasks[-1], {})
+    return render(
+        Path(__file__).with_name("report.md.jinja"),
+        comparison=comparison,
+        notes=notes,
+        without_texts=without_texts,
+        summary=summary_table(comparison) if comparison.about else "",
+        tables={task: task_table(comparison, task) for task in comparison.tasks},
+        tests=sum(row.p is not None for row in rows),
+        parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
+        units={row.unit for row in rows},
+        marked=any(row.chosen_on for row in rows),
+        costs=_costs_table(comparison, costs) if costs else "",
+        timed=any(COSTS[key].timed for key in costs),
+        front_of_speeds=any(COSTS[key].timed for key in fronts),
+        devices=", ".join(sorted({_device_text(figures) for figures in comparison.costs.values() if figures})),
+    )
+
+
+def _device_text(costs: dict[str, Any]) -> str:
+    device = costs.get("device", "cpu")
+    return f"a CPU ({costs.get('threads', 1)} threads)" if device == "cpu" else str(device)
+
+
+def summary_table(comparison: Comparison) -> str:
+    """Return a Markdown table of all tasks, groups and pooled tasks, without parts: a row for each variant."""
+    rows = []
+    for task, table in comparison.tables.items():
+        for variant in comparison.variants:
+            row = comparison.rows.get((variant, task))
+            if row is None or table.is_part or variant == comparison.baseline:
+                continue
+            base = _level_text(row, comparison.rows[comparison.baseline, task].mean)
+            rows.append({"task": task, "metric": "; ".join(table.columns), **_row_cells(row), "baseline": base})
+    figures = ["questions", "baseline", "mean", "difference", "+ / −", "p", "p Holm", "detectable"]
+    frame = pd.DataFrame(rows, columns=["task", "metric", "variant", *figures])
+    return markdown(frame, ["task", "metric", *TEXT_COLUMNS])
+
+
+def task_table(comparison: Comparison, task: str) -> str:
+    """Return the Markdown table of a task: a row for each variant."""
+    rows = [comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows]
+    frame = pd.DataFrame([_row_cells(row) for row in rows])
+    if any(row.mean_tokens is not None for row in rows):
+        frame["tokens"] = ["" if row.mean_tokens is None else f"{row.mean_tokens:.0f}" for row in rows]
+        frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
+    return markdown(frame, TEXT_COLUMNS)
+
+
+def _row_cells(row: Row) -> dict[str, str]:
+    """Format a row of a task's table, by column."""
+    name = f"{row.variant} †" if row.chosen_on else row.variant
+    cells = {"variant": name, "questions": str(row.questions), "mean": _level_text(row, row.mean)}
+    if row.difference is None:
+        return {**cells, **dict.fromkeys(("difference", "+ / −", "p", "p Holm", "detectable"), "")}
+    assert row.difference_low is not None and row.difference_high is not None
+    interval = f"({_change_text(row, row.difference_low)} … {_change_text(row, row.difference_high)})"
+    is_significant = row.p_holm is not None and row.p_holm < 0.05
+    return {
+        **cells,
+        "difference": bold(f"{_change_text(row, row.difference)} {interval}", is_significant),
+        "+ / −": f"{row.better} / {row.worse}",
+        "p": p_value(row.p),
+        "p Holm": bold(p_value(row.p_holm), is_significant),
+        "detectable": "none" if row.detectable is None else _change_text(row, row.detectable).lstrip("+"),
+    }
+
+
+def _level_text(row: Row, value: float) -> str:
+    """Format a mean, in points for shares."""
+    return f"{100 * value:.1f}" if row.unit == "points" else significant(value)
+
+
+def _change_text(row: Row, value: float) -> str:
+    """Format a difference, in points for shares and in per cent for perplexities."""
+    if row.unit == "value":
+        return significant(value, 3, sign=True)
+    return signed(100 * value) + ("%" if row.unit == "perplexity" else "")
+
+
+def _costs_table(comparison: Comparison, keys: list[str]) -> str:
+    """Return the Markdown table of costs; ◆ marks the Pareto front."""
+    fronts = comparison.fronts[comparison.tasks[-1]]
+    rows = []
+    for variant in comparison.variants:
+        if figures := comparison.costs[variant]:
+            cells = {COSTS[key].label: _cost_text(figures, key, variant in fronts.get(key, ())) for key in keys}
+            rows.append({"variant": variant, **cells})
+    return markdown(pd.DataFrame(rows), TEXT_COLUMNS)
+
+
+def _cost_text(costs: dict[str, Any], key: str, on_front: bool) -> str:
+    if costs.get(key) is None:
+        return ""
+    low, high = cost_range(costs, key)
+    value, *ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], low, high))
+    spread = f" ({' … '.join(ends)})" if low < high else ""
+    return f"{value}{spread}{' ◆' if on_front else ''}"
+
+
+def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
+    """Plot the mean of the last task against the cost in which the variants differ most."""
+    task, costs = comparison.tasks[-1], comparison.costs
+    rows = {name: comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows}
+    key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], COSTS[key].timed))
+    label, front = COSTS[key].label, comparison.fronts[task].get(key, [])
+    canvas, axes = figure(8.2, 4.6, one_line(f"{comparison.title}: mean ({task}) against {label}"))
+    marks, labels, scale = [], [], 100 if rows[comparison.baseline].unit == "points" else 1
+    for name, row in rows.items():
+        if costs[name].get(key) is None:
+            continue
+        x, y = costs[name][key], scale * row.mean
+        low, high = cost_range(costs[name], key)
+        colour = COLOURS[1] if name == comparison.baseline else COLOURS[0] if name in front else COLOURS[6]
+        is_labelled = name in front or name == comparison.baseline
+        line = {"color": colour, "lw": 1, "alpha": 0.5, "zorder": 2 + is_labelled}
+        axes.plot([x, x], [scale * row.low, scale * row.high], **line)
+        if low < high:
+            axes.plot([low, high], [y, y], **line)
+        axes.plot([x], [y], "o", color=colour, ms=6, zorder=3 + is_labelled)
+        marks += [(x, scale * row.low, x, scale * row.high), (x, y, x, y)]
+        labels += [(x, y, one_line(name))] if is_labelled else []
+    if front:
+        ordered = sorted((costs[name][key], scale * rows[name].mean) for name in front)
+        axes.plot(*zip(*ordered, strict=True), "--", color=COLOURS[0], lw=1)
+    axes.set(xlabel=label, ylabel=f"mean{', points' if scale > 1 else ''} (lines: 95%)")
+    axes.margins(x=0.12)
+    axes.grid(axis="y", color="0.92")
+    label_points(axes, labels, marks)
+    save(canvas, stem)
+
+
+def _spread(values: Sequence[float | None], timed: bool) -> float:
+    """Return the ratio of the largest to the smallest value; costs that are not timed take precedence."""
+    known = [value for value in values if value]
+    if not known:
+        return 0.0
+    return max(known) / min(known) + 1e6 * (max(known) > min(known) and not timed)

@@ -1,0 +1,61 @@
+"""`lmeval-prune distance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.distance.options import DistanceOptions
+from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.options import first_argument
+
+
+@first_argument("pretrained")
+def distance(
+    pretrained: str,
+    output: str = "out/distance.json",
+    heads: Sequence[str] = (),
+    mask: Sequence[str] = (),
+    checkpoint: Sequence[str] = (),
+    **options: Any,
+) -> int:
+    """Measure how far variants are from a dense model: KL divergence, top token, greedy answers.
+
+    Args:
+        pretrained: the dense model, as for lm_eval; `--pretrained` may be left out
+        output: JSON file; the table is written beside it (.md)
+        heads: a variant without these heads, e.g. L5H3+L15H0, or a mask or plan of heads (FILE.json); can be repeated
+        mask: a variant under the artefact in this file, e.g. a plan; can be repeated
+        checkpoint: a variant that is another checkpoint with the same tokenizer; can be repeated
+    """
+    settings = DistanceOptions(**options)
+    if not (heads or mask or checkpoint):
+        raise InputError("name what is compared with the model: --heads, --mask or --checkpoint")
+    if settings.text:
+        check_exists(settings.text, file=True)
+    names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.distance.report import write
+    from lmeval_prune.distance.texts import check_models, load, read_windows, task_requests
+    from lmeval_prune.distance.variants import measure
+    from lmeval_prune.models.arguments import Arguments
+
+    check_writable(output)
+    values = [*(("heads", each) for each in heads), *(("mask", each) for each in mask)]
+    pairs = zip(names, values, strict=False)
+    variants = {name: Arguments.of({argument: value}).interventions for name, (argument, value) in pairs}
+    check_models(pretrained, settings, [each for several in variants.values() for each in several], checkpoint)
+    lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
+    texts = read_windows(lm, settings) if settings.text else ()
+    requests = task_requests(lm, settings) if settings.task else {}
+    print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
+    return 0
+
+
+def _name(value: str) -> str:
+    """Return the name of a variant: the stem of a file, or the heads."""
+    return Path(value).stem if value.endswith(".json") else value

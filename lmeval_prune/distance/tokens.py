@@ -1,0 +1,140 @@
+"""Distance between next-token distributions, token by token of given texts.
+
+With p of the dense model and q of a variant, before each token t of a text:
+
+- `kld`: the KL divergence Σ p(x) · (log p(x) − log q(x)) over the vocabulary, in nats;
+- `same_top`: 1 if both give the highest probability to the same token, else 0;
+- `delta_p`: q(t) − p(t);
+- `log_ratio`: log q(t) − log p(t).
+
+Names and definitions are those of llama.cpp's `llama-perplexity --kl-divergence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding import Engine, LikelihoodRequest
+from lmeval_prune.distance.summary import COLUMNS as COLUMNS
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import HeadMask, Intervention
+
+CHUNK = 64  # tokens of a plain pass whose logits are compared at once
+Logits = Callable[[Sequence[int]], torch.Tensor]  # of the next token after each token of a text, (tokens, vocabulary)
+
+
+class Text(NamedTuple):
+    """A text whose tokens are compared.
+
+    Attributes:
+        context: token ids before the compared ones, at least one.
+        continuation: compared token ids, at least one.
+        document: task and number; texts with the same document are dependent.
+    """
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    document: tuple[str, int]
+
+
+def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the `COLUMNS` of each variant, (rows, columns), given the dense model's logits and then the variants'."""
+    reference = _log_softmax(next(logits))
+    probabilities, top, index = reference.exp(), reference.argmax(-1), tokens.unsqueeze(-1)
+    before = reference.gather(-1, index).squeeze(-1)
+    for variant_logits in logits:
+        if variant_logits.shape != reference.shape:
+            sizes = f"{variant_logits.shape[-1]} and {reference.shape[-1]}"
+            raise InputError(f"the vocabularies have {sizes} tokens; compare models with the same vocabulary")
+        other = _log_softmax(variant_logits)
+        terms = torch.where(probabilities > 0, probabilities * (reference - other), 0)
+        after = other.gather(-1, index).squeeze(-1)
+        same_top = (other.argmax(-1) == top).to(other.dtype)
+        yield torch.stack([terms.sum(-1), same_top, after.exp() - before.exp(), after - before], -1)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-softmax in float64, or in float32 on devices without float64."""
+    return torch.log_softmax(logits, -1, dtype=torch.float32 if logits.device.type == "mps" else torch.float64)
+
+
+def token_distances(
+    engine: Engine, variants: Mapping[str, Sequence[Intervention]], texts: Sequence[Text]
+) -> dict[str, list[torch.Tensor]]:
+    """Compute the `COLUMNS` of each token of texts under interventions on a model.
+
+    Head masks run in one batch of the engine; other interventions, and masks on a model that the engine does not
+    score, by plain passes of each text.
+
+    Returns:
+        By variant, a tensor (tokens of the continuation, columns) for each text.
+    """
+    masks = {} if engine.unscored else masks_of(variants)
+    results: dict[str, list[Any]] = {name: [None] * len(texts) for name in variants}
+    requests = [
+        LikelihoodRequest(text.context, text.continuation, mask, (name, number))
+        for number, text in enumerate(texts)
+        for name, mask in masks.items()
+    ]
+    with closing(engine.compare(requests, reduce_distances)) as compared:
+        for request, distances in compared:
+            name, number = request.tag
+            results[name][number] = distances
+    dense = logits_of(engine.model)
+
+    def under(interventions: Sequence[Intervention]) -> Logits:
+        def logits(tokens: Sequence[int]) -> torch.Tensor:
+            with applied(interventions, engine.model, engine.model_map):
+                return dense(tokens)
+
+        return logits
+
+    others = {name: under(each) for name, each in variants.items() if name not in masks}
+    for name, number, distances in pass_distances(dense, others, texts) if others else ():
+        results[name][number] = distances
+    return {name: results[name] for name in variants}
+
+
+def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMask]:
+    """Return the variants that are a head mask alone."""
+    return {name: each[0] for name, each in variants.items() if len(each) == 1 and isinstance(each[0], HeadMask)}
+
+
+@contextmanager
+def applied(interventions: Sequence[Intervention], model: Any, model_map: ModelMap) -> Iterator[None]:
+    """Apply interventions to a model inside the block."""
+    with ExitStack() as stack:
+        for intervention in interventions:
+            stack.enter_context(intervention.applied_to(model, model_map))
+        yield
+
+
+def logits_of(model: Any) -> Logits:
+    """Return the function that runs a causal model on a text."""
+    device = next(model.parameters()).device
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        output: torch.Tensor = model(torch.tensor([list(tokens)], device=device), use_cache=False).logits[0]
+        return output
+
+    return logits
+
+
+def pass_distances(
+    dense: Logits, variants: Mapping[str, Logits], texts: Sequence[Text]
+) -> Generator[tuple[str, int, torch.Tensor]]:
+    """Yield variant, number of a text, and its `COLUMNS`, by plain passes of each text."""
+    for number, text in enumerate(texts):
+        tokens, first = (text.context + text.continuation)[:-1], len(text.context) - 1
+        with torch.inference_mode():
+            reference = dense(tokens)[first:]
+            following = torch.tensor(text.continuation, device=reference.device).split(CHUNK)
+            for name, run in variants.items():
+                chunks = zip(following, reference.split(CHUNK), run(tokens)[first:].split(CHUNK), strict=True)
+                parts = [next(reduce_distances(part, iter(logits))) for part, *logits in chunks]
+                yield name, number, torch.cat(parts).cpu()

@@ -1,0 +1,136 @@
+"""Measure the distance of interventions and of other checkpoints from a dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lmeval_prune.distance.summary import COLUMNS, first_difference
+from lmeval_prune.distance.texts import RecordingLM, document, scored_texts
+from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pass_distances, token_distances
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import HeadMask, Intervention
+from lmeval_prune.models import generation
+from lmeval_prune.models.head_router import DENSE
+
+NO_OTHERS: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({})
+
+
+@dataclass
+class Answers:
+    """Greedy answers of a variant, by request."""
+
+    tokens: list[list[int]]  # token ids, with the end token
+    cut_off: list[bool]  # whether `max_gen_toks` ended the answer
+
+
+@dataclass
+class Distances:
+    """Distances of variants from a dense model.
+
+    Attributes:
+        texts: what was compared: continuations are the dense model's answers, or given.
+        tokens: by variant, `COLUMNS` of each token of the continuations, a tensor for each text.
+        answers: greedy answers by variant, and of the dense model (`DENSE`); empty for given texts.
+    """
+
+    texts: Sequence[Text]
+    tokens: Mapping[str, Sequence[torch.Tensor]]
+    answers: Mapping[str, Answers]
+
+    def frame(self, variant: str) -> pd.DataFrame:
+        """Return the texts of a variant: document, distances of its tokens (arrays), and greedy answers."""
+        tasks, numbers = zip(*(text.document for text in self.texts), strict=True)
+        columns: dict[str, Any] = {"task": tasks, "doc_id": numbers}
+        for column, name in enumerate(COLUMNS):
+            columns[name] = [rows[:, column].numpy() for rows in self.tokens[variant]]
+        if self.answers:
+            dense, answers = self.answers[DENSE], self.answers[variant]
+            pairs = zip(dense.tokens, answers.tokens, strict=True)
+            differences = [first_difference(*pair) for pair in pairs]
+            columns |= {"first_difference": pd.array(differences, dtype="Int32")}
+            columns |= {"answer_tokens": list(map(len, answers.tokens)), "cut_off": answers.cut_off}
+        return pd.DataFrame(columns)
+
+
+def measure(
+    lm: RecordingLM,
+    requests: Mapping[str, list[Any]],
+    variants: Mapping[str, Sequence[Intervention]],
+    others: Mapping[str, Callable[[], RecordingLM]] = NO_OTHERS,
+    texts: Sequence[Text] = (),
+) -> Distances:
+    """Measure variants on given texts, or on the dense model's greedy answers to requests.
+
+    Args:
+        lm: the dense model.
+        requests: lm-eval's requests by kind.
+        variants: interventions by name.
+        others: functions that load other models with the same tokenizer, by name; they are called one after another.
+        texts: given texts.
+    """
+    texts = list(texts) or scored_texts(lm, requests)
+    generated = requests.get("generate_until", [])
+    answers: dict[str, Answers] = {}
+    if generated:
+        answers = answers_under(lm, generated, variants)
+        texts = answered_texts(lm, generated, answers[DENSE])
+    if not texts:
+        raise InputError("the task has no requests; give another task, or a larger --limit")
+    assert lm.engine is not None
+    tokens = token_distances(lm.engine, variants, texts)
+    for name, load in others.items():
+        other = load()
+        if generated:
+            answers |= greedy_answers(other, generated, {name: None})
+        passes = pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
+        tokens[name] = [distances for _, _, distances in passes]
+        other.close()
+    return Distances(texts, tokens, answers)
+
+
+def answered_texts(lm: RecordingLM, requests: Sequence[Any], answers: Answers) -> list[Text]:
+    """Return requests with their answers as texts."""
+    texts = []
+    for request, answer in zip(requests, answers.tokens, strict=True):
+        params, _ = generation.engine_settings(lm, generation.without_sampling(request.args[1]))
+        prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
+        texts.append(Text(prompt, tuple(answer), document(request)))
+    return texts
+
+
+def answers_under(
+    lm: RecordingLM, requests: Sequence[Any], variants: Mapping[str, Sequence[Intervention]]
+) -> dict[str, Answers]:
+    """Answer requests by the dense model and under interventions, head masks in one batch."""
+    masks = masks_of(variants)
+    answers = greedy_answers(lm, requests, {DENSE: None, **masks})
+    for name, interventions in variants.items():
+        if name not in masks:
+            with applied(interventions, lm.model, lm.model_map):
+                answers |= greedy_answers(lm, requests, {name: None})
+    return answers
+
+
+def greedy_answers(
+    lm: RecordingLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]
+) -> dict[str, Answers]:
+    """Answer requests greedily under each mask, all in one batch."""
+    names, count = list(masks), len(masks)
+    answers = {name: Answers([[]] * len(requests), [False] * len(requests)) for name in names}
+
+    def done(index: int, _: str, tokens: list[int], ending: Any) -> None:
+        number, mask = divmod(index, count)
+        answers[names[mask]].tokens[number] = tokens
+        answers[names[mask]].cut_off[number] = ending.cut_off
+
+    repeated = [request for request in requests for _ in names]
+    row_masks = list(masks.values()) * len(requests)
+    assert lm.engine is not None
+    generation.generate_until(lm, lm.engine, repeated, [0] * len(repeated), done, 0, row_masks, greedy=True)
+    return answers

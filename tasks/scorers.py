@@ -1,0 +1,212 @@
+"""A filter, metrics and aggregations by which any lm-eval task reads and compares answers as this package's tasks do.
+
+```yaml
+filter_list:
+  - {name: answer, filter: [{function: prune_answer}, {function: take_first}]}
+metric_list:
+  - {metric: prune_equal, aggregation: mean, higher_is_better: true}
+```
+
+The filter reads the answers, the metrics compare them with the gold answer. Both take `kind`: `number` (the default),
+`text` or `mathematics`. With `repeats: N` and without `take_first`, `prune_equal` is the share of right answers,
+`prune_pass` gives pass@k and `prune_maj` maj@N.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lm_eval.api.filter import Filter
+from lm_eval.api.metrics import mean
+from lm_eval.utils import apply_template
+
+from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
+from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal
+from lmeval_prune.scoring.equality import same_text
+from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
+from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.scoring.readers import text_reader
+from lmeval_prune.scoring.verifier import require_math_verify
+
+Answers = str | Sequence[str]  # one answer, or those of several repeats
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How answers of a kind are read and compared.
+
+    Attributes:
+        reader: returns the reader for a gold answer.
+        same: whether two answers are the same.
+        reads_gold: whether the reader depends on the gold answer.
+    """
+
+    reader: Callable[[str], Reader]
+    same: Callable[[str, str], bool]
+    reads_gold: bool = True
+
+
+KINDS = {
+    "number": Kind(lambda _: NumberReader(), numbers_equal, reads_gold=False),
+    "text": Kind(text_reader, same_text),
+    "mathematics": Kind(MathematicsReader, same_mathematics),
+}
+
+
+def _kind(name: str) -> Kind:
+    """Return a kind of answers by its name."""
+    if name not in KINDS:
+        known = ", ".join(KINDS)
+        raise InputError(f"there is no kind of answers {name!r}; known: {known}{did_you_mean(str(name), KINDS)}")
+    if name == "mathematics":
+        require_math_verify()
+    return KINDS[name]
+
+
+def gold_answer(text: Any, kind: Kind) -> str:
+    """Return the gold answer in a document's target, which may be a solution that ends with `#### 18` or a box."""
+    text = str(text)
+    if "####" in text or r"\boxed" in text:
+        return extract(text, kind.reader(text)).answer
+    return text.strip()
+
+
+class AnswerFilter(Filter):
+    """Replaces each response by the answer in it; the answer is empty where none is found.
+
+    Args:
+        kind: a key of `KINDS`.
+        gold: field of the document with the gold answer, or a template; needed by `text` and `mathematics`.
+
+    Raises:
+        InputError: the kind is unknown, or it needs `gold`.
+    """
+
+    @print_input_errors
+    def __init__(self, kind: str = "number", gold: str | None = None) -> None:
+        self.kind, self.gold = _kind(kind), gold
+        if self.kind.reads_gold and not gold:
+            raise InputError(f"filter prune_answer with kind: {kind} needs gold: FIELD, where the gold answer is")
+
+    @print_input_errors
+    def apply(self, resps: Iterable[Answers], docs: Sequence[dict[str, Any]]) -> list[Answers]:
+        """Read the answers in responses to each document, which are texts or lists of texts."""
+        golds = [self.read_gold(doc) for doc in docs]
+        read: list[Answers] = []
+        for texts, gold in zip(resps, golds, strict=True):
+            reader = self.kind.reader(gold)
+            answers = [extract(text, reader).answer for text in ([texts] if isinstance(texts, str) else texts)]
+            read.append(answers[0] if isinstance(texts, str) else answers)
+        if self.kind is KINDS["mathematics"]:
+            _compare_at_once(read, golds)
+        return read
+
+    def read_gold(self, doc: dict[str, Any]) -> str:
+        """Return a document's gold answer; empty if this kind of answers is read without it."""
+        if not self.kind.reads_gold or not self.gold:
+            return ""
+        if "{" not in self.gold and self.gold not in doc:
+            raise InputError(f"filter prune_answer: a document has no field {self.gold!r}; it has {', '.join(doc)}")
+        return gold_answer(apply_template(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
+
+
+def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
+    """Compare the answers to each question with the gold one and each other; the metrics then find the verdicts."""
+    forget_failures()
+    pairs: list[tuple[str, str]] = []
+    for answers, gold in zip(read, golds, strict=True):
+        distinct = dict.fromkeys(filter(None, [answers] if isinstance(answers, str) else answers))
+        pairs += [(answer, other) for other, answer in itertools.combinations([gold, *distinct], 2)]
+    verdicts(pairs)
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+class Scores(dict[str, float]):
+    """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
+
+    def __init__(self, main: float, **scores: float) -> None:
+        super().__init__(**scores)
+        self.main = main
+
+    def __missing__(self, name: str) -> float:
+        return self.main
+
+
+def _right(references: Sequence[Any], predictions: Sequence[Answers], kind: str) -> tuple[list[str], list[bool]]:
+    """Return the answers to a question, and which are right."""
+    how, (answers,) = _kind(kind), predictions
+    texts = [answers] if isinstance(answers, str) else list(answers)
+    gold = gold_answer(references[0], how)
+    return texts, [bool(text) and how.same(text, gold) for text in texts]
+
+
+@print_input_errors
+def equal(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> float:
+    """Return whether an answer is the gold one; of several answers, the share that is."""
+    return float(mean(_right(references, predictions, kind)[1]))
+
+
+@print_input_errors
+def pass_at_ks(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> Scores:
+    """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
+    _, right = _right(references, predictions, kind)
+    scores = {f"pass@{k}": float(pass_ordered(right, k)) for k in attempts(len(right))}
+    scores |= {f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in attempts(len(right))}
+    return Scores(float(any(right)), **scores)
+
+
+@print_input_errors
+def majority_at_n(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> Scores:
+    """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
+    texts, right = _right(references, predictions, kind)
+    winner, distinct = majority(texts, _kind(kind).same)
+    score = float(winner is not None and right[winner])
+    return Scores(score, **{f"maj@{len(texts)}": score, "distinct": float(distinct)})
+
+
+# --------------------------------------------------------------------------- aggregations
+
+
+def mean_pass(items: Iterable[Sequence[bool]], k: int) -> float:
+    """Return the mean of unbiased pass@k over questions, from a list for each that says which answers are right."""
+    return float(mean([pass_unbiased(len(right), sum(map(bool, right)), k) for right in items]))
+
+
+PASS_AT = {k: partial(mean_pass, k=k) for k in (1, 2, 4, 8, 16, 32, 64)}
+pass_at_1, pass_at_2, pass_at_4, pass_at_8, pass_at_16, pass_at_32, pass_at_64 = PASS_AT.values()
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def check_scorers(task: Any) -> None:
+    """Refuse wrong arguments of the filter and metrics in a loaded task: lm-eval reads them after generation only."""
+    with_name = f"task {task.config.task}: "
+    try:
+        for pipeline in getattr(task, "_filters", []):
+            for step in pipeline.filters:
+                if getattr(step, "func", None) is AnswerFilter:
+                    _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
+                    step().read_gold(task.eval_docs[0])
+        for name, function in getattr(task, "_metric_fn_list", {}).items():
+            if function in (equal, pass_at_ks, majority_at_n):
+                arguments = task._metric_fn_kwargs[name]
+                _refuse_unknown(function, f"metric {name}", arguments)
+                _kind(arguments.get("kind", "number"))
+    except InputError as error:
+        raise InputError(f"{with_name}{error}") from None
+
+
+def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:
+    """Refuse arguments in a YAML file that a filter or metric does not have."""
+    known = [each for each in inspect.signature(function).parameters if each not in ("references", "predictions")]
+    for argument in arguments:
+        if argument not in known:
+            raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(known)}")

@@ -1,0 +1,190 @@
+"""The filter, metrics and aggregations for tasks of others, named in YAML files; lm-eval's own tasks with local data."""
+
+import itertools
+import random
+import tomllib
+from pathlib import Path
+
+import lm_eval
+import pytest
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import get_aggregation, get_filter, get_metric, get_metric_aggregation, is_higher_better
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.plugin import registration
+from lmeval_prune.tasks import scorers
+from lmeval_prune.tasks.manager import LazyTaskManager
+from tests.conftest import ROOT
+from tests.test_pass_at import Scripted
+
+LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
+MINE = """
+group: my_gsm8k
+task:
+  - task: gsm8k
+    filter_list:
+      - name: answer
+        filter: [{function: prune_answer}, {function: take_first}]
+    metric_list:
+      - {metric: prune_equal, aggregation: mean, higher_is_better: true}
+"""
+
+
+def evaluate(folder: Path, mine: str, local: dict, script, others: str, limit: int = 6) -> dict:
+    """Evaluate the tasks of a user's YAML, which change tasks in a folder of lm-eval's, with local data."""
+    entry = yaml.safe_load(mine)
+    for task in entry["task"]:
+        task |= {"dataset_path": "json", "dataset_name": None, **local}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(entry))
+    manager = LazyTaskManager(include_path=[str(LM_EVAL_TASKS / others), str(folder)])
+    model = Scripted(script)
+    out = simple_evaluate(model=model, tasks=[entry["group"]], task_manager=manager, limit=limit, bootstrap_iters=0)
+    return next(iter(out["results"].values())) if len(out["results"]) == 1 else out["results"][entry["task"][0]["task"]]
+
+
+def gsm8k(shared_data: Path) -> dict:
+    files = {"train": str(shared_data / "gsm8k_train.jsonl.gz"), "test": str(shared_data / "gsm8k_test.jsonl")}
+    return {"dataset_kwargs": {"data_files": files}}
+
+
+def gold(request) -> str:
+    return request.doc["answer"].rpartition("####")[2].strip()
+
+
+def test_gsm8k_of_lm_eval_by_ten_lines(shared_data: Path, tmp_path: Path) -> None:
+    def script(request, tries: int) -> str:
+        return f"So she pays ${gold(request)}.00 in all." if request.doc_id % 3 else "I do not know."
+
+    scores = evaluate(tmp_path, MINE, gsm8k(shared_data), script, "gsm8k")
+    assert scores["prune_equal,answer"] == pytest.approx(4 / 6)
+    assert "exact_match,flexible-extract" not in scores
+
+
+def test_pass_and_majority_over_the_repeats_of_gsm8k(shared_data: Path, tmp_path: Path) -> None:
+    mine = MINE.replace(", {function: take_first}", "").replace("filter_list", "repeats: 4\n    filter_list")
+    mine += "".join(
+        f"      - {{metric: {name}, aggregation: mean, higher_is_better: true}}\n"
+        for name in ("prune_pass", "prune_maj")
+    )
+
+    def script(request, tries: int) -> str:
+        right = tries in {0: (1,), 1: (2, 3), 2: ()}[request.doc_id % 3]
+        return f"The answer is {gold(request) if right else 90_000 + tries}."
+
+    scores = evaluate(tmp_path, mine, gsm8k(shared_data), script, "gsm8k")
+    figures = {name.removesuffix(",answer"): value for name, value in scores.items() if name.endswith(",answer")}
+    thirds = {"prune_equal": (1 / 4, 2 / 4, 0), "pass@1": (0, 0, 0), "pass@2": (1, 0, 0), "pass@4": (1, 1, 0)}
+    thirds |= {"pass@1_unbiased": (1 / 4, 2 / 4, 0), "pass@2_unbiased": (1 / 2, 5 / 6, 0), "pass@4_unbiased": (1, 1, 0)}
+    thirds |= {"maj@4": (0, 1, 0), "distinct": (4, 3, 4)}
+    for name, values in thirds.items():
+        assert figures.pop(name) == pytest.approx(sum(values) / 3), name
+    assert not [name for name in figures if "stderr" not in name]
+
+
+def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Path) -> None:
+    mine = MINE.replace("my_gsm8k", "my_math").replace(
+        "task: gsm8k", "task: minerva_math500\n    process_results: null"
+    )
+    mine = mine.replace("{function: prune_answer}", "{function: prune_answer, kind: mathematics, gold: answer}")
+    mine = mine.replace("{metric: prune_equal,", "{metric: prune_equal, kind: mathematics,")
+    rows = [line for line in (shared_data / "math500_test.jsonl").read_text().splitlines() if r"\\frac" in line][:6]
+    (tmp_path / "math.jsonl").write_text("\n".join(rows))
+
+    def script(request, tries: int) -> str:
+        answer = request.doc["answer"]
+        return (
+            f"Hence the answer is ${answer.replace('frac', 'dfrac')}$."
+            if request.doc_id % 2
+            else "It is $\\sqrt[7]{91}$."
+        )
+
+    data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "math.jsonl")}}}
+    scores = evaluate(tmp_path, mine, data, script, "minerva_math")
+    assert scores["prune_equal,answer"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("{function: prune_answer}", "{function: prune_answer, kind: nubmer}"), "did you mean 'number'"),
+        (("{function: prune_answer}", "{function: prune_answer, kind: text}"), "needs gold: FIELD"),
+        (("{function: prune_answer}", "{function: prune_answer, kind: text, gold: target}"), "no field 'target'"),
+        (("{function: prune_answer}", "{function: prune_answer, sort: text}"), "no argument 'sort'"),
+        (("{metric: prune_equal,", "{metric: prune_equal, kind: maths,"), "no kind of answers 'maths'"),
+        (("{metric: prune_equal,", "{metric: prune_equal, kinds: number,"), "no argument 'kinds'"),
+    ],
+)
+def test_a_mistake_in_the_yaml_is_one_line_before_any_answer(
+    change: tuple[str, str], message: str, shared_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        evaluate(tmp_path, MINE.replace(*change), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
+    assert "\n" not in str(error.value) and "gsm8k" in str(error.value)
+
+
+# --------------------------------------------------------------------------- formulas
+
+
+def literal(right: list[bool], k: int) -> float:
+    """pass@k by drawing every subset of k answers."""
+    subsets = list(itertools.combinations(right, k))
+    return sum(any(subset) for subset in subsets) / len(subsets)
+
+
+def test_pass_and_majority_beside_every_subset_of_random_answers() -> None:
+    random.seed(4)
+    lists = []
+    for _ in range(40):
+        answers = [random.choice(["3", "4", "5", "", "3.0"]) for _ in range(8)]
+        right = [answer in ("3", "3.0") for answer in answers]
+        lists.append(right)
+        scores = scorers.pass_at_ks(["so it is\n#### 3"], [answers])
+        for k in (1, 2, 4, 8):
+            assert scores[f"pass@{k}_unbiased"] == pytest.approx(literal(right, k))
+            assert scores[f"pass@{k}"] == any(right[:k])
+        assert scorers.equal(["3"], [answers]) == sum(right) / 8
+        votes = {value: sum(answer == value for answer in map(norm, answers)) for value in map(norm, answers) if value}
+        most = [value for value in votes if votes[value] == max(votes.values())]
+        first = min(most, key=list(map(norm, answers)).index)
+        majority = scorers.majority_at_n(["3"], [answers])
+        assert majority == {"maj@8": float(first == "3"), "distinct": len(votes)}
+    for k in (1, 2, 4, 8):
+        expected = sum(literal(right, k) for right in lists) / len(lists)
+        assert get_aggregation(f"prune_pass_at_{k}")(lists) == pytest.approx(expected)
+
+
+def norm(answer: str) -> str:
+    return answer.removesuffix(".0")
+
+
+def test_several_gold_answers_take_the_main_score() -> None:
+    assert scorers.pass_at_ks(["3"], [["4", "3"]])["prune_pass"] == 1.0
+    assert scorers.majority_at_n(["3"], [["4", "3"]])["prune_maj"] == 0.0
+
+
+def test_a_response_that_is_no_list_is_read_as_a_list_is() -> None:
+    docs = [{"answer": "(B)"}, {"answer": "(C)"}]
+    texts = ["I think that the answer is (B).", "So the answer is (D)."]
+    read = scorers.AnswerFilter("text", "{{answer}}").apply(texts, docs)
+    assert [scorers.equal([doc["answer"]], [answer], "text") for doc, answer in zip(docs, read, strict=True)] == [1, 0]
+    assert scorers.AnswerFilter("text", "answer").apply([[text] for text in texts], docs) == [[each] for each in read]
+
+
+# --------------------------------------------------------------------------- names
+
+
+def test_entry_points_and_the_bridge_register_the_same() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, registered in (
+        ("models", registration.MODELS),
+        ("filters", registration.FILTERS),
+        ("metrics", registration.METRICS),
+        ("aggregations", registration.AGGREGATIONS),
+    ):
+        assert points[f"lm_eval.{group}"] == registered
+    assert get_filter("prune_answer") is scorers.AnswerFilter
+    for name in registration.METRICS:
+        assert callable(get_metric(name)) and is_higher_better(name)
+        assert get_metric_aggregation(name)([1, 0]) == 0.5
+    assert [get_aggregation(name) for name in registration.AGGREGATIONS] == [*scorers.PASS_AT.values()]

@@ -35,7 +35,10 @@ def mutually_exclusive(*names: str) -> Callable[[Any], Any]:
 
 
 def first_argument(name: str) -> Callable[[Any], Any]:
-    """Declare the option of a command's first word, an existing file or folder; `--NAME` may be left out."""
+    """Declare the option of a command's first word, a file or folder; `--NAME` may be left out.
+
+    If the option is a tuple, it has all first words.
+    """
 
     def declare(function: Any) -> Any:
         function.first_argument = name
@@ -50,7 +53,8 @@ def read_options(
     """Read the options of a command as arguments of its function; `--help` prints them and ends the program.
 
     A first word that is not an option is the value of the option that `first_argument` declares, else of `name`;
-    several first words are the values of the option `names`. A recipe may have sections of all `commands`.
+    several first words are the values of a tuple, else of the option `names`. A recipe may have sections of all
+    `commands`.
 
     Raises:
         InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
@@ -88,11 +92,18 @@ def as_typed(message: str, options: Mapping[str, Any]) -> str:
 
 
 class Parser(ArgumentParser):
-    """Parses the notation of this module; `known` are its options, `repeatable` those that can be repeated."""
+    """Parses the notation of this module.
+
+    Attributes:
+        known: names of its options.
+        repeatable: those that can be repeated.
+        lists: those that are tuples.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.known: set[str] = set()
         self.repeatable: set[str] = set()
+        self.lists: set[str] = set()
         super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
@@ -106,6 +117,8 @@ class Parser(ArgumentParser):
             settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
         elif is_supported_type(hint):
             settings |= {"action": None, "type": partial(_parse_word, hint)}
+            if get_origin(kind) is tuple:
+                self.lists.add(name)
             notation = {tuple: "A,B,…", dict: "NAME=VALUE,…"}.get(get_origin(kind))
             settings["metavar"] = notation or settings.get("metavar") or name.upper()
             if kind is bool:
@@ -130,9 +143,9 @@ def _name_first_words(parser: Parser, function: Callable[..., int], words: Seque
     count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     if not count:
         return list(words)
-    if "names" in parser.known:
-        return ["--names", ",".join(words[:count]), *words[count:]]
-    name = getattr(function, "first_argument", "name")
+    name = getattr(function, "first_argument", "names" if "names" in parser.known else "name")
+    if name in parser.lists:
+        return [f"--{name}", json.dumps(words[:count]), *words[count:]]
     return [f"--{name}", *words] if name in parser.known else list(words)
 
 

@@ -103,7 +103,8 @@ def describe(annotation: Any) -> str:
     elif origin is tuple:
         item = get_args(kind)[0]
         count = "one or more " if any(getattr(bound, "min_length", 0) for bound in _bounds(annotation)) else ""
-        words = f"{count}{_PLURALS[union_members(item)[0]]} separated by commas"
+        items = f"{describe(item)}," if get_origin(item) is Literal else _PLURALS[union_members(item)[0]]
+        words = f"{count}{items} separated by commas"
         return ", each ".join(filter(None, [words, _limits(item)]))
     else:
         words = _NOUNS.get(origin or kind, "text")

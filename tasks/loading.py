@@ -25,7 +25,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         InputError: a task does not exist, or its data cannot be loaded.
     """
-    unknown = [name for name in names if not Path(name).is_file() and name not in manager.task_index]
+    unknown = [name for name in names if not Path(name).is_file() and name not in manager._index]
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
     if unknown:

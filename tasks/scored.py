@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
-from lm_eval.api.task import ConfigurableTask
 
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MARKED
+from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.results import Scores, mathematics
 
 PARTS = ("level", "complexity", "grade", "subject")  # accuracy is reported for each value of these fields
 
 
-class ScoredTask(ConfigurableTask):
+class ScoredTask(compat.GenerateTask):
     """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
     Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
@@ -49,6 +49,7 @@ class ScoredTask(ConfigurableTask):
         # the metrics come from `aggregation`; without this empty list lm-eval adds its default metrics
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)
+        compat.without_metrics(self)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.times_out = self.score is mathematics
         self.parts: dict[str, tuple[str, Any]] = {}
@@ -68,17 +69,26 @@ class ScoredTask(ConfigurableTask):
     def _failures(self) -> list[str]:
         return ["timeouts"] if self.times_out else []
 
+    def override_metric(self, metric_name: str) -> None:
+        """Compute no other metric than this, for `lm_eval --predict_only`."""
+        super().override_metric(metric_name)
+        self.set_config("process_results", None)
+
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
         """Return the metrics of a response, and the main metric for each part; None for parts of other documents."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
-            return dict(super().process_results(doc, results))
-        scores = self.scores(doc, results[0])
+            return compat.as_results({"bypass": 0.0})
+        scores = self.scores(doc, self.response(results))
         parts = {
             name: scores[self.main] if doc[field] == value else None
             for part, (field, value) in self.parts.items()
             for name in part_metrics(part)
         }
-        return {**scores, **parts}
+        return compat.as_results({**scores, **parts})
+
+    def response(self, results: Sequence[Any]) -> Any:
+        """Return what `scores` takes, from the argument of `process_results`."""
+        return results[0]
 
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
         """Return the metrics of a response."""
@@ -91,6 +101,10 @@ class ScoredTask(ConfigurableTask):
         for part in self.parts:
             means |= part_metrics(part)
         return {**super().aggregation(), **means, **answers}
+
+    def aggregate(self, bootstrap_iters: int | None = 100_000) -> tuple[dict[str, Any], int]:
+        """Return the aggregated metrics and the number of documents, for lm-eval 0.5."""
+        return compat.aggregate(self, bootstrap_iters)
 
     def higher_is_better(self) -> dict[str, bool]:
         """Return True for all but `timeouts`."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lm_eval.api.task import ConfigurableTask
-
 from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.tasks.compat import RollingTask
 
 
-class WindowedTask(ConfigurableTask):
+class WindowedTask(RollingTask):
     """A rolling log-likelihood task with windows of `window` tokens; `InputError` if `max_length` is another number.
 
     The model cuts the windows at its `max_length`. The task reads it from the run's metadata, to which lm-eval adds the

@@ -363,13 +363,12 @@ def test_lm_eval_prompts_with_the_bare_question(options: TrainOptions, trained: 
 def test_training_questions_in_a_test_are_reported(
     options: TrainOptions, trained: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lm_eval.api.instance import Instance
-
     from lmeval_prune.models.athena import AthenaLM
+    from lmeval_prune.tasks import compat
 
     lm = AthenaLM(trained, batch_size=4, device="cuda:0")  # what lm-eval's command line says everywhere
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
-    requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
+    requests = [compat.request("generate_until", ("whatever", {}), "t", i, doc=doc) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
     assert "2 of the questions were in this model's training data" in caplog.text
     with pytest.raises(InputError, match="have no field 'query'"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -44,8 +45,12 @@ def some_texts(count: int, seed: int = 0, longest: int = 12) -> list[Text]:
     for number in range(count):
         tokens = shared[: rng.randint(0, 4)] + [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(2, longest))]
         cut = rng.randint(1, len(tokens) - 1)
-        texts.append(Text(tuple(tokens[:cut]), tuple(tokens[cut:]), number // 2))
+        texts.append(Text(tuple(tokens[:cut]), tuple(tokens[cut:]), ("task", number // 2)))
     return texts
+
+
+def under_masks(engine: Engine, masks: dict[str, HeadMask], texts: list[Text]) -> dict[str, list[torch.Tensor]]:
+    return token_distances(engine, {name: [mask] for name, mask in masks.items()}, texts)
 
 
 def reference_distances(model: nn.Module, mask: HeadMask, text: Text) -> list[list[float]]:
@@ -72,7 +77,7 @@ def test_ten_masks_in_a_batch_are_as_far_as_the_definitions_say(family: str, mon
     monkeypatch.setattr("lmeval_prune.decoding.likelihood.LOGITS", 40 * VOCABULARY)  # five rows a chunk
     model = doubles(family)
     masks, texts = some_masks(model, 10), some_texts(6)
-    distances = token_distances(Engine(model), masks, texts)
+    distances = under_masks(Engine(model), masks, texts)
     assert list(distances) == list(masks)
     for name, mask in masks.items():
         for text, values in zip(texts, distances[name], strict=True):
@@ -85,7 +90,7 @@ def test_ten_masks_in_a_batch_are_as_far_as_the_definitions_say(family: str, mon
 def test_masks_that_do_not_fit_together_run_one_group_after_another(memory: int) -> None:
     model = doubles("llama")
     masks, texts = some_masks(model, 4), some_texts(5, seed=1)
-    whole, parts = (token_distances(Engine(model, memory=size), masks, texts) for size in (1 << 30, memory))
+    whole, parts = (under_masks(Engine(model, memory=size), masks, texts) for size in (1 << 30, memory))
     for name in masks:
         for a, b in zip(whole[name], parts[name], strict=True):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
@@ -96,7 +101,7 @@ def test_a_model_that_the_engine_does_not_run_takes_plain_passes() -> None:
     engine = Engine(model)
     assert engine.unscored
     masks, texts = some_masks(model, 2), some_texts(3)
-    for name, values in token_distances(engine, masks, texts).items():
+    for name, values in under_masks(engine, masks, texts).items():
         for text, rows in zip(texts, values, strict=True):
             expected = reference_distances(model, masks[name], text)
             assert rows.tolist() == [pytest.approx(row, abs=1e-9) for row in expected]
@@ -216,11 +221,17 @@ def test_the_first_token_that_differs(a: list[int], b: list[int], expected: int 
 
 
 def test_a_summary_of_answers() -> None:
-    dense, answers = [[1, 2, 3], [4], [5, 6], [7]], [[1, 2, 3], [5, 6, 7], [5, 7], [7]]
-    summary = summarize_answers(dense, answers, [False, True, False, False], range(4))
+    texts = pd.DataFrame(
+        {"task": "t", "doc_id": range(4), "answer_tokens": [3, 3, 2, 1], "cut_off": [False, True, False, False]}
+    )
+    summary = summarize_answers(texts.assign(first_difference=pd.array([None, 1, 2, None], dtype="Int32")))
     assert summary["same_answers"] == 0.5 and summary["first_difference"] == 1.5
     assert summary["mean_tokens"] == 9 / 4 and summary["cut_off"] == 0.25
-    assert summarize_answers(dense, dense, [False] * 4, range(4))["first_difference"] is None
+    assert summary["mean_tokens_se"] == pytest.approx(np.std([3, 3, 2, 1], ddof=1) / 2)
+    assert (
+        summarize_answers(texts.assign(first_difference=pd.array([None] * 4, dtype="Int32")))["first_difference"]
+        is None
+    )
 
 
 # --------------------------------------------------------------------------- the command
@@ -263,7 +274,7 @@ def test_variants_on_greedy_answers(tiny_folder: Path, tmp_path: Path, capsys: p
             out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0].tolist()
         answer = tuple(out[len(prompt) :])
         assert rows["mask"]["texts"][number]["tokens"] == len(answer)
-        expected = reference_distances(model, HeadMask("L0H1"), Text(tuple(prompt), answer, 0))
+        expected = reference_distances(model, HeadMask("L0H1"), Text(tuple(prompt), answer, ("", 0)))
         means += [row[0] for row in expected]
         assert rows["mask"]["texts"][number]["kld"] == pytest.approx(np.mean([row[0] for row in expected]), abs=1e-9)
     assert rows["mask"]["mean_kld"] == pytest.approx(np.mean(means), abs=1e-9)
@@ -308,7 +319,7 @@ def test_mistakes_are_a_line_before_the_weights_are_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("lmeval_prune.distance.texts.DistanceLM.__init__", load)
+    monkeypatch.setattr("lmeval_prune.distance.texts.RecordingLM.__init__", load)
     if "OTHER" in words:
         shutil.copytree(tiny_folder, tmp_path / "other")
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")

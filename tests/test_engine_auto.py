@@ -23,6 +23,7 @@ from lmeval_prune.models import engine_choice
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.tasks import compat
 from tests.test_command_line import call, lm_eval
 from tests.test_decoding import BY_GENERATE
 from tests.test_grid import described
@@ -55,7 +56,7 @@ def mixed() -> list[Instance]:
     pairs = [(prompt, task) for prompt in PROMPTS[:3] for task in range(len(settings))]
     pairs.sort(key=lambda pair: hash((len(pair[0]) * 7 + pair[1] * 5) % 11))
     return [
-        Instance("generate_until", {}, (prompt, dict(settings[task])), 0, (f"task{task}", PROMPTS.index(prompt), 1))
+        compat.request("generate_until", (prompt, dict(settings[task])), f"task{task}", PROMPTS.index(prompt))
         for prompt, task in pairs
     ]
 
@@ -123,7 +124,7 @@ def test_a_store_that_the_other_path_began_is_resumed(
 
 def test_an_empty_prompt_is_left_to_hf(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    requests = [Instance("generate_until", {}, (text, dict(GREEDY[0])), 0, ("t", 0, 1)) for text in ("x", "")]
+    requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", 0) for text in ("x", "")]
     lm = model(tiny_folder, batch_size=1, add_bos_token=True)
     assert lm.generate_until(requests) == model(tiny_folder, HFLM, batch_size=1, add_bos_token=True).generate_until(
         requests
@@ -144,9 +145,7 @@ def test_models_are_left_to_hf(
     tiny_folder: Path, arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    requests = [
-        Instance("generate_until", {}, (text, dict(GREEDY[0])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
-    ]
+    requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", i) for i, text in enumerate(PROMPTS)]
     lm, texts = run(tiny_folder, requests, **arguments)
     assert texts == run(tiny_folder, requests, **arguments, engine="generate")[1]
     (line,) = decisions(caplog)
@@ -159,9 +158,7 @@ def test_families_that_the_engine_does_not_run_are_left_to_hf(
     caplog.set_level(logging.INFO)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     network = tiny("bloom", vocab_size=len(tokenizer))
-    requests = [
-        Instance("generate_until", {}, (text, dict(GREEDY[0])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
-    ]
+    requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", i) for i, text in enumerate(PROMPTS)]
     expected = HFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests)
     assert PrunedHFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests) == expected
     assert len(decisions(caplog)) == 1 and "plain generate" not in caplog.text
@@ -195,7 +192,7 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     network.config.sliding_window = 4096
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     lm = PrunedHFLM(network, tokenizer=tokenizer)
-    request = Instance("generate_until", {}, ("x", dict(GREEDY[0])), 0, ("t", 0, 1))
+    request = compat.request("generate_until", ("x", dict(GREEDY[0])), "t", 0)
     assert lm.engine_choice.by_engine([request]) == []
     assert "sliding window of 4096 tokens is too large" in next(iter(lm.engine_choice._logged))
 
@@ -211,9 +208,7 @@ def test_every_family_of_the_table_is_compared_with_generate() -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(1, None), ("1", None), ("auto", None), ("auto:2", None), (4, 4), ("4", 4)])
 def test_an_explicit_batch_size_bounds_the_rows(tiny_folder: Path, size: Any, rows: int | None) -> None:
-    requests = [
-        Instance("generate_until", {}, (text, dict(GREEDY[1])), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)
-    ]
+    requests = [compat.request("generate_until", (text, dict(GREEDY[1])), "t", i) for i, text in enumerate(PROMPTS)]
     lm, texts = run(tiny_folder, requests, batch_size=size)
     assert lm.engine and lm.engine.max_rows == rows and lm.engine.statistics.answers == len(requests)
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
@@ -236,7 +231,7 @@ def test_hf_answers_where_memory_is_too_small(
     """A slot has keys and values: 2 layers, 2 heads of width 8, float64; fewer rows than the batch size are too few."""
     caplog.set_level(logging.INFO)
     setting = {"until": [], "max_gen_toks": 10}
-    requests = [Instance("generate_until", {}, (text, dict(setting)), i, ("t", i, 1)) for i, text in enumerate(PROMPTS)]
+    requests = [compat.request("generate_until", (text, dict(setting)), "t", i) for i, text in enumerate(PROMPTS)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     slot = (max(len(tokenizer.encode(text)) for text in PROMPTS) + 10) * 2 * 2 * 8 * 2 * 8
     monkeypatch.setattr(engine_choice, "available_memory", lambda _: int(slots * slot))

@@ -28,6 +28,7 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
 
 
@@ -239,7 +240,7 @@ def instances(kind: str) -> list[Instance]:
     """Also an empty context, a context that ends in spaces, equal requests, an empty text."""
     pairs: list[Any] = [(prompt, choice) for prompt in [*WORDS, "", "Two  "] for choice in ("a", "b", " yes indeed")]
     arguments = [*pairs, pairs[0]] if kind == "loglikelihood" else [(word,) for word in [*WORDS, "", WORDS[0]]]
-    return [Instance(kind, {}, each, i % 3, ("toy", i, 1)) for i, each in enumerate(arguments)]
+    return [compat.request(kind, each, "toy", i) for i, each in enumerate(arguments)]
 
 
 def lm_of(folder: Path, **arguments: Any) -> PrunedHFLM:
@@ -250,7 +251,7 @@ KINDS = ["loglikelihood", "loglikelihood_rolling"]
 
 
 def assert_close(kind: str, responses: list[Any], expected: list[Any], tolerance: float = 1e-9) -> None:
-    if kind == "loglikelihood":
+    if kind == "loglikelihood" or compat.HAS_SCORERS:
         assert [greedy for _, greedy in responses] == [greedy for _, greedy in expected]
         responses, expected = [value for value, _ in responses], [value for value, _ in expected]
     assert responses == pytest.approx(expected, abs=tolerance)
@@ -281,7 +282,7 @@ def test_the_log_softmax_has_hfs_type(tiny_folder: Path, softmax_dtype: str | No
 @pytest.mark.parametrize("length", [5, 20])
 def test_a_continuation_without_room_is_refused(tiny_folder: Path, length: int) -> None:
     lm = lm_of(tiny_folder, engine="batched", max_length=10)
-    request = Instance("loglikelihood", {}, ("a", "b" * length), 0, ("toy", 7, 1))
+    request = compat.request("loglikelihood", ("a", "b" * length), "toy", 7)
     if length <= 10:
         expected = lm_of(tiny_folder, max_length=10).loglikelihood([request])
         assert_close("loglikelihood", lm.loglikelihood([request]), expected)

@@ -464,8 +464,8 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     comparison = compare(path)
     assert comparison.missing == [("x", "t", "not run yet")] and ("x", "t") not in comparison.rows
     assert main(["grid", "compare", str(path)]) == 0
-    assert "note: missing cells: 1: x on t (not run yet)\n" in capsys.readouterr().out
-    assert "- missing cells: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
+    assert "note: missing: 1: x on t (not run yet)\n" in capsys.readouterr().out
+    assert "- missing: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
     shutil.rmtree(path / "cells" / "dense-t")
     with pytest.raises(InputError, match="no cell of the baseline 'dense' is done"):
         compare(path)

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
@@ -19,7 +19,7 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
-from lmeval_prune.tasks import data, loading, results, windows
+from lmeval_prune.tasks import compat, data, loading, results, windows
 from tests.conftest import ROOT, task_manager
 
 
@@ -160,7 +160,7 @@ def test_copies_that_pad_short_ranks_are_dropped() -> None:
     for instance in task.instances:
         responses = instance.filtered_resps["none"]
         assert len(responses) == 4
-        assert task.process_results(instance.doc, [responses])["pass@4_unbiased"] == 1
+        assert task.scores(instance.doc, responses)["pass@4_unbiased"] == 1
 
 
 def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
@@ -309,14 +309,24 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
     from lmeval_prune.tasks.customary import CustomaryTask
 
     base = task_manager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
-    config = {k: v for k, v in vars(base.config).items() if v is not None and k != "fewshot_config"}
-    task = CustomaryTask({**config, "class": CustomaryTask})
-    lls = [(-3.0, False), (-1.0, False), (-2.5, False), (-9.0, False)]
+    ignored = ("fewshot_config", "filter_list", "tag")
+    config = {k: v for k, v in vars(base.config).items() if v is not None and k not in ignored}
     doc = {"question": "?", "choices": ["aaaaaaaaaaaa", "b", "cc", "d"], "gold": 0}
-    assert task.process_results(doc, lls) == {"acc": 0.0, "acc_norm": 1.0, "score": 1.0}
-    plain = [m for m in config["metric_list"] if m["metric"] == "acc"]
-    assert CustomaryTask({**config, "metric_list": plain}).process_results(doc, lls) == {"acc": 0.0, "score": 0.0}
-    assert "score" in task.aggregation() and task.higher_is_better()["score"]
+    config |= {"class": CustomaryTask, "custom_dataset": lambda **_: {"test": Dataset.from_list([doc])}}
+    lls = {"aaaaaaaaaaaa": -3.0, "b": -1.0, "cc": -2.5, "d": -9.0}
+
+    class Scorer(Scripted):
+        def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return [(lls[request.args[1].strip()], False) for request in requests]
+
+    def evaluate(metrics: list[dict]) -> dict:
+        tasks = {"mine": CustomaryTask({**config, "task": "mine", "metric_list": metrics})}
+        out = simple_evaluate(Scorer(None), tasks=["mine"], task_manager=compat.LoadedTasks(tasks), bootstrap_iters=0)
+        assert out["higher_is_better"]["mine"]["score"]
+        return figures(out, "mine")
+
+    assert evaluate(config["metric_list"]) == {"acc": 0.0, "acc_norm": 1.0, "score": 1.0}
+    assert evaluate([m for m in config["metric_list"] if m["metric"] == "acc"]) == {"acc": 0.0, "score": 0.0}
 
 
 def test_paper_groups_are_found() -> None:
@@ -331,10 +341,12 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
     def without_data(self, config) -> None:
         self._config = TaskConfig(**config)
 
-    monkeypatch.setattr(ConfigurableTask, "__init__", without_data)
+    monkeypatch.setattr(compat.MultipleChoiceTask, "__init__", without_data)
     built = loading.task_manager().load(["prune_commonsense"])["tasks"]
     assert len(built) == 7 and all(type(task) is CustomaryTask for task in built.values())
-    normed = {name for name, task in built.items() if "acc_norm" in {m["metric"] for m in task.config.metric_list}}
+    normed = {
+        task.config.task for task in built.values() if "acc_norm" in {m["metric"] for m in task.config.metric_list}
+    }
     assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
 
 
@@ -347,8 +359,6 @@ def test_perplexity_at_another_sequence_length_is_refused(length: int | None) ->
 
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval's wikitext, on a page of our own."""
-    from datasets import Dataset
-
     page = Dataset.from_list([{"page": "one two three"}])
     monkeypatch.setattr(
         windows.WindowedTask,
@@ -358,10 +368,11 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
 
     class Uniform(Scripted):
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-            return [-6.0 for _ in requests]
+            return [compat.rolling_response(-6.0) for _ in requests]
 
     out = run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=128)
-    assert out["results"]["wikitext"]["word_perplexity,none"] == pytest.approx(math.exp(2))
+    (figures,) = (value for name, value in out["results"].items() if name.endswith("wikitext"))
+    assert figures["word_perplexity,none"] == pytest.approx(math.exp(2))
 
 
 @pytest.mark.parametrize(

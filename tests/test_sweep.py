@@ -64,7 +64,7 @@ def test_each_cell_equals_generate_with_that_head_pruned(tiny_folder: Path, whol
         with nullcontext() if cell["head"] == "dense" else HeadMask(cell["head"]).applied_to(plain):
             out = plain.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert cell["tokens"] == out.tolist()
-        assert cell["outcome"] == bool(task.process_results(doc, [cell["text"]])["exact_match"])
+        assert cell["outcome"] == bool(task.scores(doc, cell["text"])["exact_match"])
 
 
 def kill_after(count: int) -> None:
@@ -103,8 +103,8 @@ class Stopped(Exception):
     pass
 
 
-def stop(self: SweptTask, doc: dict, results: list) -> dict:
-    if len(results[0]) > 1:  # not the check of the metric before the run
+def stop(self: SweptTask, doc: dict, responses: list) -> dict:
+    if len(responses) > 1:  # not the check of the metric before the run
         raise Stopped
     return {}
 
@@ -112,7 +112,7 @@ def stop(self: SweptTask, doc: dict, results: list) -> dict:
 def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     """A run over five questions is killed before scoring; then a run over two questions, then over five."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SweptTask, "process_results", stop)
+        patch.setattr(SweptTask, "score_tries", stop)
         with pytest.raises(Stopped):
             sweep(tiny_folder, tmp_path / "s")
     with pytest.raises(InputError, match="no outcomes yet"):
@@ -207,7 +207,7 @@ def test_random_prompts_are_the_same_in_a_resumed_sweep(tiny_folder: Path, tmp_p
 def few_shot(folder: Path) -> str:
     """A user's own YAML: two filters, another name for the question, two splits."""
     for name in ("train", "held"):
-        lines = [f'{{"ask": "{name} {i}+{i}?", "gold": "{2 * i}"}}\n' for i in range(4)]
+        lines = [f'{{"ask": "{name} {i}+{i}?", "gold": "{2 * i}."}}\n' for i in range(4)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     (folder / "mine.yaml").write_text(
         f"""

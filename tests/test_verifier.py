@@ -90,6 +90,13 @@ def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier
     assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
 
 
+@pytest.mark.parametrize(
+    "answer", ["\\frac{1}{2}x\\", "y$\\frac{1}{2}", "y$ $\\frac{1}{2}", "y\\$\\frac{1}{2}", "y\\[\\frac{1}{2}\\]"]
+)
+def test_a_part_of_what_is_no_whole_formula_is_not_compared(verifier: Verifier, answer: str) -> None:
+    assert verifier.verify_many([("\\frac{1}{2}", answer), ("\\frac{1}{2}", "\\frac{2}{4}")]) == ["different", "equal"]
+
+
 def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
     """In the middle of a comparison, which is then asked again; and while it waits."""
     assert verifier.verify("2x", "x+x") == "equal"

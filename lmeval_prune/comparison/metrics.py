@@ -56,22 +56,43 @@ class Results(TypedDict):
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
-def choose_metrics(outcomes: pd.DataFrame, results: Results, name: str | None, advice: str) -> dict[str, Metric]:
-    """Choose the compared metric of each task.
+KnownMetrics = dict[str, dict[str, Metric]]  # by task and `METRIC,FILTER`
+
+
+def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
+    """Return the metrics that have a value for each question and are a function of a mean over questions.
+
+    Others (F1, BLEU) are left out: lm-eval's configuration of the task names another aggregation, or none gives the
+    figure in lm-eval's results.
 
     Args:
         outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
         results: lm-eval's results.
+    """
+    known = {}
+    for task, rows in outcomes.groupby("task", sort=False):
+        higher = results.get("higher_is_better", {}).get(str(task)) or {}
+        known[str(task)] = {
+            column: Metric(column, aggregation, higher.get(_name(column), True) is False)
+            for column, aggregation in _aggregations(rows, str(task), results).items()
+        }
+    return known
+
+
+def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
+    """Choose the compared metric of each task.
+
+    Args:
+        outcomes: as for `known_metrics`.
+        known: see `known_metrics`.
         name: `METRIC` or `METRIC,FILTER`; None for the default (see `_preference`).
         advice: end of a message: how to name another metric.
     """
-    metrics = {}
-    for task, rows in outcomes.groupby("task", sort=False):
-        known = aggregations(rows, str(task), results)
-        column = _choose(str(task), name, rows, known, advice)
-        higher = (results.get("higher_is_better", {}).get(str(task)) or {}).get(_name(column), True)
-        metrics[str(task)] = Metric(column, known[column], higher is False)
-    return metrics
+    chosen = {}
+    for task, metrics in known.items():
+        column = _choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)
+        chosen[task] = metrics[column]
+    return chosen
 
 
 def check_alike(metrics: Mapping[str, Metric]) -> None:
@@ -89,7 +110,7 @@ def columns_of(outcomes: pd.DataFrame) -> list[str]:
     return [name for name in outcomes.columns if "," in name and not name.startswith(WEIGHT)]
 
 
-def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str, Aggregation], advice: str) -> str:
+def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str, Any], advice: str) -> str:
     """Choose a metric that has a value for each question of a task: `name` (a metric or column), or the preferred."""
     if candidates := [column for column in known if name is None or name in (column, _name(column))]:
         return max(candidates, key=_preference)
@@ -103,22 +124,17 @@ def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str,
     raise InputError(f"{missing}; it has {', '.join(known)}; {advice}")
 
 
-def aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
-    """Return how lm-eval aggregates each metric that has a value for each question, by `METRIC,FILTER`.
-
-    Metrics that are not computed by a mean over documents (F1, BLEU) are left out: lm-eval's configuration of the task
-    names another aggregation, or none gives the figure in lm-eval's results.
-    """
-    config = (results.get("configs") or {}).get(task) or {}
-    declared = {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
+def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
+    """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
+    declared = declared_aggregations(task, results)
     figures = results.get("results", {}).get(task, {})
     known: dict[str, Aggregation] = {}
     for column in columns_of(rows):
         values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
-        if not np.isfinite(values).all():
+        if not np.isfinite(values).all() or _name(column) == "bypass":  # of `--predict_only`
             continue
         name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
-        figure, is_weighted = figures.get(column), bool(weights.notna().all())
+        figure, is_weighted = figures.get(column), bool((weights > 0).all())
         names = [name, *AGGREGATIONS] if isinstance(figure, int | float) else [name]
         candidates = [AGGREGATIONS[each] for each in names if each in AGGREGATIONS]
         fitting = [each for each in candidates if each.is_weighted == is_weighted]
@@ -127,6 +143,12 @@ def aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, A
         if fitting:
             known[column] = fitting[0]
     return known
+
+
+def declared_aggregations(task: str, results: Results) -> dict[str, Any]:
+    """Return the aggregations that lm-eval's configuration of a task names, by metric."""
+    config = (results.get("configs") or {}).get(task) or {}
+    return {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
 
 
 def _agrees(value: float, figure: float) -> bool:
@@ -148,7 +170,7 @@ def values_of(outcomes: pd.DataFrame, metrics: Mapping[str, Metric], advice: str
         column = metric.column
         if column not in outcomes or not np.isfinite(outcomes[column][rows]).all():
             complete = [name for name in columns_of(outcomes) if np.isfinite(outcomes[name][rows]).all()]
-            _choose(task, column, outcomes[rows], dict.fromkeys(complete, Aggregation()), advice)
+            _choose(task, column, outcomes[rows], dict.fromkeys(complete), advice)
         values[rows] = metric.aggregation.factor * outcomes[column][rows]
         if metric.aggregation.is_weighted:
             weights[rows] = outcomes[WEIGHT + column][rows]

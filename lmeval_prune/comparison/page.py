@@ -18,7 +18,7 @@ from lmeval_prune.comparison.rows import Comparison
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.documents import render
 
-MAX_TEXT = 1600  # characters; the middle of a longer text is left out
+MAX_TEXT = 1640  # characters; the middle of a longer text is left out
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
 
 
@@ -90,7 +90,7 @@ class _Questions:
         gold = self.comparison.answers(self.comparison.baseline, task)
         result = {**_values(table), "withheld": False}
         for entry, (part, number, _) in zip(result["shown"], table.questions, strict=True):
-            entry |= {key: _shortened(gold[part, number][key]) for key in ("question", "target")}
+            entry |= {key: shortened(gold[part, number][key]) for key in ("question", "target")}
         answers: dict[str, list[int]] = {}
         likelihoods: dict[str, list[str]] = {}
         texts: dict[str, int] = {}
@@ -101,7 +101,7 @@ class _Questions:
             rows = [cell[part, number] for part, number, _ in table.questions]
             likelihoods[name] = [row["likelihood"] for row in rows]
             answers[name] = []
-            for text in (_shortened(row["answer"]) for row in rows):
+            for text in (shortened(row["answer"]) for row in rows):
                 self.characters_left -= len(text) if text not in texts else 0
                 answers[name].append(texts.setdefault(text, len(texts)))
         if self.characters_left > 0:
@@ -126,13 +126,13 @@ def _values(table: Table) -> dict[str, Any]:
     }
 
 
-def _shortened(text: Any) -> str:
-    """Return a text; of a long one, leave out the middle."""
+def shortened(text: Any) -> str:
+    """Return a text; of a text longer than `MAX_TEXT`, leave out the middle."""
     text = str(text)
     if len(text) <= MAX_TEXT:
         return text
-    half = MAX_TEXT // 2
-    return f"{text[:half]}\n[… {len(text) - MAX_TEXT} characters …]\n{text[-half:]}"
+    half = MAX_TEXT // 2 - 20
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 def _without_nan(value: Any) -> Any:

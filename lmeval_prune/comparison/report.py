@@ -21,6 +21,7 @@ from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, sav
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
 
 TEXT_COLUMNS = ["variant"]
+MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
 def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[str, list[str], list[Path]]:
@@ -37,7 +38,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:
-        notes = [f"missing cells: {_missing_cells(comparison.missing)}", *notes]
+        notes = [f"missing: {_missing(comparison.missing)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
     write_text(target / "table.csv", csv(pd.DataFrame(rows)))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
@@ -64,8 +65,8 @@ def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _missing_cells(cells: list[tuple[str, str, str]]) -> str:
-    """Describe cells that are not done, with their reasons, in one line."""
+def _missing(cells: list[tuple[str, str, str]]) -> str:
+    """Describe results that are missing, with their reasons, in one line."""
     named = [f"{variant} on {task} ({reason})" for variant, task, reason in cells]
     return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
@@ -77,8 +78,10 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         comparison=comparison,
         notes=notes,
         without_texts=without_texts,
+        summary=summary_table(comparison) if comparison.about else "",
         tables={task: task_table(comparison, task) for task in comparison.tasks},
         tests=sum(row.p is not None for row in rows),
+        parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
         costs=_costs_table(comparison, costs) if costs else "",
@@ -91,6 +94,22 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
 def _device_text(costs: dict[str, Any]) -> str:
     device = costs.get("device", "cpu")
     return f"a CPU ({costs.get('threads', 1)} threads)" if device == "cpu" else str(device)
+
+
+def summary_table(comparison: Comparison) -> str:
+    """Return a Markdown table of all tasks, a row for each variant; without parts if they are many."""
+    tested = [row for row in comparison.rows.values() if row.variant != comparison.baseline]
+    parts = [row for row in tested if comparison.tables[row.task].is_part]
+    rows = []
+    for row in tested:
+        if row in parts and len(tested) > MAX_SUMMARY and len(parts) < len(tested):
+            continue
+        metric = "; ".join(comparison.tables[row.task].columns)
+        base = _level_text(row, comparison.rows[comparison.baseline, row.task].mean)
+        rows.append({"task": row.task, "metric": metric, **_row_cells(row), "baseline": base})
+    figures = ["questions", "baseline", "mean", "difference", "+ / −", "p", "p Holm", "detectable"]
+    frame = pd.DataFrame(rows, columns=["task", "metric", "variant", *figures])
+    return markdown(frame, ["task", "metric", *TEXT_COLUMNS])
 
 
 def task_table(comparison: Comparison, task: str) -> str:

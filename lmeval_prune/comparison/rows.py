@@ -41,7 +41,7 @@ class Row:
     worse: int | None = None
     test: str = ""  # `McNemar` or `sign flips`
     p: float | None = None
-    p_holm: float | None = None  # corrected for all tests of the comparison
+    p_holm: float | None = None  # corrected for all tests of the comparison, or of its parts
     detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None if none has
     chosen_on: int = 0  # number of the questions that the variant was selected on
     lower_is_better: bool = False
@@ -82,21 +82,28 @@ class Comparison:
 
 
 def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple[str, str], Row]:
-    """Return the rows of all tables, by variant and task, with Holm's correction for all tests."""
-    tests = max(1, sum(len(table.variants) - 1 for table in tables.values()))
-    rows = {
-        (row.variant, task): row
-        for task, table in tables.items()
-        for row in _rows_of(task, table, table.variants.index(baseline), seed, tests)
-    }
-    tested = [row for row in rows.values() if row.p is not None]
-    for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
-        row.p_holm = adjusted
-    return rows
+    """Return the rows of all tables, by variant and task.
+
+    Holm's correction is for all tests of the tables that are no parts, and of those that are.
+    """
+    rows: dict[tuple[str, str], Row] = {}
+    for is_part in (False, True):
+        family = {task: table for task, table in tables.items() if table.is_part == is_part}
+        tests = sum(len(table.variants) - 1 for table in family.values())
+        own = [
+            row
+            for task, table in family.items()
+            for row in _rows_of(task, table, table.variants.index(baseline), seed, max(1, tests))
+        ]
+        tested = [row for row in own if row.p is not None]
+        for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
+            row.p_holm = adjusted
+        rows |= {(row.variant, row.task): row for row in own}
+    return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 
 def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:
-    """Yield the rows of one table; `tests` is the number of tests of the whole comparison."""
+    """Yield the rows of one table; `tests` is the number of tests that are corrected together."""
     weights = np.ones(len(table.values)) if table.weights is None else table.weights / table.weights.mean()
     values = table.values if table.weights is None else table.values / table.weights.mean()
     is_binary = table.are_shares and bool(np.isin(values, (0.0, 1.0)).all())

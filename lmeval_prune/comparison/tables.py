@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from lmeval_prune.comparison.metrics import Metric, Results, check_alike, choose_metrics, values_of
+from lmeval_prune.comparison.metrics import KnownMetrics, Metric, check_alike, choose_metrics, values_of
 from lmeval_prune.errors import InputError
 
 POOLED = "all tasks"
@@ -24,6 +24,7 @@ class Table:
     texts: list[str]  # digest of each question's text, which is the same in all tasks
     questions: list[Question] = field(default_factory=list)  # empty for parts of a task, groups and pooled tasks
     metrics: dict[str, Metric] = field(default_factory=dict)  # the compared metric by task
+    is_part: bool = False  # of a task or of a group: its tests are corrected together with those of other parts
     weights: np.ndarray | None = None  # shape (questions,): words or bytes; None: each question has the same weight
 
     @property
@@ -63,7 +64,7 @@ class Table:
         """Return the table of some questions, given their numbers."""
         weights = None if self.weights is None else self.weights[rows]
         texts = [self.texts[row] for row in rows]
-        return replace(self, values=self.values[rows], texts=texts, questions=[], weights=weights)
+        return replace(self, values=self.values[rows], texts=texts, questions=[], weights=weights, is_part=True)
 
     def repeats(self) -> Iterator[tuple[str, int]]:
         """Yield each question's text, and how many earlier questions of its task have the same text."""
@@ -77,7 +78,7 @@ def read_table(
     task: str,
     baseline: str,
     outcomes: Mapping[str, Callable[[], pd.DataFrame]],
-    results: Results,
+    known: KnownMetrics,
     texts: Mapping[tuple[str, int], str],
     metric: str | None,
     advice: str,
@@ -88,13 +89,13 @@ def read_table(
         task: name for messages.
         baseline: name of the variant that determines questions and metrics.
         outcomes: functions that read a variant's outcomes, by variant; see `samples.tables`.
-        results: lm-eval's results of the baseline.
+        known: metrics of the baseline; see `known_metrics`.
         texts: digests of the questions' texts, by task and number.
         metric: `METRIC` or `METRIC,FILTER`; None for the default.
         advice: end of a message: how to name another metric.
     """
     base = outcomes[baseline]()
-    metrics = choose_metrics(base, results, metric, advice)
+    metrics = choose_metrics(base, known, metric, advice)
     check_alike(metrics)
     questions = _questions(base)
     position = {question: row for row, question in enumerate(questions)}
@@ -117,7 +118,7 @@ def read_table(
             raise InputError(f"{variant!r} on {task}: its documents have other numbers of words or bytes than before")
         weights[rows] = own_weights
     keys = [texts[name, number] for name, number, _ in questions]
-    return Table(list(outcomes), values, keys, questions, metrics, _unless_equal(weights))
+    return Table(list(outcomes), values, keys, questions, metrics, weights=_unless_equal(weights))
 
 
 def _questions(outcomes: pd.DataFrame) -> list[Question]:

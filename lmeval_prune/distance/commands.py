@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,19 @@ def distance(
         raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.distance.report import write
-    from lmeval_prune.distance.texts import DistanceLM, check_models, texts_of
+    from lmeval_prune.distance.texts import check_models, load, read_windows, task_requests
     from lmeval_prune.distance.variants import measure
     from lmeval_prune.models.arguments import Arguments
 
     check_writable(output)
     values = [*(("heads", each) for each in heads), *(("mask", each) for each in mask)]
-    variants = {}
-    for name, (argument, value) in zip(names, values, strict=False):
-        (variants[name],) = Arguments.of({argument: value}).interventions
-    check_models(pretrained, settings, list(variants.values()), checkpoint)
-    lm = DistanceLM(pretrained, settings)
-    distances = measure(lm, settings, variants, checkpoint, texts_of(lm, settings))
-    print(write(output, pretrained, settings, distances))
+    pairs = zip(names, values, strict=False)
+    variants = {name: Arguments.of({argument: value}).interventions for name, (argument, value) in pairs}
+    check_models(pretrained, settings, [each for several in variants.values() for each in several], checkpoint)
+    lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
+    texts = read_windows(lm, settings) if settings.text else ()
+    requests = task_requests(lm, settings) if settings.task else {}
+    print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
     return 0
 
 

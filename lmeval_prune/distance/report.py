@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distance.summary import summarize_answers, table
-from lmeval_prune.distance.variants import Variant
+from lmeval_prune.distance.summary import COLUMNS, Summary, summarize, summarize_answers, table
+from lmeval_prune.distance.variants import Distances
 from lmeval_prune.models.head_router import DENSE
 
 SCHEMA, VERSION = "lmeval-prune/distance", 1
 
 
-def write(output: str, pretrained: str, settings: DistanceOptions, variants: Mapping[str, Variant]) -> str:
+def write(output: str, pretrained: str, settings: DistanceOptions, distances: Distances) -> str:
     """Write the JSON file and the table, and return what the command prints."""
-    summaries = {name: variant.summary() for name, variant in variants.items()}
-    first = next(iter(variants.values()))
-    dense: dict[str, Any] = {}
-    if first.dense_answers:
-        tokens, cut_off = first.dense_answers.tokens, first.dense_answers.cut_off
-        whole = summarize_answers(tokens, tokens, cut_off, [text.document for text in first.texts])
+    frames = {name: distances.frame(name) for name in distances.tokens}
+    summaries = {name: summarize(frame) for name, frame in frames.items()}
+    dense: Summary = {}
+    if distances.answers:
+        answers, frame = distances.answers[DENSE], next(iter(frames.values()))
+        lengths = frame.assign(answer_tokens=list(map(len, answers.tokens)), cut_off=answers.cut_off)
+        whole = summarize_answers(lengths)
         dense = {name: whole[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
-    content = {
-        "model": pretrained,
-        "settings": vars(settings),
-        "dense": dense,
-        "variants": {name: {**summaries[name], "texts": variant.by_text()} for name, variant in variants.items()},
-    }
+    variants = {name: {**summary, "texts": _texts(frames[name])} for name, summary in summaries.items()}
+    content = {"model": pretrained, "settings": vars(settings), "dense": dense, "variants": variants}
     write_artefact(output, SCHEMA, VERSION, content)
-    counted = next(iter(summaries.values()))
     lines = table(({DENSE: dense} if dense else {}) | summaries)
-    size = f"{counted['tokens']} tokens of {counted['documents']} documents"
-    text = f"{lines}\n\n{size}; ±: standard error over documents.\n"
+    first = next(iter(summaries.values()))
+    text = f"{lines}\n\n{first['tokens']} tokens of {first['documents']} documents; ±: standard error over documents.\n"
     write_text(Path(output).with_suffix(".md"), text)
     return f"{text}{output} and .md"
+
+
+def _texts(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a variant's texts for JSON, with the means over their tokens."""
+    means = {name: [float(values.mean()) for values in frame[name]] for name in COLUMNS}
+    rows = frame.assign(tokens=frame["kld"].map(len), **means).to_dict("records")
+    return [{name: None if value is pd.NA else value for name, value in row.items()} for row in rows]

@@ -11,6 +11,7 @@ import pandas as pd
 from lmeval_prune.reporting.statistics import clustered_means
 from lmeval_prune.reporting.tables import markdown
 
+COLUMNS = ("kld", "same_top", "delta_p", "log_ratio")  # of a token, see `tokens.py`
 QUANTILES = {"median_kld": 0.5, "kld_90": 0.9, "kld_95": 0.95, "kld_99": 0.99, "kld_99_9": 0.999, "max_kld": 1.0}
 Summary = dict[str, float | None]
 
@@ -19,7 +20,7 @@ def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summa
     """Summarise distances of tokens.
 
     Args:
-        tokens: `tokens.COLUMNS` of each token, (tokens, columns).
+        tokens: `COLUMNS` of each token, (tokens, columns).
         documents: document of each token.
 
     Returns:
@@ -40,30 +41,35 @@ def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summa
     return {"documents": len(set(documents)), "tokens": len(tokens), **_with_errors(estimates), **_plain(quantiles)}
 
 
-def summarize_answers(
-    dense: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    cut_off: Sequence[bool],
-    documents: Sequence[Hashable],
-) -> Summary:
-    """Summarise greedy answers, given the dense model's; an answer is its token ids, with the end token.
+def summarize(texts: pd.DataFrame) -> Summary:
+    """Summarise the texts of a variant, see `Variant.texts`."""
+    documents = list(zip(texts["task"], texts["doc_id"], strict=True))
+    tokens = np.stack([np.concatenate(texts[name].to_list()) for name in COLUMNS], 1).astype(float)
+    repeated = [document for document, kld in zip(documents, texts["kld"], strict=True) for _ in kld]
+    return summarize_tokens(tokens, repeated) | (summarize_answers(texts) if "answer_tokens" in texts else {})
+
+
+def summarize_answers(texts: pd.DataFrame) -> Summary:
+    """Summarise the greedy answers of a variant.
 
     Returns:
-        `same_answers`: share of equal answers; `first_difference`: median number of the first token that differs (1 is
-        the first token of an answer), of the answers that differ; `mean_tokens`; `cut_off`: share of answers that
-        `max_gen_toks` ended. Standard errors (`…_se`) as in `summarize_tokens`.
+        `same_answers`: share of answers that equal the dense model's; `first_difference`: median number of the first
+        token that differs (1 is the first token of an answer), of the answers that differ; `mean_tokens`; `cut_off`:
+        share of answers that `max_gen_toks` ended. Standard errors (`…_se`) as in `summarize_tokens`.
     """
-    differences = [first_difference(a, b) for a, b in zip(dense, answers, strict=True)]
-    rows = [
-        (difference is None, len(answer), is_cut)
-        for difference, answer, is_cut in zip(differences, answers, cut_off, strict=True)
-    ]
-    means, errors = clustered_means(np.array(rows, dtype=float), documents)
-    names = ("same_answers", "mean_tokens", "cut_off")
-    estimates = dict(zip(names, zip(means, errors, strict=True), strict=True))
-    known = [difference for difference in differences if difference is not None]
-    median = {"first_difference": np.median(known) if known else np.nan}
-    return {"answers": len(answers), **_with_errors(estimates), **_plain(median)}
+    known = texts["first_difference"].dropna()
+    columns = pd.DataFrame(
+        {
+            "same_answers": texts["first_difference"].isna(),
+            "mean_tokens": texts["answer_tokens"],
+            "cut_off": texts["cut_off"],
+        }
+    )
+    documents = list(zip(texts["task"], texts["doc_id"], strict=True))
+    means, errors = clustered_means(columns.to_numpy(float), documents)
+    estimates = dict(zip(columns, zip(means, errors, strict=True), strict=True))
+    median = {"first_difference": known.median() if len(known) else np.nan}
+    return {"answers": len(texts), **_with_errors(estimates), **_plain(median)}
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:

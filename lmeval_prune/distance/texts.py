@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lm_eval
@@ -19,35 +19,55 @@ from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.tasks.loading import task_manager
 
 
-class DistanceLM(PrunedHFLM):
-    """A model that records lm-eval's requests and answers none.
+class RecordingLM(PrunedHFLM):
+    """A model that can record lm-eval's requests instead of answering them.
 
     Attributes:
-        requests: recorded requests by kind.
+        recorded: requests by kind, while they are recorded; else None.
     """
 
-    def __init__(self, pretrained: str, settings: DistanceOptions) -> None:
-        arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
-        super().__init__(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
-        self.requests: dict[str, list[Any]] = {}
-        if self.world_size > 1:
-            raise InputError("distances are measured by one process; start the command without accelerate")
+    recorded: dict[str, list[Any]] | None = None
 
-    def _record(self, kind: str, requests: Sequence[Any], answer: Any) -> list[Any]:
-        self.requests.setdefault(kind, []).extend(requests)
+    def _record(self, kind: str, requests: Sequence[Any], answer: Any) -> list[Any] | None:
+        """Record requests and return placeholders; None if they are to be answered."""
+        if self.recorded is None:
+            return None
+        self.recorded.setdefault(kind, []).extend(requests)
         return [answer] * len(requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Record requests."""
-        return self._record("generate_until", requests, "")
+        """Generate a text for each request, or record them."""
+        recorded = self._record("generate_until", requests, "")
+        return super().generate_until(requests, disable_tqdm) if recorded is None else recorded
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Record requests."""
-        return self._record("loglikelihood", requests, (0.0, False))
+        """Return log-likelihoods, or record the requests."""
+        recorded = self._record("loglikelihood", requests, (0.0, False))
+        return super().loglikelihood(requests, disable_tqdm) if recorded is None else recorded
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Record requests."""
-        return self._record("loglikelihood_rolling", requests, 0.0)
+        """Return log-likelihoods of texts, or record the requests."""
+        recorded = self._record("loglikelihood_rolling", requests, 0.0)
+        return super().loglikelihood_rolling(requests, disable_tqdm) if recorded is None else recorded
+
+
+def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
+    """Return the requests of an evaluation by kind; `evaluation` are arguments of `simple_evaluate`."""
+    lm.recorded = {}
+    try:
+        lm_eval.simple_evaluate(lm, predict_only=True, bootstrap_iters=0, **evaluation)
+        return lm.recorded
+    finally:
+        lm.recorded = None
+
+
+def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
+    """Load a model that the decoding engine runs."""
+    arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
+    lm = RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
+    if lm.world_size > 1:
+        raise InputError("distances are measured by one process; start the command without accelerate")
+    return lm
 
 
 def check_models(
@@ -65,20 +85,20 @@ def check_models(
         raise InputError(f"tokens={settings.tokens}: {pretrained} has {limit} positions; give fewer")
 
 
-def texts_of(lm: DistanceLM, settings: DistanceOptions) -> list[Text]:
-    """Return the given texts; the requests of a generative task are recorded by the model instead."""
-    if settings.text:
-        text = read_calibration(
-            lm.tokenizer, settings.text, None, settings.windows, settings.tokens, seed=settings.seed
-        )
-        rows = (tuple(row.tolist()) for ids, _ in text.batches for row in ids)
-        return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
-    lm_eval.simple_evaluate(
+def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
+    """Return the windows of a text file; all tokens but the first are compared."""
+    windows, tokens = settings.windows, settings.tokens
+    text = read_calibration(lm.tokenizer, settings.text, None, windows, tokens, seed=settings.seed)
+    rows = (tuple(row.tolist()) for ids, _ in text.batches for row in ids)
+    return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
+
+
+def task_requests(lm: RecordingLM, settings: DistanceOptions) -> dict[str, list[Any]]:
+    """Return the requests of a task by kind."""
+    return record_requests(
         lm,
         tasks=[settings.task],
         task_manager=task_manager(settings.metadata),
-        predict_only=True,
-        bootstrap_iters=0,
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         gen_kwargs=settings.gen_kwargs or None,
@@ -86,13 +106,17 @@ def texts_of(lm: DistanceLM, settings: DistanceOptions) -> list[Text]:
         fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
         system_instruction=settings.system_instruction,
     )
+
+
+def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Text]:
+    """Return the texts of log-likelihood requests, divided into windows as by lm-eval's `hf`."""
     texts = []
     for kind in ("loglikelihood", "loglikelihood_rolling"):
-        requests = lm.requests.get(kind, [])
-        windows = token_windows(lm, kind, requests, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in requests for window in windows[id(request)]]
-    if texts and "generate_until" in lm.requests:
-        raise InputError(f"{settings.task} has generative and log-likelihood tasks; name them one at a time")
+        of_kind = requests.get(kind, [])
+        windows = token_windows(lm, kind, of_kind, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in of_kind for window in windows[id(request)]]
+    if texts and "generate_until" in requests:
+        raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     return texts
 
 

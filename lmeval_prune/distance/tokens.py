@@ -13,16 +13,17 @@ Names and definitions are those of llama.cpp's `llama-perplexity --kl-divergence
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, LikelihoodRequest
+from lmeval_prune.distance.summary import COLUMNS as COLUMNS
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 
-COLUMNS = ("kld", "same_top", "delta_p", "log_ratio")
 CHUNK = 64  # tokens of a plain pass whose logits are compared at once
 Logits = Callable[[Sequence[int]], torch.Tensor]  # of the next token after each token of a text, (tokens, vocabulary)
 
@@ -33,12 +34,12 @@ class Text(NamedTuple):
     Attributes:
         context: token ids before the compared ones, at least one.
         continuation: compared token ids, at least one.
-        document: texts with the same document are dependent.
+        document: task and number; texts with the same document are dependent.
     """
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
-    document: Any
+    document: tuple[str, int]
 
 
 def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -63,7 +64,7 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_distances(
-    engine: Engine, variants: Mapping[str, Intervention], texts: Sequence[Text]
+    engine: Engine, variants: Mapping[str, Sequence[Intervention]], texts: Sequence[Text]
 ) -> dict[str, list[torch.Tensor]]:
     """Compute the `COLUMNS` of each token of texts under interventions on a model.
 
@@ -73,9 +74,7 @@ def token_distances(
     Returns:
         By variant, a tensor (tokens of the continuation, columns) for each text.
     """
-    masks = {name: each for name, each in variants.items() if isinstance(each, HeadMask)}
-    if engine.unscored:
-        masks = {}
+    masks = {} if engine.unscored else masks_of(variants)
     results: dict[str, list[Any]] = {name: [None] * len(texts) for name in variants}
     requests = [
         LikelihoodRequest(text.context, text.continuation, mask, (name, number))
@@ -88,9 +87,9 @@ def token_distances(
             results[name][number] = distances
     dense = logits_of(engine.model)
 
-    def under(intervention: Intervention) -> Logits:
+    def under(interventions: Sequence[Intervention]) -> Logits:
         def logits(tokens: Sequence[int]) -> torch.Tensor:
-            with intervention.applied_to(engine.model, engine.model_map):
+            with applied(interventions, engine.model, engine.model_map):
                 return dense(tokens)
 
         return logits
@@ -99,6 +98,20 @@ def token_distances(
     for name, number, distances in pass_distances(dense, others, texts) if others else ():
         results[name][number] = distances
     return {name: results[name] for name in variants}
+
+
+def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMask]:
+    """Return the variants that are a head mask alone."""
+    return {name: each[0] for name, each in variants.items() if len(each) == 1 and isinstance(each[0], HeadMask)}
+
+
+@contextmanager
+def applied(interventions: Sequence[Intervention], model: Any, model_map: ModelMap) -> Iterator[None]:
+    """Apply interventions to a model inside the block."""
+    with ExitStack() as stack:
+        for intervention in interventions:
+            stack.enter_context(intervention.applied_to(model, model_map))
+        yield
 
 
 def logits_of(model: Any) -> Logits:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
+import pandas as pd
 import torch
 
-from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distance.summary import Summary, first_difference, summarize_answers, summarize_tokens
-from lmeval_prune.distance.texts import DistanceLM, document
-from lmeval_prune.distance.tokens import COLUMNS, Text, logits_of, pass_distances, token_distances
+from lmeval_prune.distance.summary import COLUMNS, first_difference
+from lmeval_prune.distance.texts import RecordingLM, document, scored_texts
+from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pass_distances, token_distances
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
 from lmeval_prune.models.head_router import DENSE
+
+NO_OTHERS: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({})
 
 
 @dataclass
@@ -27,77 +30,71 @@ class Answers:
 
 
 @dataclass
-class Variant:
-    """Distances of a variant.
+class Distances:
+    """Distances of variants from a dense model.
 
     Attributes:
-        texts: texts that were compared; continuations are the dense model's answers, or given.
-        tokens: `COLUMNS` of each token of their continuations, by text.
-        answers, dense_answers: greedy answers of the variant and of the dense model; None for given texts.
+        texts: what was compared: continuations are the dense model's answers, or given.
+        tokens: by variant, `COLUMNS` of each token of the continuations, a tensor for each text.
+        answers: greedy answers by variant, and of the dense model (`DENSE`); empty for given texts.
     """
 
     texts: Sequence[Text]
-    tokens: Sequence[torch.Tensor]
-    answers: Answers | None = None
-    dense_answers: Answers | None = None
+    tokens: Mapping[str, Sequence[torch.Tensor]]
+    answers: Mapping[str, Answers]
 
-    def summary(self) -> Summary:
-        """Summarise distances and answers over all texts."""
-        documents = [text.document for text, rows in zip(self.texts, self.tokens, strict=True) for _ in rows]
-        summary = summarize_tokens(torch.cat(list(self.tokens)).double().numpy(), documents)
-        if self.answers and self.dense_answers:
-            texts = [text.document for text in self.texts]
-            summary |= summarize_answers(self.dense_answers.tokens, self.answers.tokens, self.answers.cut_off, texts)
-        return summary
-
-    def by_text(self) -> list[dict[str, Any]]:
-        """Return the number of tokens and the means of `COLUMNS` of each text, and what is known of its answer."""
-        rows = []
-        for number, (text, tokens) in enumerate(zip(self.texts, self.tokens, strict=True)):
-            row = {"document": text.document, "tokens": len(tokens)}
-            row |= dict(zip(COLUMNS, np.asarray(tokens.mean(0)).tolist(), strict=True))
-            if self.answers and self.dense_answers:
-                answer = self.answers.tokens[number]
-                row |= {"first_difference": first_difference(self.dense_answers.tokens[number], answer)}
-                row |= {"answer_tokens": len(answer), "cut_off": self.answers.cut_off[number]}
-            rows.append(row)
-        return rows
+    def frame(self, variant: str) -> pd.DataFrame:
+        """Return the texts of a variant: document, distances of its tokens (arrays), and greedy answers."""
+        tasks, numbers = zip(*(text.document for text in self.texts), strict=True)
+        columns: dict[str, Any] = {"task": tasks, "doc_id": numbers}
+        for column, name in enumerate(COLUMNS):
+            columns[name] = [rows[:, column].numpy() for rows in self.tokens[variant]]
+        if self.answers:
+            dense, answers = self.answers[DENSE], self.answers[variant]
+            pairs = zip(dense.tokens, answers.tokens, strict=True)
+            differences = [first_difference(*pair) for pair in pairs]
+            columns |= {"first_difference": pd.array(differences, dtype="Int32")}
+            columns |= {"answer_tokens": list(map(len, answers.tokens)), "cut_off": answers.cut_off}
+        return pd.DataFrame(columns)
 
 
 def measure(
-    lm: DistanceLM,
-    settings: DistanceOptions,
-    variants: Mapping[str, Intervention],
-    checkpoints: Sequence[str],
-    texts: Sequence[Text],
-) -> dict[str, Variant]:
-    """Measure variants on given texts, or on the dense model's greedy answers to its recorded requests.
+    lm: RecordingLM,
+    requests: Mapping[str, list[Any]],
+    variants: Mapping[str, Sequence[Intervention]],
+    others: Mapping[str, Callable[[], RecordingLM]] = NO_OTHERS,
+    texts: Sequence[Text] = (),
+) -> Distances:
+    """Measure variants on given texts, or on the dense model's greedy answers to requests.
 
     Args:
         lm: the dense model.
-        settings: with which `lm` was loaded.
+        requests: lm-eval's requests by kind.
         variants: interventions by name.
-        checkpoints: other models with the same tokenizer; they are loaded one after another.
-        texts: given texts; empty for recorded requests.
+        others: functions that load other models with the same tokenizer, by name; they are called one after another.
+        texts: given texts.
     """
-    requests = lm.requests.get("generate_until", [])
-    answers = answers_under(lm, requests, variants)
-    texts = texts or answered_texts(lm, requests, answers[DENSE])
+    texts = list(texts) or scored_texts(lm, requests)
+    generated = requests.get("generate_until", [])
+    answers: dict[str, Answers] = {}
+    if generated:
+        answers = answers_under(lm, generated, variants)
+        texts = answered_texts(lm, generated, answers[DENSE])
+    if not texts:
+        raise InputError("the task has no requests; give another task, or a larger --limit")
     assert lm.engine is not None
     tokens = token_distances(lm.engine, variants, texts)
-    for name in checkpoints:
-        other = DistanceLM(name, settings)
-        answers |= greedy_answers(other, requests, {name: None})
+    for name, load in others.items():
+        other = load()
+        if generated:
+            answers |= greedy_answers(other, generated, {name: None})
         passes = pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
         tokens[name] = [distances for _, _, distances in passes]
         other.close()
-    return {
-        name: Variant(texts, rows, *((answers[name], answers[DENSE]) if requests else ()))
-        for name, rows in tokens.items()
-    }
+    return Distances(texts, tokens, answers)
 
 
-def answered_texts(lm: DistanceLM, requests: Sequence[Any], answers: Answers) -> list[Text]:
+def answered_texts(lm: RecordingLM, requests: Sequence[Any], answers: Answers) -> list[Text]:
     """Return requests with their answers as texts."""
     texts = []
     for request, answer in zip(requests, answers.tokens, strict=True):
@@ -107,18 +104,22 @@ def answered_texts(lm: DistanceLM, requests: Sequence[Any], answers: Answers) ->
     return texts
 
 
-def answers_under(lm: DistanceLM, requests: Sequence[Any], variants: Mapping[str, Intervention]) -> dict[str, Answers]:
+def answers_under(
+    lm: RecordingLM, requests: Sequence[Any], variants: Mapping[str, Sequence[Intervention]]
+) -> dict[str, Answers]:
     """Answer requests by the dense model and under interventions, head masks in one batch."""
-    masks = {name: each for name, each in variants.items() if isinstance(each, HeadMask)}
+    masks = masks_of(variants)
     answers = greedy_answers(lm, requests, {DENSE: None, **masks})
-    for name, intervention in variants.items():
+    for name, interventions in variants.items():
         if name not in masks:
-            with intervention.applied_to(lm.model, lm.model_map):
+            with applied(interventions, lm.model, lm.model_map):
                 answers |= greedy_answers(lm, requests, {name: None})
     return answers
 
 
-def greedy_answers(lm: DistanceLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]) -> dict[str, Answers]:
+def greedy_answers(
+    lm: RecordingLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]
+) -> dict[str, Answers]:
     """Answer requests greedily under each mask, all in one batch."""
     names, count = list(masks), len(masks)
     answers = {name: Answers([[]] * len(requests), [False] * len(requests)) for name in names}

@@ -75,7 +75,7 @@ def _check_selected(grid: Any) -> None:  # a `Grid`; importing it would slow dow
 
     known = task_manager()
     for variant, name in others:
-        if name not in known.task_index:
+        if name not in known._index:
             hint = did_you_mean(name, {*names, *known.all_tasks})
             raise InputError(f"variant {variant!r}: `selected_on:` has no task {name!r}{hint}")
         print(f"note: {variant} was selected on {name}, which is not in this grid; its questions are unknown")

@@ -7,7 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lmeval_prune.comparison.costs import pareto_fronts
+from lmeval_prune.comparison.metrics import known_metrics
 from lmeval_prune.comparison.rows import Comparison, Row, rows_of
 from lmeval_prune.comparison.tables import Table, pooled, read_table
 from lmeval_prune.errors import InputError
@@ -92,11 +95,14 @@ def _tables(
         if (baseline, task) in done:
             entries = {name: done[name, task] for name in variants if (name, task) in done}
             paths = {name: folder.cell(entry["key"]) for name, entry in entries.items()}
+            base = read_outcomes(paths[baseline])
+            outcomes = {name: partial(read_outcomes, path) for name, path in paths.items()}
+            outcomes[baseline] = partial(pd.DataFrame, base)
             tables[task] = read_table(
                 task,
                 baseline,
-                {name: partial(read_outcomes, path) for name, path in paths.items()},
-                read_results(paths[baseline]),
+                outcomes,
+                known_metrics(base, read_results(paths[baseline])),
                 read_text_keys(paths[baseline]),
                 entries[baseline]["metric"],
                 ADVICE,

@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.evaluator_utils import get_sample_size
 from transformers import GenerationConfig
 
 from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import digest, files_digest
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
+from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.loading import load_tasks
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TaskIdentity:
             samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = list(task.fewshot_docs()) if shots else []
-            questions = list(_first_documents(task.eval_docs, get_sample_size(task, grid_task.limit)))
+            questions = list(_first_documents(task.eval_docs, compat.sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
                 "version": str((config.get("metadata") or {}).get("version", "")),
@@ -90,7 +90,7 @@ def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
         raise InputError(f"{name} has no metric {metric!r}{did_you_mean(metric, metrics)}; it has {', '.join(metrics)}")
-    filters = [each.name for each in getattr(task, "_filters", ())]
+    filters = [each.name for each in compat.filters(task)]
     if filter_name and filters and filter_name not in filters:
         hint = did_you_mean(filter_name, filters)
         raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")

@@ -75,7 +75,7 @@ class VariantLM(PrunedHFLM):
         self._answer_ahead("loglikelihood", requests, disable_tqdm)
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Store the log-likelihoods of all masks of the job, then answer from the store."""
         self._answer_ahead("loglikelihood_rolling", requests, disable_tqdm)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)

@@ -57,8 +57,8 @@ class AnsweringLM(CheckedArgumentsLM):
         return list(self.answering.answer("loglikelihood", requests, disable_tqdm))
 
     @print_input_errors
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text."""
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        """Return the log-likelihood of each text; in lm-eval 0.5, a pair of it and False."""
         return list(self.answering.answer("loglikelihood_rolling", requests, disable_tqdm))
 
     def gather_from_ranks(self, value: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.models.utils import resolve_max_length
 
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
@@ -34,6 +33,7 @@ from lmeval_prune.models.server_client import LogLikelihood, ServerClient
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_probe import Probe, connect, model_name
+from lmeval_prune.tasks.compat import max_length
 
 # options that lm-eval's own class takes
 _LM_EVAL_OPTIONS = {
@@ -183,9 +183,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.think_end_token = self.options.think_end_token
         self.chat_template_args = self.options.template_arguments
         limits = [server.listing.max_length for server in servers if server.listing.max_length]
-        self.max_length = min(
-            [self.options.max_length or int(resolve_max_length(self.config, self.tokenizer)), *limits]
-        )
+        self.max_length = min([self.options.max_length or max_length(self.config, self.tokenizer), *limits])
 
     @cached_property
     def header(self) -> dict[str, str]:

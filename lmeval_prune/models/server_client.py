@@ -19,6 +19,7 @@ from lmeval_prune.models.dispatch import Job
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.http_client import RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
+from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
@@ -75,9 +76,9 @@ class ServerClient:
         ]
         return self._run(jobs, on_score, show_progress)
 
-    def score_rolling(self, requests: Sequence[Any], show_progress: bool) -> list[float]:
+    def score_rolling(self, requests: Sequence[Any], show_progress: bool) -> list[Any]:
         """Score whole texts window by window; fill lm-eval's cache hook after the last window of each text."""
-        windows = [(number, window) for number, each in enumerate(requests) for window in self._windows(each.args[0])]
+        windows = [(number, window) for number, each in enumerate(requests) for window in self._windows(each.args[-1])]
         remaining, sums = [0] * len(requests), [0.0] * len(requests)
         for number, _ in windows:
             remaining[number] += 1
@@ -87,14 +88,15 @@ class ServerClient:
             sums[number] += score[0]
             remaining[number] -= 1
             if not remaining[number]:
-                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
+                response = compat.rolling_response(sums[number])
+                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, response)
 
         jobs = [
             self._scoring_job(_request_name(requests[number]), context, continuation, index)
             for index, (number, (context, continuation)) in enumerate(windows)
         ]
         self._run(jobs, on_score, show_progress)
-        return sums
+        return list(map(compat.rolling_response, sums))
 
     def truncated_length(self, kind: str, request: Any) -> int | None:
         """Return the number of tokens that a request is truncated to; None if it fits."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 
 from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split, trimmed
@@ -38,6 +37,9 @@ _JOINTS = (
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")  # words
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")  # 12,000
 _MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\]|R\s*\\setminus)")  # x \in (
+_INTEGER_NAME = re.compile(
+    r"^(.*(?<![A-Za-z\\])([a-z])(?![A-Za-z]).*?)\s*,\s*(?:\\text\s*\{[^{}]*\}\s*)?\2\s*\\in\s*Z$"
+)  # 2n\pi, n \in Z
 # 52_8, 52 in base eight
 _BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
 _BASES = values("bases")
@@ -81,7 +83,7 @@ def form_of(text: str, depth: int = 0) -> Form | str:
     """Take an answer apart, down to `MAX_DEPTH` brackets in one another; return a single expression as its text."""
     if depth > MAX_DEPTH or len(text) > MAX_LENGTH:
         return text[: MAX_LENGTH + 1]
-    text = _MEMBER_OF.sub("", trimmed(text) if depth else canonical(text))
+    text = _INTEGER_NAME.sub(r"\1", _MEMBER_OF.sub("", trimmed(text) if depth else canonical(text)))
     return next((form for rule in _RULES if (form := rule(text, depth)) is not None), _THOUSANDS.sub("", text))
 
 
@@ -143,20 +145,22 @@ def _union(text: str, depth: int) -> Form | str | None:
     return Form("list", _forms(parts, depth), ("union",)) if len(parts) > 1 else form_of(parts[0], depth + 1)
 
 
-def _difference(text: str, depth: int) -> Form | None:
-    r"""Read an interval, or all reals, without numbers in it as a union: `R \setminus \{0\}`, `(1,8) \setminus \{2\}`."""
+def _difference(text: str, depth: int) -> Form | str | None:
+    r"""Read an interval, or all reals, without some numbers as what is left: `R \setminus \{0\}`, `(1,8) \setminus \{2\}`."""
     difference = _DIFFERENCE.fullmatch(text)
     if not difference:
         return None
     opening, low, high, closing = ("(", r"-\infty", r"\infty", ")") if not difference[1] else difference.groups()[:4]
-    points = sorted((part.strip() for part in difference[5].split(",")), key=Fraction)
-    bounds = [low, *points, high]
-    finite = [Fraction(bound.strip()) for bound in bounds if "infty" not in bound]
-    if any(a >= b for a, b in pairwise(finite)):
+    start, end = (float(bound.replace(r"\infty", "inf").replace(" ", "")) for bound in (low, high))
+    if start >= end:
         return None
-    ends = [opening, *["("] * len(points)], [*[")"] * len(points), closing]
-    parts = (f"{left}{a},{b}{right}" for (a, b), left, right in zip(pairwise(bounds), *ends, strict=True))
-    return Form("list", _forms(parts, depth), ("union",))
+    points = {int(part) for part in difference[5].split(",")}
+    inside = sorted(point for point in points if start < point < end)
+    opening, closing = "(" if start in points else opening, ")" if end in points else closing
+    ends = [opening, *["("] * len(inside)], [*[")"] * len(inside), closing]
+    parts = (f"{left}{a},{b}{right}" for (a, b), left, right in zip(pairwise([low, *inside, high]), *ends, strict=True))
+    forms = _forms(parts, depth)
+    return Form("list", forms, ("union",)) if inside else forms[0]
 
 
 def _bracketed(text: str, depth: int) -> Form | str | None:
@@ -272,3 +276,11 @@ def assigned(form: Form) -> tuple[str, Form | str] | None:
     if len(sides) > 2 or is_name(sides[0]) or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", "".join(sides)):
         return sides[0], form_of(sides[-1])
     return (sides[-1], form_of(sides[0])) if is_name(sides[-1]) else None
+
+
+def gives_several(text: str) -> bool:
+    """Return whether an answer gives several values: a list, ±, or a name that is one of these."""
+    form = form_of(text)
+    pair = assigned(form) if isinstance(form, Form) and form.kind == "equation" else None
+    value = pair[1] if pair else form
+    return isinstance(value, Form) and value.kind == "list"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lmeval_prune.scoring.forms import gives_several
 from lmeval_prune.scoring.normalisation import flat
 from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
 from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences
-from lmeval_prune.scoring.vocabulary import phrases
+from lmeval_prune.scoring.vocabulary import phrases, words
 
 _ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
@@ -30,19 +31,38 @@ ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
 _LIST = re.compile(
     rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*"
 )  # formulas with joints: x = 1 or x = 2
-_CONDITION = re.compile(rf"\b{phrases('conditions_before')}\b[A-Za-z\s]{{0,20}}$", re.IGNORECASE)  # for x = 3
+# for x = 3; but the sum of both is 3
+_CONDITION = re.compile(
+    rf"\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$", re.IGNORECASE
+)
 _SUPPOSED = re.compile(  # suppose x = 3; next, we add 5
     rf"^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}", re.IGNORECASE
 )
 _WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # after it, formulas are reasons
 _NEGATES = re.compile(  # is not x = 3
-    rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
+    rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \(?\w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
+    re.IGNORECASE,
+)
+_CHOOSES = re.compile(  # of several values: only the first works
+    rf"\b(?:{phrases('rejecting')}|only (?:the|one)\b(?! (?:\w+ )?(?:solutions|roots|values|numbers|answers)))\b",
+    re.IGNORECASE,
+)
+_NAMED = re.compile(  # before a name that is the answer
+    rf"(?:[=:]|\b(?:{phrases('announcing_verbs')}|gets?|obtain|gives|leaves|left with|(?:simplifies|reduces|evaluates|equal) to)"
+    rf"(?: (?:{phrases('announcing_adverbs')}|only|the|line|ray|side|segment|angle|point|variable))*|^\W*{phrases('conclusions')}\b,?)\W*$",
     re.IGNORECASE,
 )
 _REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
-    rf"(?<={ATOM})(?:(?: [A-Za-z²³]{{2,}}){{1,3}}\s*(?=\(\s*(?:≈|\\approx|about|approx|roughly|around|nearly)))?\s*\([^()]*[A-Za-z≈][^()]*\)"
-    rf"|(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
+    rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
+)
+_CHECKED = re.compile(
+    rf"(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$", re.IGNORECASE
+)
+_GIVEN = re.compile(rf"\W*(?:by|{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # from x = 3 we see that
+_APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1.41
+    rf"(?<={ATOM})((?:\s+(?!{phrases('refusing')}|{phrases('comparatives')})[A-Za-z²³]{{2,}}){{0,3}})[\s,]*"
+    rf"(?:≈|[(,]\s*(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*|roughly|around|nearly))\s*(?:[$£€]?\d|{ATOM}).*$"
 )
 # x, AB, \alpha: no values
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
@@ -51,7 +71,9 @@ _WORDS = re.compile(  # and layout in a formula
 )
 # of a computation or a name: x + 1
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])")
 _ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")  # a &= b
+_END = re.compile(r"(?:[ .,]|\\[,;:! ]?)*$")  # stops and spaces
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")  # rows that are no equations
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
     rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
@@ -74,7 +96,7 @@ def _result(formula: str) -> str:
         rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
         formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
         formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
-    return re.sub(r"(?:[ .,]|\\[,;:! ]?)*$", "", flat(formula))
+    return _END.sub("", flat(formula))
 
 
 def is_bare_name(text: str) -> bool:
@@ -101,7 +123,7 @@ class Atoms:
 
     def _atom(self, formula: str) -> str:
         self.formulas.append(formula)
-        return chr(0xA000 + len(self.formulas) - 1)
+        return ("≈ " if formula.lstrip().startswith((r"\approx", "≈")) else "") + chr(0xA000 + len(self.formulas) - 1)
 
     def with_runs(self, sentence: str) -> str:
         """Return a sentence with letters for its runs of mathematical signs, too."""
@@ -119,12 +141,8 @@ class Atoms:
         return self.formulas[ord(letter) - 0xA000]
 
     def joined(self, letters: str) -> str:
-        """Return what formulas with joints between them say: all of them, or the last, if they give values to several names."""
-        formulas = [self.formula(letter) for letter in re.findall(ATOM, letters)]
-        names = {flat(formula.rpartition("=")[0]) for formula in formulas} - {""}
-        return _result(
-            formulas[-1] if len(names) > 1 else re.sub(ATOM, lambda letter: self.formula(letter.group()), letters)
-        )
+        """Return what formulas with joints between them say, all of them."""
+        return _result(re.sub(ATOM, lambda letter: self.formula(letter.group()), letters))
 
 
 @dataclass(frozen=True)
@@ -144,8 +162,8 @@ class FormulaReader:
     def read(self, content: str, how: str) -> str | None:
         """Return the formula; None of a remark that holds none."""
         if how == "boxed":
-            return _SAYING.sub("", flat(content)) or None
-        content = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", content).replace("`", " ").strip()
+            return _SAYING.sub("", _END.sub("", flat(content))) or None
+        content = _EMPHASIS.sub("", content).replace("`", " ").strip()
         atoms = Atoms(content)
         why = _WHY.search(atoms.text)
         until = why.start() if why and PROSE.search(atoms.text[: why.start()]) else len(atoms.text)
@@ -168,22 +186,25 @@ class FormulaReader:
 
     def read_end(self, text: str) -> str | None:
         """Return a last line that is nothing but a formula, or what the last sentence with a formula states."""
-        atoms = Atoms(text[-MAX_END:])
+        atoms = Atoms(_EMPHASIS.sub("", text[-MAX_END:]))
         line = next((line.strip() for line in reversed(atoms.text.splitlines()) if line.strip()), "")
         if not PROSE.search(line) and not re.search(ATOM, line) and _MATHEMATICAL.search(line):
             return None if _is_doubted(line) else self.read(line, "end")
+        chosen = False
         for sentence in concluding_sentences(atoms.text):
             if _is_doubted(sentence):
                 return None
             if re.search(rf"\d|[√π∞]|{ATOM}", sentence):
-                return self._stated(atoms, sentence)
+                return self._stated(atoms, sentence, chosen)
+            chosen = chosen or _CHOOSES.search(sentence) is not None
         return None
 
-    def _stated(self, atoms: Atoms, sentence: str) -> str | None:
-        """Return the last formulas of a sentence that are no name, no condition and not rejected."""
+    def _stated(self, atoms: Atoms, sentence: str, chosen: bool) -> str | None:
+        """Return the last formulas of a sentence that are no name, no condition, not rejected, and not `chosen` from later."""
         if self.runs and not re.search(ATOM, sentence):
             sentence = atoms.with_runs(sentence)
-        sentence = _AFTERTHOUGHT.sub("", sentence)
+        sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
+        sentence = sentence if _GIVEN.match(sentence) else _CHECKED.sub("", sentence)
         lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
         if not lists:
@@ -191,12 +212,16 @@ class FormulaReader:
         stated = (meant or lists)[-1]
         formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
+        if (chosen or _CHOOSES.search(after)) and gives_several(formula):
+            return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
 
     def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
-        """Return whether formulas end with no mere name, unless one is the answer, and are not rejected."""
-        is_name = not self.names and is_bare_name(atoms.formula(formulas.group()[-1]))
-        return not (is_name or _REJECTED.match(formulas.string, formulas.end()))
+        """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""
+        is_name = is_bare_name(atoms.formula(formulas.group()[-1]))
+        before, after = formulas.string[: formulas.start()], formulas.string[formulas.end() :]
+        is_answer = self.names and (_NAMED.search(before) or not PROSE.search(before + after))
+        return not ((is_name and not is_answer) or _REJECTED.match(formulas.string, formulas.end()))
 
 
 def _is_doubted(sentence: str) -> bool:

@@ -14,12 +14,13 @@ from lmeval_prune.scoring.normalisation import MAX_LENGTH, line, spelled
 from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
-from lmeval_prune.scoring.vocabulary import words
+from lmeval_prune.scoring.vocabulary import phrases, words
 
 MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
 Leaf = Callable[[str, str], "bool | None"]  # compares single expressions; None: not known yet
 _NEUTRAL = words("neutral")
 _ORDERED = frozenset(["tuple", "matrix", "determinant"])
+_EMPTY = re.compile(r"\\emptyset|(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)(?: exists?)?")
 _CHOICE = re.compile(r"[a-k]")
 MAX_CHOICE_WORDS = 6  # of an answer that is a choice's letter
 
@@ -31,6 +32,8 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
     a, g = (form if isinstance(form, Form) else Form("single", (form,)) for form in (answer, gold))
     if r"\langle" in (*a.rest, *g.rest):  # a vector is written as a tuple or a column, too
         a, g = (Form("tuple", form.parts, ("(", ")")) if _is_vector(form) else form for form in (a, g))
+    if g.kind == "tuple" and g.rest == ("(", ")"):
+        a = _coordinates(a)
     same = next((same for kind, same in _COMPARISONS.items() if kind in (a.kind, g.kind)), _same_parts)
     return same(a, g, leaf)
 
@@ -40,6 +43,13 @@ def _same_parts(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     if answer.kind != gold.kind or answer.rest != gold.rest or len(answer.parts) != len(gold.parts):
         return False
     return _every(compare(a, g, leaf) for a, g in zip(answer.parts, gold.parts, strict=True))
+
+
+def _coordinates(form: Form) -> Form:
+    """Return the values of several letters, x = 3 and y = 4, as a tuple in the order of the letters."""
+    members = dict(_members(form)) if form.kind == "list" else {}
+    is_complete = len(members) == len(_members(form)) > 1 and all(re.fullmatch("[a-z]", name) for name in members)
+    return Form("tuple", tuple(members[name] for name in sorted(members)), ("(", ")")) if is_complete else form
 
 
 def _is_vector(form: Form) -> bool:
@@ -130,11 +140,17 @@ def _text_of(form: Form) -> str:
 
 def _same_words(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare but for words that say nothing; of a choice, its letter: (C) 12."""
+    if _says_empty(answer) and _says_empty(gold):
+        return True
     words_of_answer, golds = _separated(answer), _separated(gold)
     if len(golds) == 1 and _CHOICE.fullmatch(golds[0]):
         return _is_choice(words_of_answer, golds[0])
     meaning = [word for word in words_of_answer if word in golds or word not in _NEUTRAL]
     return bool(golds) and "".join(meaning) == "".join(golds) and set(meaning) <= set(golds)
+
+
+def _says_empty(form: Form) -> bool:
+    return _EMPTY.fullmatch(" ".join(_separated(form))) is not None
 
 
 def _is_choice(answer: list[str], letter: str) -> bool:
@@ -169,8 +185,10 @@ _DEGREES = re.compile(  # 45°, 22.5 degrees
 )
 # and products, which are not compared: 2 x, 2 \cdot x
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
-# A name as the last factor of a formula, which math-verify takes for a unit (\sqrt{5} h); a lone m is one.
-_FACTOR = re.compile(r"[})](?:\s|\\[,;:! ])*([a-ln-z])$")
+# Or a command, or a unit of two letters at the end.
+_VARIABLE = re.compile(
+    rf"\\[A-Za-z]+|(?<![A-Za-z])(?=[a-z]{{2}}){phrases('unit_symbols', 'latex')}(?=[\^\d\W]*$)|([A-Za-z])"
+)
 _FUNCTIONS = words("latex_functions")
 _NO_EXPRESSION = re.compile(  # what math-verify cannot read
     r"[\u4e00-\u9fff&;→⇒\x01'′″\"]|\.\.\.|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\"
@@ -247,8 +265,7 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
         return bool(keys[0])
     if (same := _same_numbers(answer, gold)) is not None:
         return same
-    factor = _FACTOR.search(answer)
-    if factor and factor[1] not in gold:
+    if _variables(answer) != _variables(gold):  # math-verify drops what it takes for a unit: \sqrt{5} h
         return False
     commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
     if not _FUNCTIONS.issuperset(commands) or any(
@@ -256,6 +273,11 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
     ):
         return False
     return None
+
+
+def _variables(expression: str) -> set[str]:
+    """Return the letters of an expression that are part of no command and no unit; e and i are constants."""
+    return set(_VARIABLE.findall(expression)) - {"", "e", "i"}
 
 
 def same_mathematics(answer: str, other: str) -> bool:

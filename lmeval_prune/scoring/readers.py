@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from lmeval_prune.scoring.expressions import has_operator
 from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
 from lmeval_prune.scoring.normalisation import line, plain
-from lmeval_prune.scoring.prose import is_bare_number, number_of, read_number
+from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
+from lmeval_prune.scoring.retractions import mistakes_of_others
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
-from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences
-from lmeval_prune.scoring.vocabulary import phrases
+from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences, main_clause
+from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
@@ -37,9 +39,28 @@ _CLAUSE = re.compile(  # so that it is 12
 _NOT_BUT = re.compile(  # it is not 12 but 15
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+"
 )
-_CALLED_WRONG = re.compile(
-    rf"\d\D*\bbut {phrases('called_wrong')}\D*$", re.IGNORECASE
-)  # some say 12, but that is not correct
+# The correct choice is C; it is option C; option C is correct. What denies it.
+_CHOSEN = re.compile(
+    r"(?:\b(?:the|our|my) (?:(?:only|single|correct|right|best|final|matching) )*(?:choice|option|answer|letter)"
+    rf"(?: (?:that|which) (?!fails?\b)[a-z ]+)?,? {phrases('announcing_verbs')}"
+    r"|\b(?:it|this|that|which|i\.e\.,?)(?: (?:is|matches|means|gives|leaves))?(?= (?:option|choice))"
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we|you) (?:(?:should|would|must|can|will) )?)?(?:choose|pick|select))"
+    r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
+    re.IGNORECASE,
+)
+_NOT_CHOSEN = re.compile(rf"\b(?:{phrases('others_answer')}|{phrases('refusing')})\b", re.IGNORECASE)
+_CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
+_REJECTION = re.compile(  # of another value: we reject 12
+    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we|you|one) (?:\w+ ){{0,2}}{phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
+    re.IGNORECASE,
+)
+_APPROXIMATION = re.compile(  # of a fraction: 5/6 ≈ 0.833; 5/6, or about 83%
+    r"(?<=\d/)(\d+(?: ?[A-Za-z²³]+){0,3})\W*(?:≈|[,(] ?(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*\.?|roughly|around|nearly))\s*[$£€]?\d.*$"
+)
+_ASSIGNMENTS = re.compile(  # several values: x = 3, y = 4
+    r"(?:.*\W)?([A-Za-z]) ?= ?-?[\d./]+\W*(?:,|and|,\s*and)\s*(?!\1)[A-Za-z] ?= ?-?[\d./]+\W*"
+)
 _BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")  # 5!
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.
@@ -55,15 +76,23 @@ def _main_clause(sentence: str) -> str:
     return clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
 
 
+def _beside(sentence: str, rejection: re.Match[str]) -> str:
+    """Return what a sentence says before it rejects a value, unless that is a condition, or else after it."""
+    before = sentence[: rejection.start()]
+    return before if _DIGIT.search(before) and not _CONDITION.match(before) else sentence[rejection.end() :]
+
+
 @dataclass(frozen=True)
 class NumberReader:
     """Reads one number.
 
     Attributes:
         algebra: a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement.
+        exact: beside a fraction, a value that is about the same is no answer.
     """
 
     algebra: bool = False
+    exact: bool = False
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
@@ -88,16 +117,28 @@ class NumberReader:
         """Return the number of the last sentence that has one and is no aside, unless doubts follow it."""
         if (CUT_OFF.search(text[-100:]) and not _INVERTED.search(text[-100:])) or GIVES_UP.search(text[-300:]):
             return None
+        rejected: list[str] = []
         for sentence in concluding_sentences(text):
             words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
             words = _NOT_BUT.sub("", plain(words))
             plans = _PLANS.search(words) and not _STATES.search(words)
-            if plans or DENIED.search(_main_clause(words)) or _CALLED_WRONG.search(words):
+            if mistakes_of_others(words):
+                if _DIGIT.search(words):
+                    return None
+                continue
+            if plans or DENIED.search(_main_clause(words)):
                 return None
+            if rejection := _REJECTION.search(words):
+                rejected += numbers_in(rejection.group())
+                words = _beside(words, rejection)
+            words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
             if self.algebra and len(PROSE.findall(words)) > 1:
                 words = re.sub(r"(?<=\d)!\s*$", "", words)  # It is 9!
+            if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
+                return None
             if _DIGIT.search(words):
-                return self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
+                number = self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
+                return None if number in rejected else number
         return None
 
     def _number(self, text: str, last: bool = False) -> str | None:
@@ -120,13 +161,20 @@ class MathematicsReader:
 
     gold: str
 
-    @property
+    @cached_property
+    def _words(self) -> str:
+        """Return the gold answer in words; nothing, if it is a formula."""
+        form = form_of(self.gold)
+        return str(form.parts[0]) if isinstance(form, Form) and form.kind == "words" else ""
+
+    @cached_property
     def _readers(self) -> list[Reader]:
         if number_of(self.gold) and "=" not in self.gold:
-            return [NumberReader(algebra=True), FormulaReader(runs=False)]
-        form, names = form_of(self.gold), is_bare_name(self.gold)
-        if isinstance(form, Form) and form.kind == "words":
-            return [FormulaReader(words=True, names=names), TextReader(str(form.parts[0]))]
+            exact = re.search(r"/|frac", self.gold) is not None
+            return [NumberReader(algebra=True, exact=exact), FormulaReader(runs=False)]
+        names = is_bare_name(self.gold)
+        if self._words:
+            return [FormulaReader(words=True, names=names), TextReader(self._words)]
         return [FormulaReader(names=names)]
 
     def read(self, content: str, how: str) -> str | None:
@@ -145,17 +193,17 @@ class MathematicsReader:
 
     def read_end(self, text: str) -> str | None:
         """Return the number, or else the formula; of a choice, its letter."""
-        form = form_of(self.gold)
-        if isinstance(form, Form) and form.kind == "words" and re.fullmatch(r"\(?[a-k]\)?", str(form.parts[0])):
-            sentence = " ".join(plain(next(concluding_sentences(text), "")).split())
-            chosen = None if DENIED.search(sentence) else _CHOSEN.search(sentence)
-            if chosen:
-                return chosen[1]
+        if re.fullmatch(r"\(?[a-k]\)?", self._words):
+            sentence = line(next(concluding_sentences(text), ""))
+            clause = main_clause(sentence)
+            chosen = _CHOSEN.search(sentence) or _CHOSEN.search(clause)
+            denied = DENIED.search(clause) or (chosen and _NOT_CHOSEN.search(chosen.group()))
+            if denied:
+                return None
+            return chosen[1] or chosen[2] if chosen else self._readers[0].read_end(text)
         return next((answer for reader in self._readers if (answer := reader.read_end(text))), None)
 
 
-# the correct choice is C
-_CHOSEN = re.compile(r"(?<!not )\b(?:is|choose|pick|option|choice|answer)\b:? (?:option |choice )?\(?([A-K])\)?\W*$")
 _CONCLUDED = re.compile(rf"(?<=[A-Za-z]):|,\s*{phrases('conclusions')}\b")  # before the expression of a sentence
 
 

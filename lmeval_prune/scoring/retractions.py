@@ -10,6 +10,10 @@ WINDOW = 600  # characters after a statement in which it can be taken back
 _FLAGS = re.IGNORECASE | re.MULTILINE
 # It says so: wherever this stands.
 _CALLED_WRONG = re.compile(f"{phrases('called_wrong')}|{phrases('called_wrong', 'zh')}", _FLAGS)
+# Of what others say, or of a number in its own sentence: some say 12, but that is not correct.
+_OF_OTHERS = re.compile(
+    rf"(?:\b{phrases('others_say')}\b(?! (?:so|this|that|it)\b)|\d)[^.;!?\n]*\bbut {phrases('called_wrong')}", _FLAGS
+)
 # It turns: at the beginning of a clause, and if another answer follows.
 _BEGINS = rf"(?:\A|(?<=[.!?。,;:—–(\n-]))[\s*_(\"'-]*(?:(?:{phrases('before_a_turn')}\b|{phrases('before_a_turn', 'zh')})[\s,]*)?"
 _TURN = re.compile(
@@ -47,7 +51,12 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     """
     near = following[:WINDOW]
     numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
-    called = (called for called in _CALLED_WRONG.finditer(near) if not _REJECTS.search(near, 0, called.start()))
+    others = [mistake.end() for mistake in _OF_OTHERS.finditer(near)]
+    called = (
+        called
+        for called in _CALLED_WRONG.finditer(near)
+        if called.end() not in others and not _REJECTS.search(near, 0, called.start())
+    )
     turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
     turns = (turn for turn in turns if not _WONDERS.search(near, 0, turn.start()))
     candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
@@ -55,6 +64,11 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
         return None
     return _last_sign(near, first)
+
+
+def mistakes_of_others(sentence: str) -> bool:
+    """Return whether a sentence calls wrong what it says itself."""
+    return _OF_OTHERS.search(sentence) is not None
 
 
 def _last_sign(text: str, first: re.Match[str]) -> re.Match[str]:

@@ -86,6 +86,11 @@ _MARK = re.compile(  # the signs that any mark begins with are looked for first:
     r"(?:^|(?=[\\#<\[\"'abfop最正所的答结]))(?:" + "|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()) + ")",
     re.IGNORECASE | re.MULTILINE,
 )
+# Between two boxes: of one answer (25 apples and 30 pears); before one that is only a remark on the first.
+_JOINT = re.compile(
+    r"[$\s]*(?:\\text\s*\{\s*)?(?:(?!and\b|or\b)[A-Za-z]+\s+){0,2}(?:[,;、]|(?:,\s*)?\b(?:and|or)\b|或|和)[}$\s]*(?:[A-Za-z]\s*=\s*)?"
+)
+_ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
@@ -107,8 +112,19 @@ def statements(text: str) -> list[Statement]:
     for mark in _MARK.finditer(text):
         in_a_box = result and mark.start() < result[-1].end and result[-1].how == "boxed"
         statement = None if in_a_box else _statement(text, mark, pairs)
-        result += [statement] if statement else []
+        between = text[result[-1].end : statement.start] if statement and result else ""
+        if statement and between and result[-1].how == statement.how == "boxed" and _JOINT.fullmatch(between):
+            result[-1] = _joined(result[-1], between, statement)
+        elif statement and not (result and result[-1].how == "boxed" and _ASIDE.fullmatch(between)):
+            result.append(statement)
     return result
+
+
+def _joined(first: Statement, between: str, second: Statement) -> Statement:
+    """Return two boxes that are one answer; a value that is repeated counts once."""
+    same = first.content.strip() == second.content.strip()
+    content = first.content if same else f"{first.content}{between.replace('$', '')}{second.content}"
+    return first._replace(end=second.end, content=content[: MAX_BOX + 1])  # too long for an answer, if cut
 
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
@@ -228,18 +244,17 @@ def extract(response: str, reader: Reader) -> Extraction:
         text = text[: appendix.start()]
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
         extraction = _extract(text[: question.start()], reader)
-        if extraction.answer and (
-            extraction.how in MARKED or not question["styled"]
-        ):  # not a heading before a solution
+        is_heading = question["styled"] and extraction.how not in MARKED  # before a solution
+        if extraction.answer and not is_heading:
             return extraction
     return _extract(text, reader)
 
 
 def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
-    """Return whether an answer that is marked, concluded, bold or bare stands before an appendix, and none in it."""
+    """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
     before, after = text[: appendix.start()], text[appendix.end() :]
     last = next(reversed(sentences(before)), "")
-    concluded = _CONCLUDES.search(last) or "**" in last or reader.is_bare(before.strip())
+    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
     answer, how = _extract(before, reader)
     ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
     return bool(answer and ends) and not statements(after)

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import warnings
@@ -30,6 +31,7 @@ Verdict = Literal["equal", "different", "timeout", "crash"]
 START_SECONDS = 120.0
 STARTS = 2  # how often a pool that answers nothing is started
 MAX_WORKERS = 8  # of the shared pool; each is a Python process with SymPy
+_FORMULA = re.compile(r"(?:\\[^$()\[\]]|[^\\$])+")  # what stands in one pair of dollar signs, whole
 MEMORY = 4 * 2**30  # bytes of address space; a LaTeX bomb ends in MemoryError, not in a dead machine
 
 
@@ -139,12 +141,14 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
     configuration = [LatexExtractionConfig()]  # without its plain-text fallback, which reads a part as the whole
     try:
         # no timeouts inside, which would use the same alarm
-        # the first match is the whole text; where it is not understood, others would be parts of it
+        # of a whole formula the first match is all of it; others would be parts of it
+        if not (_FORMULA.fullmatch(gold) and _FORMULA.fullmatch(answer)):
+            return False
         settings = {"parsing_timeout": None, "extraction_mode": "first_match"}
         parsed = [parse(f"${text}$", configuration, **settings) for text in (gold, answer)]
         if not (parsed[0] and parsed[1]):
             return False
-        if _is_infinite(parsed[0][0]) != _is_infinite(parsed[1][0]):
+        if _has_infinity(parsed[0][0]) != _has_infinity(parsed[1][0]):
             return False
         return bool(verify(parsed[0], parsed[1], timeout_seconds=None)) or _same_value(parsed[0][0], parsed[1][0])
     except BaseException:  # whatever a text provokes
@@ -153,8 +157,8 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
         alarm(0)
 
 
-def _is_infinite(expression: object) -> bool:
-    """Return whether an expression has infinity in it; math-verify has taken 2^\\infty for 2 in rare runs."""
+def _has_infinity(expression: object) -> bool:
+    """Return whether an expression has infinity in it: math-verify takes 1/\\infty for 0."""
     import sympy
 
     return isinstance(expression, sympy.Expr) and bool(expression.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan))

@@ -16,7 +16,7 @@ from typing import Any
 
 import lm_eval
 import numpy as np
-from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
 from lmeval_prune.architectures import Head, ModelMap
@@ -29,6 +29,7 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
+from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
 
 logger = logging.getLogger(__name__)
@@ -70,12 +71,12 @@ class Sweep:
             self._prepare_store(tasks, lm, pool)
             results = lm_eval.simple_evaluate(
                 model=lm,
-                tasks=list(tasks.values()),
+                tasks=list(tasks),
                 num_fewshot=self.options.num_fewshot,
                 gen_kwargs=self.options.gen_kwargs or None,
                 samples=doc_ids,
                 bootstrap_iters=0,
-                task_manager=task_manager(),
+                task_manager=LoadedTasks(tasks),
                 **prompting,
             )
             if lm.rank:
@@ -118,7 +119,7 @@ class Sweep:
         if generation.is_sampling(settings):
             raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
 
-    def _choose_split(self, name: str, task: ConfigurableTask) -> None:
+    def _choose_split(self, name: str, task: Task) -> None:
         split = self.options.split
         if not split:
             return

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
+from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
+from lmeval_prune.tasks import compat
 
 
-class SweptTask(ConfigurableTask):
+class SweptTask(compat.GenerateTask):
     """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
     Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
@@ -40,6 +41,7 @@ class SweptTask(ConfigurableTask):
         """Build the requests once, with the prompts of a run over all documents in a single process.
 
         lm-eval draws exemplars document by document, so few-shot prompts are built for all documents and then filtered.
+        lm-eval 0.4 numbers the documents of `samples` anew, 0.5 does not.
         """
         if self.prompts:
             return
@@ -49,7 +51,7 @@ class SweptTask(ConfigurableTask):
         index_of = {doc_id: index for index, doc_id in enumerate(doc_ids)}
         instances = []
         for instance in self._instances or []:
-            index = index_of.get(instance.doc_id) if few_shot else instance.doc_id
+            index = index_of.get(instance.doc_id) if few_shot or compat.HAS_SCORERS else instance.doc_id
             if index is not None:
                 self.prompts[doc_ids[index]] = digest(instance.args[0])
                 if index % world_size == rank:
@@ -70,9 +72,13 @@ class SweptTask(ConfigurableTask):
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
+        return compat.as_results(self.score_tries(doc, compat.all_responses(results)))
+
+    def score_tries(self, doc: dict[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
+        """Score filtered responses; `InputError` if the metric is not 0 or 1."""
         outcomes, extracted = [], []
-        for response in results[0]:
-            scores = super().process_results(doc, [response])
+        for response in responses:
+            scores = compat.score_response(self, super().process_results, doc, response)
             if self.metric not in scores or float(scores[self.metric]) not in (0.0, 1.0):
                 numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
                 raise InputError(
@@ -93,14 +99,13 @@ class SweptTask(ConfigurableTask):
 
     def _filtered(self, singles: list[Instance]) -> list[Any]:
         """Filter instances with one response each."""
-        for ensemble in self._filters:
-            if ensemble.name == self.filter:
-                ensemble.apply(singles)
+        (ensemble,) = compat.filters(self)
+        ensemble.apply(singles)
         return [single.filtered_resps[self.filter] for single in singles]
 
 
 def swept(
-    task: ConfigurableTask, metric: str | None = None, question_field: str | None = None, split: str | None = None
+    task: Task, metric: str | None = None, question_field: str | None = None, split: str | None = None
 ) -> SweptTask:
     """Turn a loaded generative task into a swept task, in place.
 
@@ -110,7 +115,7 @@ def swept(
         question_field: document field with the question; default: the task's metadata, else `question`.
         split: name of the evaluated split; default: the task's own.
     """
-    filters = [ensemble.name for ensemble in task._filters]
+    filters = [ensemble.name for ensemble in compat.filters(task)]
     metric_name, _, filter_name = (metric or "").partition(",")
     if filter_name and filter_name not in filters:
         raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
@@ -119,18 +124,19 @@ def swept(
     result.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
     result.metric = metric_name or _default_metric(task)
     result.filter = filter_name or filters[0]
+    compat.keep_filter(result, result.filter)
     declared = (task.get_config("metadata") or {}).get("question_field")
     result.question_field = str(question_field or declared or "question")
     result.split = split or str(task.get_config("test_split") or task.get_config("validation_split"))
     result.prompts = {}
     # score an empty answer, so that a wrong metric is refused before the model generates anything
     doc = result.eval_docs[0]
-    empty = Instance("generate_until", doc, ("", {}), 0, metadata=(result.task_name, 0, 1), resps=[""])
-    result.process_results(doc, [result._filtered([empty])])
+    empty = compat.request("generate_until", ("", {}), result.task_name, 0, doc=doc, resps=[""])
+    result.score_tries(doc, result._filtered([empty]))
     return result
 
 
-def _default_metric(task: ConfigurableTask) -> str:
+def _default_metric(task: Task) -> str:
     names = [entry["metric"] for entry in task.get_config("metric_list") or []]
     return "exact_match" if "exact_match" in names or not names else str(names[0])
 

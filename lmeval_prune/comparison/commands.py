@@ -1,0 +1,47 @@
+"""`lmeval-prune compare`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lmeval_prune.options import first_argument
+
+
+@first_argument("runs")
+def compare(
+    runs: tuple[str, ...],
+    baseline: str | None = None,
+    output: str = "compare",
+    tasks: tuple[str, ...] = (),
+    metric: str | None = None,
+    by: tuple[str, ...] = (),
+    allow_different: tuple[Literal["questions", "prompts", "settings"], ...] = (),
+    without_texts: tuple[str, ...] = (),
+    seed: int = 0,
+) -> int:
+    """Compare runs of `lm_eval --log_samples` with a baseline, question by question, in tables and on a page.
+
+    Args:
+        runs: folders or results files, each as PATH or NAME=PATH; `--runs` may be left out
+        baseline: name or path of a run (default: the first)
+        output: folder for the tables and the page
+        tasks: tasks and groups to compare (default: all of the baseline)
+        metric: METRIC or METRIC,FILTER to compare where a task has it (default: exact_match or acc, else the first)
+        by: columns of the documents; a part for each of their values is compared, too
+        allow_different: questions, prompts or settings: compare though they differ
+        without_texts: tasks whose questions and answers are left out of the page
+        seed: seed of the tests
+    """
+    from pathlib import Path
+
+    from lmeval_prune.comparison.compare import compare as compare_runs
+    from lmeval_prune.comparison.report import summary_table, write
+    from lmeval_prune.reporting.documents import one_line
+
+    comparison = compare_runs(runs, baseline, tasks, metric, by, allow_different, seed)
+    _, notes, paths = write(comparison, Path(output), without_texts)
+    print(summary_table(comparison))
+    for note in notes:
+        print(f"note: {one_line(note)}")
+    print(*paths, sep="\n")
+    return 0

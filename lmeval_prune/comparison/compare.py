@@ -1,0 +1,247 @@
+"""Compare runs of `lm_eval --log_samples` with a baseline, question by question."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from lmeval_prune.comparison.metrics import Metric, columns_of
+from lmeval_prune.comparison.rows import Comparison, rows_of
+from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
+from lmeval_prune.comparison.settings import different
+from lmeval_prune.comparison.tables import Table, merged, pooled, read_table
+from lmeval_prune.errors import InputError, did_you_mean, first_few
+
+Kind = Literal["questions", "prompts", "settings"]
+ADVICE = "name a metric with --metric, or leave the task out with --tasks"
+KEY = ["task", "doc_id", "question"]
+
+
+def compare(
+    words: Sequence[str],
+    baseline: str | None = None,
+    tasks: Sequence[str] = (),
+    metric: str | None = None,
+    by: Sequence[str] = (),
+    allow_different: Collection[Kind] = (),
+    seed: int = 0,
+) -> Comparison:
+    """Compare runs with a baseline.
+
+    Args:
+        words: `PATH` or `NAME=PATH` of each run; see `find_runs`.
+        baseline: name or path of a run; None for the first.
+        tasks: tasks and groups to compare; empty for all of the baseline.
+        metric: `METRIC` or `METRIC,FILTER` to compare where a task has it; None for each task's default.
+        by: columns of the documents; their values divide each task into parts.
+        allow_different: what may differ between runs.
+        seed: seed of the tests.
+    """
+    runs = {run.name: run for run in find_runs(words)}
+    if len(runs) < 2:
+        raise InputError(f"{first_few(runs)} is a single run; name two or more")
+    base = runs[_baseline(baseline, words, runs)]
+    names, notes = _tasks(tasks, base, [run for run in runs.values() if run is not base])
+    evaluations = {task: {run.name: run.read(task, by) for run in runs.values() if task in run.tasks} for task in names}
+    if without := [task for task, own in evaluations.items() if not _known(own.values())]:
+        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
+        evaluations = {task: own for task, own in evaluations.items() if task not in without}
+        names = list(evaluations)
+    if not names:
+        raise InputError(f"no task can be compared; {notes[-1]}")
+    notes += [note for task in names for note in _check_alike(task, base.name, evaluations[task], allow_different)]
+    tables = _tables(evaluations, base.name, metric)
+    parts = {
+        name: part for task in names for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
+    }
+    if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
+        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
+    grouped, group_notes = _groups(tables, base.groups)
+    members = {task for name in grouped for task in _leaves(name, base.groups)}
+    tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
+    all_tasks, pooling_notes = pooled(tables, list(runs))
+    roots = [name for name, table in grouped.items() if not table.is_part]
+    if len(roots) + sum(task not in members for task in tables) < 2:
+        all_tasks, pooling_notes = {}, []
+    tables |= parts | grouped | all_tasks
+    return Comparison(
+        title=f"{first_few((run for run in runs if run != base.name), most=3)} against {base.name}",
+        baseline=base.name,
+        variants=[base.name, *(run for run in runs if run != base.name)],
+        tables=tables,
+        rows=rows_of(tables, base.name, seed),
+        answers=partial(_answers, evaluations),
+        about={name: run.about() for name, run in runs.items()},
+        missing=[(name, task, "not evaluated") for task in names for name in runs if name not in evaluations[task]],
+        notes=list(dict.fromkeys([*notes, *group_notes, *pooling_notes])),
+    )
+
+
+def _baseline(name: str | None, words: Sequence[str], runs: Mapping[str, Run]) -> str:
+    """Return the name of the baseline: the first run, or the run of this name or path."""
+    if name is None or name in runs:
+        return name or next(iter(runs))
+    if name in words and len(words) == len(runs):
+        return list(runs)[list(words).index(name)]
+    raise InputError(f"there is no run {name!r} for the baseline{did_you_mean(name, runs) or f'; {first_few(runs)}'}")
+
+
+def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """Return the tasks to compare, those of the baseline that another run has, and notes.
+
+    Args:
+        names: tasks and groups, which stand for their tasks; empty for all.
+        base: the baseline.
+        others: the other runs; one without any of the tasks is refused.
+    """
+    chosen = [task for name in names for task in (_leaves(name, base.groups) if name in base.groups else [name])]
+    for task in chosen:
+        if task not in base.tasks:
+            known = [*base.tasks, *base.groups]
+            hint = did_you_mean(task, known) or f"; it has {first_few(known)}"
+            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
+    chosen = list(dict.fromkeys(chosen)) or base.tasks
+    notes = []
+    for run in others:
+        if not set(run.tasks) & set(chosen):
+            raise InputError(f"{run.name} has none of the tasks {first_few(chosen)}; it has {first_few(run.tasks)}")
+        if extra := [task for task in run.tasks if task not in base.tasks]:
+            notes.append(f"{run.name}: {first_few(extra)} left out, which the baseline lacks")
+    shared = [task for task in chosen if any(task in run.tasks for run in others)]
+    if alone := [task for task in chosen if task not in shared]:
+        notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
+    for run in (base, *others):
+        for task in shared:
+            if (count := sum(task in file.samples for file in run.files)) > 1:
+                notes.append(f"{run.name} on {task}: each question's mean over {count} results files")
+    return shared, notes
+
+
+# ---------------------------------------------------------------------- what has to agree
+
+
+def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], allowed: Collection[Kind]) -> list[str]:
+    """Refuse questions, prompts and settings that differ from the baseline's, or return notes if they are allowed.
+
+    Of different questions that are allowed, those of all runs are kept in `evaluations`.
+    """
+    base, notes = evaluations[baseline], []
+    for name, own in evaluations.items():
+        differences = _differences(base, own)
+        if refused := [kind for kind in differences if kind not in allowed]:
+            raise InputError(
+                f"{name!r} and the baseline {baseline!r} have different {' and '.join(refused)} of {task} "
+                f"({'; '.join(differences[kind] for kind in refused)}); evaluate them alike, or add "
+                f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
+            )
+        notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
+    common = set.intersection(*({*_keys(each.outcomes)} for each in evaluations.values()))
+    if not common:
+        raise InputError(f"{first_few(evaluations)} have no question of {task} in common; leave it out with --tasks")
+    for name, own in evaluations.items():
+        keep = [key in common for key in _keys(own.outcomes)]
+        evaluations[name] = own._replace(outcomes=own.outcomes[keep], answers=own.answers[keep])
+    return notes
+
+
+def _differences(base: Evaluation, own: Evaluation) -> dict[Kind, str]:
+    """Describe what differs between two runs of a task, by kind."""
+    differences: dict[Kind, str] = {}
+    first, second = (dict(zip(_keys(each.outcomes), each.outcomes["prompt"], strict=True)) for each in (base, own))
+    shared = first.keys() & second.keys()
+    if not len(shared) == len(first) == len(second):
+        differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
+    is_one_version = base.settings.lm_eval == own.settings.lm_eval
+    if other := sum(first[key] != second[key] for key in shared):
+        reasons = different(own.settings.prompt, base.settings.prompt, is_one_version)
+        text = f"{other} of {len(shared)}"
+        differences["prompts"] = f"{text}; {first_few(reasons, most=4)}" if reasons else text
+    if reasons := different(own.settings.other, base.settings.other, is_one_version):
+        differences["settings"] = first_few(reasons, most=4)
+    return differences
+
+
+def _keys(outcomes: pd.DataFrame) -> list[tuple[Any, ...]]:
+    return list(zip(*(outcomes[name].tolist() for name in KEY), strict=True))
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _tables(evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None) -> dict[str, Table]:
+    """Return the table of each task."""
+    tables, has_metric = {}, False
+    for task, runs in evaluations.items():
+        base = runs[baseline]
+        named = metric is not None and any(
+            metric in (column, column.partition(",")[0]) for column in columns_of(base.outcomes)
+        )
+        has_metric |= named
+        texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
+        outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
+        ordered = {baseline: outcomes[baseline], **outcomes}
+        tables[task] = read_table(
+            task, baseline, ordered, {task: _known(runs.values(), base)}, texts, metric if named else None, ADVICE
+        )
+    if metric is not None and not has_metric:
+        columns = {name for runs in evaluations.values() for name in runs[baseline].known}
+        raise InputError(f"metric: no compared task has {metric!r}{did_you_mean(metric, columns)}")
+    return tables
+
+
+def _known(runs: Collection[Evaluation], base: Evaluation | None = None) -> dict[str, Metric]:
+    """Return the metrics of a task that all runs have, as a function of a mean over questions."""
+    first = base or next(iter(runs))
+    return {name: metric for name, metric in first.known.items() if all(name in run.known for run in runs)}
+
+
+def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list[tuple[str, Table]]:
+    """Return the parts of a task, `TASK, COLUMN: VALUE`, for columns of its documents with several values."""
+    parts = []
+    for column in by:
+        values = base.outcomes[column]
+        if values.nunique() > 1:
+            for value in sorted(values.dropna().unique()):
+                parts.append((f"{task}, {column}: {value}", table.part(np.flatnonzero(values == value))))
+    return parts
+
+
+def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
+    """Return the tasks of a group and of the groups in it."""
+    if name not in groups or name in above:
+        return [name]
+    return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))
+
+
+def _groups(tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]]) -> tuple[dict[str, Table], list[str]]:
+    """Return the tables of groups with several compared tasks, inner groups first, and notes on groups left out.
+
+    Groups with the same tasks as another are left out.
+    """
+    leaves = {name: [task for task in _leaves(name, groups) if task in tables] for name in groups}
+    ordered = sorted((name for name in groups if len(leaves[name]) > 1), key=lambda name: len(leaves[name]))
+    merged_tables: dict[str, Table] = {}
+    notes, seen = [], set()
+    for name in ordered:
+        table = merged([tables[task] for task in leaves[name]])
+        if frozenset(leaves[name]) in seen:
+            continue
+        seen.add(frozenset(leaves[name]))
+        if table is None:
+            notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
+            continue
+        is_inner = any(set(leaves[name]) < set(leaves[other]) for other in ordered)
+        merged_tables[name] = replace(table, is_part=is_inner)
+    return merged_tables, notes
+
+
+def _answers(
+    evaluations: Mapping[str, Mapping[str, Evaluation]], variant: str, task: str
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return questions and answers of a run on a task, by task and number, with log-likelihoods of the choices."""
+    return {(row["task"], row["doc_id"]): row for row in evaluations[task][variant].answers.to_dict("records")}

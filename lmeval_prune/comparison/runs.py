@@ -1,0 +1,185 @@
+"""Runs of `lm_eval --log_samples`: their results files, and the outcomes of a task."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
+from lmeval_prune.comparison.page import shortened
+from lmeval_prune.comparison.results_files import ResultsFile, find_results
+from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
+from lmeval_prune.comparison.settings import Settings, different, seed_text, settings_of
+from lmeval_prune.errors import InputError, first_few
+
+
+class Evaluation(NamedTuple):
+    """Outcomes of a run on a task."""
+
+    outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and the columns of documents
+    answers: pd.DataFrame  # see `samples.tables`; also `log_likelihoods` of the choices
+    known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
+    settings: Settings
+    repeats: int  # number of results files
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model that was evaluated on some tasks, each once or with several seeds."""
+
+    name: str
+    files: list[ResultsFile]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Return the tasks with samples."""
+        return list(dict.fromkeys(task for file in self.files for task in file.samples))
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Return the members of groups, by group."""
+        return {
+            name: members
+            for file in self.files
+            for name, members in (file.results.get("group_subtasks") or {}).items()
+            if members and name not in (file.results.get("configs") or {})
+        }
+
+    def about(self) -> str:
+        """Describe the run in a line."""
+        first = self.files[0]
+        arguments = ",".join(f"{name}={value}" for name, value in first.model_args.items() if name != "seed")
+        seeds = [text for text in dict.fromkeys(map(seed_text, self.files)) if text]
+        dates = sorted(file.results["date"] for file in self.files if isinstance(file.results.get("date"), float))
+        parts = [f"{first.config.get('model', 'a model')} ({arguments})"]
+        parts += [f"seed {'; '.join(seeds)}"] if seeds else []
+        parts += [f"lm_eval {version}"] if (version := first.results.get("lm_eval_version")) else []
+        parts += [f"{datetime.fromtimestamp(dates[0], UTC):%Y-%m-%d}"] if dates else []
+        return ", ".join([*parts, first_few(file.path for file in self.files)])
+
+    def read(self, task: str, columns: Sequence[str]) -> Evaluation:
+        """Read the outcomes of a task; of several results files (seeds), the mean of each question's values.
+
+        Args:
+            task: name of the task.
+            columns: columns of the documents to add to the outcomes.
+        """
+        files = [file for file in self.files if task in file.samples]
+        settings = [settings_of(file, task) for file in files]
+        for file, other in zip(files[1:], settings[1:], strict=True):
+            if reasons := different(settings[0].other, other.other, settings[0].lm_eval == other.lm_eval):
+                raise InputError(
+                    f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
+                    f"results file to compare, {files[0].path} or {file.path}"
+                )
+        parts = [_read(file, task, columns, setting) for file, setting in zip(files, settings, strict=True)]
+        return parts[0] if len(parts) == 1 else _mean(self.name, task, parts)
+
+
+def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settings) -> Evaluation:
+    """Read the outcomes and answers of a task in a results file."""
+    rows = file.read_samples(task)
+    outcomes, answers = tables({task: rows}, file.results["configs"])
+    known = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
+    declared = declared_aggregations(task, file.results)  # type: ignore[arg-type]
+    if not known and AGGREGATIONS.keys() & declared.values():
+        raise InputError(
+            f"{file.samples[task]} does not give the figures of {task} in {file.path.name}: it is incomplete or was "
+            f"changed; evaluate again"
+        )
+    first = {int(row["doc_id"]): row for row in reversed(rows)}
+    ordered = [first[number] for number in outcomes["doc_id"]]
+    outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
+    for column in columns:
+        outcomes[column] = [_field(row["doc"], column) for row in ordered]
+    for column in ("question", "target", "answer"):
+        answers[column] = answers[column].map(shortened)
+    answers["log_likelihoods"] = [log_likelihoods(row) for row in ordered]
+    return Evaluation(outcomes, answers, known, settings, 1)
+
+
+def _texts(arguments: list[Any]) -> list[Any]:
+    """Return the prompts and choices of a sample, without the settings of generation."""
+    return [
+        [part for part in each if not isinstance(part, dict)] if isinstance(each, list) else each for each in arguments
+    ]
+
+
+def _field(doc: Any, column: str) -> str | None:
+    """Return a field of a document as text; None if it lacks the field."""
+    value = doc.get(column) if isinstance(doc, dict) else None
+    return str(value) if isinstance(value, str | int | float) else None
+
+
+def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
+    """Return the mean outcomes of each question over several repeats, and all of its answers."""
+    key, first = ["task", "doc_id", "question"], parts[0]
+    questions = [set(part.outcomes[key].itertuples(index=False, name=None)) for part in parts]
+    if any(other != questions[0] for other in questions):
+        raise InputError(f"{run} has {task} {len(parts)} times with different questions; name a results file")
+    outcomes = pd.concat([part.outcomes for part in parts])
+    metrics = [name for name in outcomes if "," in name]
+    grouped = outcomes.groupby(key, sort=False)
+    merged = first.outcomes.set_index(key).drop(columns=metrics, errors="ignore")
+    merged["prompt"] = grouped["prompt"].agg(lambda prompts: " ".join(sorted(set(prompts))))
+    # a value that a repeat lacks stays unknown
+    merged = merged.join(grouped[metrics].mean().where(grouped[metrics].count() == len(parts))).reset_index()
+    answers = first.answers.set_index(["task", "doc_id"])
+    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)["answer"]
+    answers["answer"] = repeats.agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
+    known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
+    return Evaluation(merged, answers.reset_index(), known, first.settings, len(parts))
+
+
+def find_runs(words: Sequence[str]) -> list[Run]:
+    """Return the runs that the words of a command name, `PATH` or `NAME=PATH`, each with a name.
+
+    A path is a results file or a folder. The results below a folder are one run if the model and its arguments agree
+    but for the seed; otherwise they are several.
+    """
+    paths = {word: word if Path(word).exists() else word.partition("=")[2] or word for word in words}
+    unnamed = [path for word, path in paths.items() if path == word]
+    start = os.path.commonpath([Path(path).absolute().parent for path in unnamed]) if len(unnamed) > 1 else None
+    runs: list[Run] = []
+    for word, path in paths.items():
+        name = word.partition("=")[0] if path != word else os.path.relpath(path, start) if start else path
+        runs += _runs_of(name, find_results(Path(path)), Path(path))
+    names = [run.name for run in runs]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise InputError(f"there are several runs {twice[0]!r}; name them: NAME=PATH")
+    return runs
+
+
+def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
+    """Return the runs in a folder, with names from what differs."""
+    by_model: dict[str, list[ResultsFile]] = {}
+    for file in files:
+        arguments = {name: value for name, value in file.model_args.items() if name != "seed"}
+        identity = [str(file.path.parent), file.config.get("model"), arguments]
+        by_model.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
+    groups = list(by_model.values())
+    if len(groups) == 1:
+        return [Run(label, groups[0])]
+    firsts = [group[0] for group in groups]
+    varying = [
+        name
+        for name in dict.fromkeys(name for file in firsts for name in file.model_args)
+        if name != "seed" and len({str(file.model_args.get(name)) for file in firsts}) > 1
+    ]
+    folders = [str(file.path.parent.relative_to(path)) for file in firsts]
+    runs = []
+    for folder, group in zip(folders, groups, strict=True):
+        parts = [label] if folder == "." else [f"{label}/{folder}"]
+        if folders.count(folder) > 1:
+            own = group[0].model_args
+            parts += [f"{name}={own[name]}" for name in varying if name in own] or ["no further arguments"]
+        runs.append(Run(" ".join(parts), group))
+    return runs

@@ -1,0 +1,89 @@
+"""Settings of an evaluation that have to agree in runs that are compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lmeval_prune.comparison.results_files import ResultsFile
+
+# entries of a task's configuration that its questions and prompts show, or that say nothing about its evaluation
+_IGNORED = {
+    "alias", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "fewshot_split", "group", "metadata",
+    "should_decontaminate", "doc_to_decontamination_query", "tag", "task", "task_alias", "test_split",
+    "training_split", "validation_split", "process_docs", "unsafe_code", "use_prompt", "version",
+}  # fmt: skip
+# entries that change nothing but prompts: what differs explains prompts that differ
+_PROMPT = {
+    "description", "doc_to_choice", "doc_to_text", "fewshot_config", "fewshot_delimiter", "gen_prefix", "num_fewshot",
+    "target_delimiter", "doc_to_audio", "doc_to_image",
+}  # fmt: skip
+_MISSING = "not set"
+
+
+class Settings(NamedTuple):
+    """Settings of a task, by name."""
+
+    prompt: dict[str, Any]  # of its prompts
+    other: dict[str, Any]  # of generation, filters and metrics
+    lm_eval: str | None  # lm-eval's version
+
+
+def settings_of(file: ResultsFile, task: str) -> Settings:
+    """Return the settings of a task in a results file."""
+    results = file.results
+    config = {name: value for name, value in results["configs"][task].items() if name not in _IGNORED}
+    prompt = {
+        "system_instruction": results.get("system_instruction"),
+        "apply_chat_template": results.get("chat_template_sha") is not None,
+        "fewshot_as_multiturn": bool(results.get("fewshot_as_multiturn")),
+        "fewshot_seed": file.config.get("fewshot_seed"),
+        **{name: value for name, value in config.items() if name in _PROMPT},
+    }
+    other = {name: value for name, value in config.items() if name not in _PROMPT}
+    other["version of the task"] = (results.get("versions") or {}).get(task)
+    return Settings(_flat(prompt), _flat(other), results.get("lm_eval_version"))
+
+
+def different(first: Mapping[str, Any], second: Mapping[str, Any], are_of_one_version: bool) -> list[str]:
+    """Return `NAME: VALUE and VALUE` of the settings that differ.
+
+    Settings that only one of two versions of lm-eval writes are not compared.
+    """
+    names = [*first, *(name for name in second if name not in first)]
+    shared = names if are_of_one_version else [name for name in names if name in first and name in second]
+    return [
+        f"{name}: {_shown(first.get(name, _MISSING))} and {_shown(second.get(name, _MISSING))}"
+        for name in shared
+        if first.get(name) != second.get(name)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by names with dots; addresses in the texts of functions are left out."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+            flat[prefix + name] = re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text, str) else text
+    return flat
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+def seed_text(file: ResultsFile) -> str:
+    """Return lm-eval's four seeds, or one number if they are equal, and the seed among the model's arguments."""
+    values = [file.config.get(f"{name}_seed") for name in ("random", "numpy", "torch", "fewshot")]
+    texts = (
+        ["/".join(map(str, values if len(set(values)) > 1 else values[:1]))]
+        if any(value is not None for value in values)
+        else []
+    )
+    return " and ".join([*texts, *(f"seed={value}" for name, value in file.model_args.items() if name == "seed")])

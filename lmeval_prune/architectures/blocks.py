@@ -78,7 +78,7 @@ class AttentionLayer(Block):
             pair = out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = self.head_dim if part == "v" else self.query_dim
+        size = self.query_dim if part == "q" else out_features(module) // self.kv_heads
         return Rows(module, index * size, (index + 1) * size)
 
 

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmeval_prune.architectures.blocks import (
-    AttentionLayer,
-    Block,
-    FeedForward,
-    attribute_of,
-    find_in,
-    in_features,
-    out_features,
-    projection_in,
-)
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward
 from lmeval_prune.architectures.identity import model_name, weights_fingerprint
-from lmeval_prune.architectures.table import FAMILIES, Family, FeedForwardNames
+from lmeval_prune.architectures.layers import layers_in, read_blocks
+from lmeval_prune.architectures.structure import recognise
+from lmeval_prune.architectures.table import FAMILIES, Family
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
 T = TypeVar("T")
-_ORDER = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
 
 
 class ModelMap:
@@ -117,38 +108,23 @@ def map_model(
 
     Args:
         model: a live model; its weights may be on the meta device.
-        attention_path: for a family that the table lacks, dotted name of the attention modules with `*` or `{i}` in
-            place of the layer number, e.g. `model.layers.*.self_attn`.
+        attention_path: for a family that is neither in the table nor recognised by its layers, dotted name of the
+            attention modules with `*` or `{i}` in place of the layer number, e.g. `model.layers.*.self_attn`.
         attention_output: name of the output projection in the attention module, e.g. `o_proj`.
         attention_heads: query heads per layer.
 
     Raises:
-        InputError: the family is unknown, or the description does not fit the model.
+        InputError: the family is not supported, or the description does not fit the model.
     """
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = getattr(text_config, "model_type", "") or ""
     described = (attention_path, attention_output, attention_heads)
-    if described == (None, None, None) and model_type not in FAMILIES:
-        raise InputError(
-            f"unknown model family {model_type!r}; known: {', '.join(sorted(FAMILIES))}. For another one give "
-            f"attention_path (e.g. model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
-        )
-    family = FAMILIES[model_type] if described == (None, None, None) else _described(*described)
-    attention: dict[tuple[str, int], AttentionLayer] = {}
-    feed_forward: list[FeedForward] = []
-    for layer in layers_in(model, family):
-        self_attention = _read_attention(layer, family.attention, family, attention_heads)
-        cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, attention_heads)
-        for block in filter(None, (self_attention, cross)):
-            other = attention.setdefault((block.stack, block.index), block)
-            if other is not block:
-                raise InputError(
-                    f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
-                )
-        channels = _read_feed_forward(layer, family.feed_forward)
-        if self_attention and channels:  # a layer without attention belongs to another tower, e.g. an image encoder
-            feed_forward.append(channels)
+    if described != (None, None, None):
+        family = _described(*described)
+    else:
+        family = FAMILIES.get(model_type) or recognise(model).family
+    attention, feed_forward = read_blocks(model, family, attention_heads)
     if not attention:
         raise InputError(
             f"no attention layers found in this {model_type or type(model).__name__} model: no {family.attention!r} "
@@ -156,11 +132,11 @@ def map_model(
         )
     return ModelMap(
         model,
-        sorted(attention.values(), key=_position),
+        attention,
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
-        sorted(feed_forward, key=_position),
+        feed_forward,
     )
 
 
@@ -180,10 +156,6 @@ def position_limit(model: Any) -> int | None:
     return limit
 
 
-def _position(block: Block) -> tuple[int, int]:
-    return _ORDER[block.stack], block.index
-
-
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:
     """Build a family, without feed-forward blocks, from a user's description."""
     if path is None or output is None or heads is None:
@@ -196,60 +168,8 @@ def _described(path: str | None, output: str | None, heads: int | None) -> Famil
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
 
 
-def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
-    """Yield the layers of a model as blocks, by the family's name pattern."""
-    matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
-    for name, module in model.named_modules():
-        if match := matcher.match(name):
-            yield Block(match.groupdict().get("stack") or "", int(match["layer"]), name, module)
-
-
 def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
     """Return the layer modules that hold attention, in order."""
     names = [f"{layer.name}." for layer in model_map.attention]
     layers = layers_in(model_map.model, model_map.attention[0].family)
     return [layer.module for layer in layers if any(name.startswith(f"{layer.name}.") for name in names)]
-
-
-def _at(layer: Block, path: str) -> Block | None:
-    """Return the submodule at a path in a layer; the layer itself for an empty path."""
-    if not path:
-        return layer
-    match = find_in(layer.module, path)
-    return Block(layer.stack, layer.index, f"{layer.name}.{match[0]}", match[1]) if match else None
-
-
-def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
-    block = None if path is None else _at(layer, path)
-    output = None if block is None else projection_in(block.module, family.output)
-    if block is None or output is None:
-        return None
-    module, inputs = block.module, in_features(output)
-    width = inputs // count if count else attribute_of(module, family.width)
-    if not isinstance(width, int) or width <= 0 or inputs % width:
-        raise InputError(
-            f"{block.name}: {inputs} inputs of {family.output} cannot be divided into heads "
-            f"(width {width}, heads {count})"
-        )
-    heads = inputs // width
-    query, key = projection_in(module, family.query), projection_in(module, family.key)
-    kv_heads, query_dim = heads, width
-    if query is not None and key is not None:
-        if family.fused:
-            kv_heads = (out_features(query) // width - heads) // 2
-        else:
-            query_dim = out_features(query) // heads
-            kv_heads = heads if family.key_value_pairs else out_features(key) // query_dim
-    return AttentionLayer(
-        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, family
-    )
-
-
-def _read_feed_forward(layer: Block, names: FeedForwardNames | None) -> FeedForward | None:
-    block = None if names is None else _at(layer, names.block)
-    if names is None or block is None:
-        return None
-    gate, up, down = (projection_in(block.module, path) for path in (names.gate, names.up, names.down))
-    if up is None or down is None:
-        return None
-    return FeedForward(block.stack, block.index, block.name, block.module, gate, up, down, in_features(down))

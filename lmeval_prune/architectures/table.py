@@ -77,7 +77,7 @@ def _fused(
     return replace(family, feed_forward=names, **more)
 
 
-_GATED = FeedForwardNames("mlp", "up_proj", "down_proj", "gate_proj")
+_GATED = FeedForwardNames("mlp|feed_forward", "up_proj", "down_proj", "gate_proj")
 _GATE_UP = FeedForwardNames("mlp", "gate_up_proj", "down_proj", "gate_up_proj")
 _C_FC = FeedForwardNames("mlp", "c_fc", "c_proj")
 _FC_IN = FeedForwardNames("mlp", "fc_in", "fc_out")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lmeval_prune.comparison.metrics import columns_of
+from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
 from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
 from lmeval_prune.comparison.settings import different
@@ -48,6 +48,12 @@ def compare(
     base = runs[_baseline(baseline, words, runs)]
     names, notes = _tasks(tasks, base, [run for run in runs.values() if run is not base])
     evaluations = {task: {run.name: run.read(task, by) for run in runs.values() if task in run.tasks} for task in names}
+    if without := [task for task, own in evaluations.items() if not _known(own.values())]:
+        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
+        evaluations = {task: own for task, own in evaluations.items() if task not in without}
+        names = list(evaluations)
+    if not names:
+        raise InputError(f"no task can be compared; {notes[-1]}")
     notes += [note for task in names for note in _check_alike(task, base.name, evaluations[task], allow_different)]
     tables = _tables(evaluations, base.name, metric)
     parts = {
@@ -176,17 +182,22 @@ def _tables(evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, 
             metric in (column, column.partition(",")[0]) for column in columns_of(base.outcomes)
         )
         has_metric |= named
-        known = {
-            name: metrics for name, metrics in base.known.items() if all(name in run.known for run in runs.values())
-        }
         texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
         outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
         ordered = {baseline: outcomes[baseline], **outcomes}
-        tables[task] = read_table(task, baseline, ordered, {task: known}, texts, metric if named else None, ADVICE)
+        tables[task] = read_table(
+            task, baseline, ordered, {task: _known(runs.values(), base)}, texts, metric if named else None, ADVICE
+        )
     if metric is not None and not has_metric:
         columns = {name for runs in evaluations.values() for name in runs[baseline].known}
         raise InputError(f"metric: no compared task has {metric!r}{did_you_mean(metric, columns)}")
     return tables
+
+
+def _known(runs: Collection[Evaluation], base: Evaluation | None = None) -> dict[str, Metric]:
+    """Return the metrics of a task that all runs have, as a function of a mean over questions."""
+    first = base or next(iter(runs))
+    return {name: metric for name, metric in first.known.items() if all(name in run.known for run in runs)}
 
 
 def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list[tuple[str, Table]]:

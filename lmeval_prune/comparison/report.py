@@ -23,6 +23,7 @@ from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, 
 
 TEXT_COLUMNS = ["variant"]
 DISTANCE = ["mean_kld", "mean_kld_se", "same_top", "same_top_se", "same_answers", "same_answers_se", "first_difference"]
+MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
 def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[str, list[str], list[Path]]:
@@ -99,15 +100,16 @@ def _device_text(costs: dict[str, Any]) -> str:
 
 
 def summary_table(comparison: Comparison) -> str:
-    """Return a Markdown table of all tasks, groups and pooled tasks, without parts: a row for each variant."""
+    """Return a Markdown table of all tasks, a row for each variant; without parts if they are many."""
+    tested = [row for row in comparison.rows.values() if row.variant != comparison.baseline]
+    parts = [row for row in tested if comparison.tables[row.task].is_part]
     rows = []
-    for task, table in comparison.tables.items():
-        for variant in comparison.variants:
-            row = comparison.rows.get((variant, task))
-            if row is None or table.is_part or variant == comparison.baseline:
-                continue
-            base = _level_text(row, comparison.rows[comparison.baseline, task].mean)
-            rows.append({"task": task, "metric": "; ".join(table.columns), **_row_cells(row), "baseline": base})
+    for row in tested:
+        if row in parts and len(tested) > MAX_SUMMARY and len(parts) < len(tested):
+            continue
+        metric = "; ".join(comparison.tables[row.task].columns)
+        base = _level_text(row, comparison.rows[comparison.baseline, row.task].mean)
+        rows.append({"task": row.task, "metric": metric, **_row_cells(row), "baseline": base})
     figures = ["questions", "baseline", "mean", "difference", "+ / −", "p", "p Holm", "detectable"]
     frame = pd.DataFrame(rows, columns=["task", "metric", "variant", *figures])
     return markdown(frame, ["task", "metric", *TEXT_COLUMNS])

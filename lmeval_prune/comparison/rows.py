@@ -107,7 +107,7 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
         for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
             row.p_holm = adjusted
         rows |= {(row.variant, row.task): row for row in own}
-    return rows
+    return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 
 def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:

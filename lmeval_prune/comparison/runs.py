@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.comparison.metrics import Metric, known_metrics
+from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
 from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
 
     outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and the columns of documents
     answers: pd.DataFrame  # see `samples.tables`; also `log_likelihoods` of the choices
-    known: dict[str, Metric]  # metrics of the task that are means over questions, by `METRIC,FILTER`
+    known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
     repeats: int  # number of results files
 
@@ -89,10 +89,11 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     rows = file.read_samples(task)
     outcomes, answers = tables({task: rows}, file.results["configs"])
     known = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
-    if not known:
+    declared = declared_aggregations(task, file.results)  # type: ignore[arg-type]
+    if not known and AGGREGATIONS.keys() & declared.values():
         raise InputError(
-            f"{file.path}: no metric of {task} is a mean over the questions of {file.samples[task].name}, so that they "
-            f"cannot be compared; if the file was changed, evaluate again"
+            f"{file.samples[task]} does not give the figures of {task} in {file.path.name}: it is incomplete or was "
+            f"changed; evaluate again"
         )
     first = {int(row["doc_id"]): row for row in reversed(rows)}
     ordered = [first[number] for number in outcomes["doc_id"]]

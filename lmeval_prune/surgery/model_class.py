@@ -15,8 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from lmeval_prune.architectures import AttentionLayer, map_model
+from lmeval_prune.architectures import AttentionLayer
 from lmeval_prune.architectures.blocks import attribute_of, in_features
+from lmeval_prune.architectures.layers import read_blocks
 from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.kept import Kept, KeptHeads
@@ -115,7 +116,7 @@ def _why_not_stock(kept: Kept) -> str:
     def fits(count: int) -> bool:
         changed = _changed_config(config, _counts(config, count, count // first.group_size, first.layer))
         built = _build(stock, changed) if changed is not None else None
-        return built is not None and map_model(built).attention[0].head_dim == width
+        return built is not None and [layer.head_dim for layer in _attention_of(built, kept)][:1] == [width]
 
     if fits(heads):
         return f"{stock.__name__} does not have the biases of the compensation"
@@ -153,10 +154,12 @@ def _uncut_config(config: Any) -> Any:
     config = copy.deepcopy(config)
     if has_pruned_layers(config):
         del config.pruned_modules
+        if getattr(
+            config, "allow_global_per_layer_attribute_access", False
+        ):  # the earlier cut wrote the sizes of layers
+            config.per_layer_config = None
         for name in _CUT_SETTINGS:
             config.__dict__.pop(name, None)
-        if getattr(config, "is_heterogeneous", False):
-            config.per_layer_config = None
     return config
 
 
@@ -198,12 +201,20 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 def _has_same_layers(model: Any, kept: Kept) -> bool:
     """Return whether a model splits its layers into the kept heads and scales attention scores the same."""
-    layers = map_model(model).attention
+    layers = _attention_of(model, kept)
     return len(layers) == len(kept.heads) and all(
         (layer.heads, layer.kv_heads, layer.head_dim) == (len(heads.heads), len(heads.kv_heads), heads.layer.head_dim)
         and attribute_of(layer.module, "scaling") == attribute_of(heads.layer.module, "scaling")
         for layer, heads in zip(layers, kept.heads, strict=True)
     )
+
+
+def _attention_of(model: Any, kept: Kept) -> list[AttentionLayer]:
+    """Return the attention layers of a model of the same family; none if its width is no multiple of its heads."""
+    try:
+        return read_blocks(model, kept.heads[0].layer.family)[0]
+    except InputError:
+        return []
 
 
 def _changed_attributes(kept: Kept, stock_model: Any) -> dict[str, dict[str, Any]]:
@@ -251,6 +262,8 @@ def _add_layer_configs(config: Any, kept: Kept) -> None:
     """Add the layers' sizes under the keys that other engines read, if the family supports them."""
     model_map = kept.model_map
     if model_map.stacks != ("",) or not _has(config, "num_key_value_heads") or not hasattr(config, "per_layer_config"):
+        return
+    if getattr(config, "is_heterogeneous", False):  # the family itself has layers with other settings
         return
     layers = {
         heads.layer.index: {"num_attention_heads": len(heads.heads), "num_key_value_heads": len(heads.kv_heads)}

@@ -1,0 +1,241 @@
+"""Prove on a tiny random model in float64 which rows of the projections belong to a head, and which to a channel.
+
+Noise on the rows of one head may change the head's own slice of the output projection's input, and no other. So a head
+mask, which zeroes the slice, is the head's columns of the output projection set to zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
+from lmeval_prune.architectures.layers import read_blocks
+from lmeval_prune.architectures.table import Family
+from lmeval_prune.errors import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VOCABULARY = 64
+_MAX_PARAMETERS = 100_000_000  # of the tiny model: a class with more ignores sizes in its configuration
+_ROUNDING = 1e-5  # smaller changes are rounding: some classes route tokens to experts in float32
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_attention_heads_per_layer", "swa_num_attention_heads"), 4),
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    "mamba_d_ssm": 64,
+    "max_position_embeddings": 128,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+_DEPTHS = ("num_hidden_layers", "decoder_layers", "encoder_layers", "n_layer")
+_HEAD_DIM = 16
+
+
+@dataclass(frozen=True)
+class Refutation:
+    """Why an entry of the table does not describe a model; empty texts if it is proven."""
+
+    heads: str = ""
+    channels: str = ""
+
+
+def refute(model: Any, family: Family, layers: int) -> Refutation:
+    """Compare a family's entry with a tiny random model of the same class and configuration.
+
+    Args:
+        model: a live model; its weights may be on the meta device.
+        family: names of the modules, relative to the model or to its text decoder.
+        layers: number of layers of the tiny model.
+    """
+    try:
+        model_class, config = _text_class(model)
+        values = json.dumps(tiny_config(config, layers), sort_keys=True)
+        config_class: Any = type(config)
+        return _refute(model_class, config_class, values, family)
+    except Exception as error:  # model classes raise errors of any type
+        return Refutation(f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})")
+
+
+def tiny_model(model: Any, layers: int) -> Any:
+    """Build a random float64 model of a model's class and configuration, with few layers and small sizes.
+
+    Of a model with several towers, only the text decoder is built, without its head.
+    """
+    model_class, config = _text_class(model)
+    return _built(model_class, type(config).from_dict(tiny_config(config, layers)))
+
+
+def tiny_config(config: Any, layers: int) -> dict[str, Any]:
+    """Return a model's configuration with few layers and small sizes; a size without a usual name stays as it is."""
+    values, own = config.to_dict(), config.attribute_map or {}
+    depth = next((values[name] for name in _DEPTHS if name in values), 0)
+    heads, kv_heads = (values.get(own.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
+    if "qk_rope_head_dim" not in values:  # in latent attention, head_dim has another meaning
+        sizes["head_dim"] = _HEAD_DIM
+    if kv_heads and heads:
+        sizes["num_key_value_heads"] = 2 if kv_heads < heads else 4
+    for name, size in sizes.items():
+        if isinstance(values.get(own.get(name, name)), int):
+            values[own.get(name, name)] = size
+    for name in ("quantization_config", "pruned_modules", "architectures", "auto_map"):
+        values.pop(name, None)
+    layer_configs = values.pop("per_layer_config", None) or {}
+    if not hasattr(config, "pruned_modules") and layer_configs:  # wider heads in some layers
+        values["per_layer_config"] = {
+            name: {key: 2 * sizes.get(key, value) for key, value in changes.items()}
+            for name, changes in layer_configs.items()
+            if int(name) < layers
+        }
+    return {name: _shrunk(name, value, depth, layers) for name, value in values.items()}
+
+
+def _shrunk(name: str, value: Any, depth: int, layers: int) -> Any:
+    """Return a setting for a model with few layers, experts and tokens."""
+    if isinstance(value, list) and len(value) == depth:
+        return [_SIZES.get(name, each) for each in value[:layers]]
+    if isinstance(value, dict) and str(value.get("rope_type")) in ("longrope", "su"):  # factors for each frequency
+        return {"rope_type": "default", "rope_theta": value["rope_theta"]}
+    if isinstance(value, dict):
+        return {key: _shrunk(key, each, depth, layers) for key, each in value.items()}
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name.endswith("chunk_size"):
+        return min(value, 8)
+    if name.endswith("_token_id"):
+        return min(value, 2)
+    if name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
+        return min(value, 2)
+    return min(value, 4) if "expert" in name and "size" not in name and "dim" not in name else value
+
+
+def _text_class(model: Any) -> tuple[Any, Any]:
+    """Return the class of a model, or of its text decoder, before it was cut or wrapped, and its configuration."""
+    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    config = model.config.get_text_config()
+    classes = type(model if config is model.config else model.get_decoder()).__mro__
+    is_cut = hasattr(config, "pruned_modules")
+    return next(each for each in classes if not is_cut or each.__module__.startswith("transformers.")), config
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    """Build a random float64 model on the CPU; its weights are large, so that every head matters."""
+    import torch
+
+    config._experts_implementation = "eager"  # the others have no float64
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+    if size > _MAX_PARAMETERS:
+        raise ValueError(f"with small sizes it has {size} parameters")
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        model = model_class._from_config(config, dtype=torch.float64).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    return model
+
+
+@lru_cache(maxsize=256)
+def _refute(model_class: Any, config_class: Any, values: str, family: Family) -> Refutation:
+    model = _built(model_class, config_class.from_dict(json.loads(values)))
+    attention, feed_forward = read_blocks(model, family)
+    if not attention:
+        return Refutation("a tiny model of its class has no such attention")
+    heads = channels = ""
+    if family.feed_forward and not feed_forward:
+        channels = "a tiny model of its class has no such feed-forward block"
+    blocks = {block.label: block for block in feed_forward}
+    for layer in attention:
+        block = None if layer.stack == "cross" else blocks.get(layer.label)
+        parts = {part: layer.heads if part == "q" else layer.kv_heads for part in "qkv"}
+        rows = [(part, index, layer.rows(part, index)) for part, count in parts.items() for index in range(count)]
+        inputs = {layer.o_proj: rows}
+        if block:
+            numbers = (0, 5, block.channels - 1)
+            inputs[block.down] = [(part, c, block.rows(part, c)) for part in block.parts for c in numbers]
+        changed = _changed_inputs(model, inputs)
+        heads = heads or _refute_heads(layer, rows, changed[layer.o_proj])
+        if block:
+            channels = channels or _refute_channels(block, inputs[block.down], changed[block.down])
+    if [layer.module for layer in read_blocks(model, family)[0]] != [layer.module for layer in attention]:
+        heads = "it replaces its attention while it runs"
+    return Refutation(heads, channels)
+
+
+_Numbered = tuple[str, int, Rows]  # part, number of the head or channel, its rows
+
+
+def _refute_heads(layer: AttentionLayer, rows: Sequence[_Numbered], changed: Tensor) -> str:
+    """Return which head changes with rows that are not its own.
+
+    Queries and keys of a family that cannot be cut may be normed over all heads.
+    """
+    for (part, index, _), columns in zip(rows, changed, strict=True):
+        of_head = columns.unflatten(-1, (layer.heads, layer.head_dim)).any(-1)
+        actual = {head for head in range(layer.heads) if of_head[head]}
+        own = {head for head in range(layer.heads) if (head if part == "q" else layer.kv_head_of(head)) == index}
+        if actual != own and not (layer.family.uncuttable and part != "v" and own <= actual):
+            return f"rows of {part}{index} in {layer.label} compute heads {sorted(actual)}, not {sorted(own)}"
+    return ""
+
+
+def _refute_channels(block: FeedForward, rows: Sequence[_Numbered], changed: Tensor) -> str:
+    """Return which channel changes with rows that are not its own."""
+    for (part, channel, _), columns in zip(rows, changed, strict=True):
+        if columns.nonzero().flatten().tolist() != [channel]:
+            return f"row {channel} of {part} in {block.label} computes other channels, too"
+    return ""
+
+
+def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[nn.Module, Tensor]:
+    """Return which inputs of each projection change by noise on the output of some rows: (rows, inputs), boolean.
+
+    The first sequence of the batch is without noise, and each of the others has noise on one set of rows.
+    """
+    import torch
+
+    every = [each for of_reader in rows.values() for _, _, each in of_reader]
+    generator = torch.Generator().manual_seed(1)
+    recorded: dict[nn.Module, Tensor] = {}
+
+    def add_noise(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        batch = output.reshape(len(every) + 1, -1, output.shape[-1]).clone()
+        for sequence, own in zip(batch[1:], every, strict=True):
+            if own.module is module:
+                noise = sequence[:, own.start : own.stop]
+                noise += 3 * torch.randn(noise.shape, dtype=noise.dtype, generator=generator)
+        return batch.reshape(output.shape)
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        recorded.setdefault(module, inputs[0].reshape(len(every) + 1, -1, inputs[0].shape[-1]))
+
+    handles = [module.register_forward_hook(add_noise) for module in {each.module for each in every}]
+    handles += [module.register_forward_pre_hook(record) for module in rows]
+    tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(every) + 1, 1)
+    try:
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    changed, start = {}, 1
+    for reader, of_reader in rows.items():
+        plain, noisy = recorded[reader][:1], recorded[reader][start : start + len(of_reader)]
+        changed[reader] = (noisy - plain).abs().amax(1) > _ROUNDING
+        start += len(of_reader)
+    return changed

@@ -1,0 +1,194 @@
+"""Recognise the layers of a model whose family the table does not name.
+
+An entry of the table describes the model if the live modules have its names and consistent shapes, and if the float64
+proof of `proof.py` holds for a tiny random model of the same class.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from lmeval_prune.architectures.blocks import (
+    AttentionLayer,
+    FeedForward,
+    attribute_of,
+    in_features,
+    out_features,
+    projection_in,
+)
+from lmeval_prune.architectures.layers import read_blocks
+from lmeval_prune.architectures.proof import refute
+from lmeval_prune.architectures.table import FAMILIES, Family
+from lmeval_prune.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # shared by all heads
+_MAX_DEPTH = 16
+_LLAMA, _NEOX = FAMILIES["llama"], FAMILIES["gpt_neox"]
+_VARIANTS = (  # entries under other names
+    *((replace(_LLAMA, attention=name), "llama") for name in ("mixer", "temporal_block")),
+    (replace(_LLAMA, output="out_proj"), "llama"),
+    (replace(_NEOX, attention="self_attn", width="head_dim"), "gpt_neox"),
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An entry of the table, fitted to the modules of a model."""
+
+    entry: str  # a family of the table with this entry
+    family: Family  # the entry, with the changes that the model's modules need
+    attention: Sequence[AttentionLayer]
+    feed_forward: Sequence[FeedForward]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers, from the first, that contains every kind of layer."""
+        kinds = {(type(x.module), x.heads, x.kv_heads, x.head_dim): x.index for x in reversed(self.attention)}
+        first = [*kinds.values(), *(block.index for block in self.feed_forward[:1])]
+        return min(max(2, *(index + 1 for index in first)), _MAX_DEPTH)
+
+    def without_channels(self) -> Fit:
+        """Return the fit without feed-forward blocks."""
+        return replace(self, family=replace(self.family, feed_forward=None), feed_forward=())
+
+    def summary(self) -> str:
+        """Return what is known of the model's heads and channels."""
+        limits = [f"heads are masked, not cut ({self.family.uncuttable})"] if self.family.uncuttable else []
+        limits += [] if self.feed_forward else ["no channels"]
+        return f"built like {self.entry}, proven in float64{''.join(f'; {limit}' for limit in limits)}"
+
+
+def recognise(model: Any) -> Fit:
+    """Return the entry of the table that describes the layers of a model whose family is not in the table.
+
+    Raises:
+        InputError: no entry does; the message names the family, the reason, and what to give instead.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = getattr(text, "model_type", "") or type(model).__name__
+    reasons = ["it is an encoder-decoder"] if getattr(config, "is_encoder_decoder", False) else []
+    for fit in () if reasons else _fits(model):
+        refutation = refute(model, fit.family, fit.depth)
+        if not refutation.heads:
+            fit = fit.without_channels() if refutation.channels else fit
+            _log_once(name, fit.summary())
+            return fit
+        reasons.append(f"it looks like {fit.entry}, but {refutation.heads}")
+    reason = next(iter(reasons), "its modules are not those of a known family")
+    raise InputError(f"model family {name!r} is not supported: {reason}; {_help(model, text)}")
+
+
+@lru_cache(maxsize=256)
+def _log_once(name: str, summary: str) -> None:
+    logger.info("model family %r is not in the table; recognised by its layers: %s", name, summary)
+
+
+def _fits(model: nn.Module) -> list[Fit]:
+    """Return the entries that fit a model's modules; those that explain all parameters of the attention come first."""
+    entries = {entry: name for name, entry in reversed(FAMILIES.items())}
+    fits = [fit for entry, name in [*reversed(entries.items()), *_VARIANTS] if (fit := _fit(model, name, entry))]
+    return sorted(fits, key=lambda fit: bool(fit.family.uncuttable))
+
+
+def _fit(model: nn.Module, name: str, entry: Family) -> Fit | None:
+    """Fit an entry of the table to a model's modules; return None if names or shapes differ."""
+    family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
+    family = replace(family, feed_forward=None)
+    try:
+        attention, _ = read_blocks(model, family)
+        if not attention or not all(map(_is_consistent, attention)):
+            return None
+    except (InputError, AttributeError, AssertionError, ZeroDivisionError):
+        return None
+    reason = next(filter(None, map(_why_uncuttable, attention)), "")
+    for names in dict.fromkeys(filter(None, [entry.feed_forward, *(each.feed_forward for each in FAMILIES.values())])):
+        _, blocks = read_blocks(model, replace(family, feed_forward=names))
+        if blocks and all(map(_has_channels, blocks)):
+            family = replace(family, feed_forward=names)
+            break
+    else:
+        blocks = []
+    return Fit(name, replace(family, uncuttable=entry.uncuttable or reason), attention, blocks)
+
+
+def _is_consistent(layer: AttentionLayer) -> bool:
+    """Return whether the projections of a layer have the shapes of its numbers of heads."""
+    names = (layer.family.query, layer.family.key, layer.family.value)
+    query, key, value = (projection_in(layer.module, name) for name in names)
+    if query is None or key is None or value is None:
+        return False
+    if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
+        return False
+    if attribute_of(layer.module, "num_key_value_groups") not in (None, layer.group_size):
+        return False
+    if layer.family.fused:
+        return out_features(query) == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+    if out_features(query) != layer.heads * layer.query_dim:
+        return False
+    if layer.family.key_value_pairs:
+        return out_features(key) % layer.heads == 0 and out_features(key) // layer.heads > layer.head_dim
+    widths = {in_features(module) for module in (query, key, value)}
+    return len(widths) == 1 and out_features(value) == layer.kv_heads * layer.head_dim
+
+
+def _why_uncuttable(layer: AttentionLayer) -> str:
+    """Return which parameter of an attention module has rows of several heads that surgery does not know."""
+    family, module = layer.family, layer.module
+    is_shared = projection_in(module, family.key) is projection_in(module, family.value)
+    if is_shared and not family.fused and not family.key_value_pairs:
+        return "its keys are its values, too"
+    known = {layer.o_proj, *(projection_in(module, name) for name in (family.query, family.key, family.value))}
+    known |= {part for each in known if each is not None for part in each.modules()}
+    own = [path for path, _ in family.head_parameters]
+    for name, parameter in module.named_parameters():
+        path, _, _ = name.rpartition(".")
+        if name in own or module.get_submodule(path) in known:
+            continue
+        if family.key_value_pairs and path.split(".")[0] in _LATENT:
+            continue
+        if "." in family.output and path.startswith(f"{family.output.rpartition('.')[0]}."):  # after the projection
+            continue
+        is_norm_of_each_head = path and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
+        if not is_norm_of_each_head and parameter.numel() > 1:
+            return f"{name} of its attention is not known to surgery"
+    return ""
+
+
+def _has_channels(block: FeedForward) -> bool:
+    """Return whether the projections of a block have a row and a column for each channel, and nothing else has."""
+    parts = [*block.parts.values(), block.down]
+    rows = block.channels * (2 if block.gate is block.up else 1)
+    if any(out_features(part) != rows for part in parts[:-1]):
+        return False
+    known = {module for part in parts for module in part.modules()}
+    others = (module for module in block.module.modules() if module not in known) if block.name else ()
+    return not any(x.shape[:1] == (block.channels,) for module in others for x in module.parameters(recurse=False))
+
+
+def _help(model: nn.Module, config: Any) -> str:
+    """Return which arguments would describe the heads of a model to mask."""
+    queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
+    outputs = {name for entry in FAMILIES.values() for name in entry.output.split("|")}
+    for path, module in model.named_modules():
+        match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
+        output = next((name for name in outputs if projection_in(module, name) is not None), None)
+        if match and output and any(projection_in(module, name) is not None for name in queries):
+            heads = config.to_dict().get("num_attention_heads", "NUMBER") if config else "NUMBER"
+            return (
+                f"to mask slices of {output}'s input as heads, give attention_path={match[1]}.*.{match[2]},"
+                f"attention_output={output},attention_heads={heads}"
+            )
+    return (
+        "if it has attention heads, describe them by attention_path (e.g. model.layers.*.self_attn), attention_output "
+        "(e.g. o_proj) and attention_heads"
+    )

@@ -1,0 +1,346 @@
+"""Families that the table does not name: recognised by their layers, proven in float64, or refused in one line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttable
+from lmeval_prune.architectures.structure import recognise
+from lmeval_prune.checkpoints.families import causal_families, default_model, survey
+from lmeval_prune.cli import main
+from lmeval_prune.decoding import Engine
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery import cut as surgery
+from tests.conftest import ROOT
+from tests.test_decoding import Letters, alone, answers, some_requests
+from tests.test_docs import section
+from tests.test_pruned_hf import model as pruned_hf
+from tests.test_pruned_hf import requests
+
+QUICK = [
+    "ministral3",
+    "seed_oss",
+    "ernie4_5",
+    "exaone4",
+    "apertus",
+    "cwm",
+    "nanochat",
+    "olmoe",
+    "glm4_moe",
+    "gemma4_text",
+    "llama4_text",
+    "qwen3_next",
+    "granite_swa",
+    "laguna",
+    "nemotron",
+    "youtu",
+    "lfm2",
+    "nemotron_h",
+]
+TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def small(name: str) -> nn.Module:
+    """A tiny random float64 model of a family's default configuration."""
+    model = default_model(name)
+    return tiny_model(model, recognise(model).depth)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False)[0]
+
+
+def with_zeroed_columns(model: nn.Module, model_map: ModelMap, lost: dict[int, list[int]]) -> torch.Tensor:
+    """Logits with the heads' columns of the output projections set to zero, written apart from the package."""
+    kept = {}
+    for layer in model_map.attention:
+        projection = model.get_submodule(next(name for name, each in model.named_modules() if each is layer.o_proj))
+        weight = projection.weight.data
+        kept[projection] = weight.clone()
+        width = weight.shape[1] // layer.heads
+        for head in lost.get(layer.index, []):
+            weight[:, head * width : (head + 1) * width] = 0
+    result = logits(model)
+    for projection, weight in kept.items():
+        projection.weight.data.copy_(weight)
+    return result
+
+
+def check_masks(model: nn.Module) -> None:
+    """Compare masks with zeroed columns: one head, several of several layers."""
+    model_map = map_model(model)
+    first, last = model_map.attention[0], model_map.attention[-1]
+    dense = logits(model)
+    for lost in ({first.index: [1]}, {first.index: [0, first.heads - 1], last.index: [0, 2]}):
+        mask = HeadMask([(layer, head) for layer, heads in lost.items() for head in heads])
+        with mask.applied_to(model, model_map):
+            actual = logits(model)
+        expected = with_zeroed_columns(model, model_map, lost)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+        assert (expected - dense).abs().max() > 1e-4
+    assert torch.equal(logits(model), dense)
+
+
+def check_rows(model: nn.Module) -> None:
+    """Other weights in a head's rows of a projection change the head's slice of the output projection's input alone."""
+    layer = map_model(model).attention[-1]
+
+    def heads_of() -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        handle = layer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        logits(model)
+        handle.remove()
+        return seen[0].reshape(-1, layer.heads, layer.head_dim)
+
+    before = heads_of()
+    for part in "v" if layer.family.uncuttable else "qkv":
+        for index in range(layer.heads if part == "q" else layer.kv_heads):
+            rows = layer.rows(part, index)
+            weight = rows.module.weight.data[rows.start : rows.stop]
+            kept = weight.clone()
+            weight.copy_(torch.randn(kept.shape, generator=torch.Generator().manual_seed(index)))
+            changed = (heads_of() - before).abs().amax((0, 2)) > 1e-5
+            weight.copy_(kept)
+            own = [(h if part == "q" else h * layer.kv_heads // layer.heads) == index for h in range(layer.heads)]
+            assert changed.tolist() == own, (part, index)
+
+
+def layers_have_sinks(model: nn.Module) -> bool:
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
+
+
+def check_cuts(model: nn.Module) -> None:
+    """A cut model computes what the plan computes by hooks, with layers that are alike and that differ."""
+    model_map = map_model(model)
+    groups = [f"{layer.label}H0-{layer.group_size - 1}" for layer in model_map.attention]
+    channels = {block.label: [0, 5] for block in model_map.feed_forward}
+    if uncuttable(model_map):
+        with pytest.raises(InputError, match="heads cannot be cut out of this"):
+            surgery.cut(model, Plan(heads=groups[0]))
+        groups = []
+    for plan in (Plan(heads=groups or (), channels=channels), Plan(heads=groups[:1] or (), channels=channels)):
+        if plan.heads or plan.channels:
+            with plan.applied_to(model, model_map):
+                expected = logits(model)
+            # some classes compute the softmax with sinks in float32
+            atol = 1e-6 if layers_have_sinks(model) else 1e-9
+            torch.testing.assert_close(logits(surgery.cut(model, plan).model), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_recognised_families_are_proven(name: str) -> None:
+    """The families of which users ask, and one of each kind of layers."""
+    model = small(name)
+    check_masks(model)
+    check_rows(model)
+    check_cuts(model)
+
+
+@pytest.mark.long
+def test_every_causal_family_is_known_recognised_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them; the README's numbers are those of the installed transformers."""
+    families = list(survey(causal_families()))
+    counts = Counter(family.status for family in families)
+    assert set(counts) == {"known", "recognised", "refused"}
+    assert {family.name for family in families if family.status == "known"} >= FAMILIES.keys() & set(causal_families())
+    text = section(ROOT / "README.md", "Model families, and what is missing")
+    stated = re.search(r"(\d+) causal families .*? (\d+) known, (\d+) recognised, (\d+) refused", text, re.DOTALL)
+    assert stated
+    assert [int(n) for n in stated.groups()] == [
+        len(families),
+        *(counts[x] for x in ("known", "recognised", "refused")),
+    ]
+    for family in families:
+        assert "\n" not in family.detail
+        if family.status == "refused":
+            assert "attention_path" in family.detail or "builds no model" in family.detail, family
+        if family.status == "recognised":
+            model = small(family.name)
+            check_masks(model)
+            check_rows(model)
+            if map_model(model).is_causal:
+                check_cuts(model)
+
+
+def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--only", "llama,gemma3,ministral3,mamba"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["known", "llama"],
+        ["known", "gemma3:"],
+        ["recognised", "ministral3:"],
+        ["refused", "mamba:"],
+    ]
+    assert re.fullmatch(r"4 causal families of transformers .*: 2 known, 1 recognised, 1 refused", lines[4])
+    assert main(["families", "--only", "ministral4"]) == 2
+    assert "is no causal family of transformers; did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "mamba",
+            "its modules are not those of a known family; if it has attention heads, describe them by attention_path",
+        ),
+        ("bitnet", "it looks like llama, but rows of v0 in L0 compute heads [0, 1, 2, 3], not [0, 1]; to mask slices"),
+        ("diffllama", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=32"),
+        ("gemma3n_text", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=8"),
+    ],
+)
+def test_other_layers_are_refused_in_one_line_that_names_the_arguments(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        map_model(default_model(name))
+    assert str(error.value).startswith(f"model family {name!r} is not supported: ") and "\n" not in str(error.value)
+    if described := re.search(r"attention_path=(\S+),attention_output=(\S+),attention_heads=(\d+)", str(error.value)):
+        path, output, heads = described.groups()
+        layers = map_model(
+            default_model(name), attention_path=path, attention_output=output, attention_heads=int(heads)
+        ).attention
+        assert len(layers) > 10 and {layer.heads for layer in layers} == {int(heads)}
+
+
+class NewConfig(LlamaConfig):
+    """A configuration that no table names."""
+
+    model_type = "newcomer"
+
+
+class New(LlamaForCausalLM):
+    """A Llama of that configuration."""
+
+    config_class = NewConfig
+
+
+class MixedHeads(New):
+    """Its output projection reads the slices of the heads in another order."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0].roll(4, -1),))
+
+
+class MixedChannels(New):
+    """Its channels depend on each other."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.act_fn = nn.Softmax(-1)
+
+
+def new_model(kind: type, **changes: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return kind(NewConfig(num_hidden_layers=3, vocab_size=259, **sizes, **changes)).eval()
+
+
+def test_a_new_family_is_recognised_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = new_model(New)
+    state = torch.random.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in range(2):
+        assert [(layer.heads, layer.kv_heads) for layer in map_model(model).attention] == [(4, 2)] * 3
+    assert map_model(model).channels() == dict.fromkeys(("L0", "L1", "L2"), 48)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    lines = [record.getMessage() for record in caplog.records if "newcomer" in record.getMessage()]
+    assert lines == [
+        "model family 'newcomer' is not in the table; recognised by its layers: built like llama, proven in float64"
+    ]
+
+
+def test_the_proof_refuses_heads_and_channels_that_are_not_apart() -> None:
+    with pytest.raises(
+        InputError, match=r"looks like llama, but rows of q0 in L0 compute heads \[.*\], not \[0\]; to mask"
+    ):
+        map_model(new_model(MixedHeads))
+    mixed = map_model(new_model(MixedChannels))
+    assert mixed.attention and mixed.feed_forward == ()
+    with pytest.raises(InputError, match="no tiny model of its class can be built and run to prove its heads"):
+        model = new_model(New)
+        model.config.rope_parameters = {"rope_type": "unheard of"}
+        map_model(model)
+
+
+def test_the_shapes_of_the_live_modules_count() -> None:
+    """A live module that is not what its class builds is refused, although the class is proven."""
+    model = new_model(New)
+    model.model.layers[1].self_attn.num_key_value_groups = 4
+    with pytest.raises(InputError, match="its modules are not those of a known family"):
+        map_model(model)
+    model = new_model(New)
+    model.model.layers[2].self_attn.v_proj = nn.Linear(32, 24)
+    with pytest.raises(InputError, match="its modules are not those of a known family"):
+        map_model(model)
+    model = new_model(New)
+    model.model.layers[0].self_attn.gate = nn.Linear(32, 32)
+    assert uncuttable(map_model(model)) == "gate.weight of its attention is not known to surgery"
+
+
+@pytest.mark.parametrize("name", ["ministral3", "ernie4_5", "glm4_moe"])
+def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
+    model = small(name)
+    engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, each=3)
+    assert engine.unsupported is None
+    assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}
+
+
+def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:
+    """A tiny random model of a family, saved as a user would have it."""
+    config = AutoConfig.for_model(
+        name,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=259,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ministral3", "seed_oss", "exaone4"])
+def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Log-likelihoods and texts are those of lm-eval's own model whose columns are zero on disk."""
+    assert name not in FAMILIES
+    folder = lm_eval_folder(name, tiny_folder, tmp_path / name)
+    zeroed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    zeroed.model.layers[0].self_attn.o_proj.weight.data[:, 8:16] = 0
+    zeroed.save_pretrained(tmp_path / "zeroed")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "zeroed")
+    results = {}
+    for path, arguments in ((folder, {"heads": "L0H1"}), (tmp_path / "zeroed", {}), (folder, {})):
+        lm = pruned_hf(path, **arguments)
+        results[path.name, *arguments] = [
+            lm.loglikelihood(requests("loglikelihood")),
+            lm.generate_until(requests("generate_until")),
+        ]
+        lm.close()
+    assert results[name, "heads"] == results["zeroed",]
+    assert results[name, "heads"] != results[name,]

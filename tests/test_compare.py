@@ -412,6 +412,37 @@ def test_a_results_file_with_a_name_of_its_own(
     assert compare([str(runs["c"]), f"x={path}"]).tasks == ["tiny_colours"]
 
 
+def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_path: Path) -> None:
+    """An overview of the tasks, perplexities as they are with relative differences, and no section of costs."""
+    arguments = [f"first={runs['a']}", f"second={runs['c']}", "--by", "level", "--output", str(tmp_path)]
+    assert main(["compare", *arguments]) == 0
+    rows = {row["task"]: row for row in json.loads((tmp_path / "comparison.json").read_text())["rows"][1::2]}
+    page, errors = browser.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    assert not page.is_visible("#costs")
+
+    def tasks() -> list[str]:
+        return [line.get_attribute("data-task") for line in page.query_selector_all("#tasks tbody tr")]
+
+    assert tasks() == list(rows)
+    assert page.inner_text("tr[data-task=tiny_words]").startswith("tiny_wordspart")
+    page.click("#tasks th:nth-child(5) button")
+    assert tasks() == sorted(rows, key=lambda task: -rows[task]["difference"])
+    page.click("tr[data-task=tiny_texts]")
+    assert page.input_value("#asked") == "tiny_texts" and page.inner_text("#metric") == "word_perplexity,none"
+    difference = f"{100 * rows['tiny_texts']['difference']:+.1f}%".replace("-", "−")
+    assert difference in page.inner_text("tr[data-task=tiny_texts]")
+    assert difference in page.inner_text("tr[data-variant=second]")
+    worse = rows["tiny_texts"]["worse"]
+    assert f"A better: {worse}" in page.inner_text("#counts") and errors == []
+    page.click("tr[data-variant=second]")
+    assert "hf (pretrained=" in page.inner_text("tr.detail")
+    page.close()
+
+
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:
     program = f"""
 import sys

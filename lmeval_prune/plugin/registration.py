@@ -13,6 +13,7 @@ MODELS = {
     "pruned-server": "lmeval_prune.models.pruned_server:PrunedServerLM",
     "pruned-server-chat": "lmeval_prune.models.pruned_server:PrunedServerChatLM",
     "athena": "lmeval_prune.models.athena:AthenaLM",
+    "resumable": "lmeval_prune.models.resumable:ResumableLM",
 }
 
 FILTERS = {"prune_answer": "lmeval_prune.tasks.scorers:AnswerFilter"}

@@ -216,11 +216,26 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
         compare(words(runs), by=["subject"])
 
 
-def test_log_likelihoods_of_the_choices_can_be_read(runs: dict[str, Path]) -> None:
-    answers = compare(words(runs, "ac")).answers("c", "tiny_colours")
-    for row in samples_of(runs["c"], "tiny_colours"):
-        likelihoods = answers["tiny_colours", row["doc_id"]]["log_likelihoods"]
-        assert likelihoods == [float(response[0][0]) for response in row["resps"]] and len(likelihoods) == 3
+def test_distances_against_a_literal_reading(runs: dict[str, Path]) -> None:
+    """KL divergence over the choices, the likeliest choice, and the texts, from the samples files."""
+    comparison = compare(words(runs, "ac"))
+    pairs = list(zip(samples_of(runs["a"], "tiny_colours"), samples_of(runs["c"], "tiny_colours"), strict=True))
+    divergences, same = [], []
+    for pair in pairs:
+        likelihoods = [[float(response[0][0]) for response in row["resps"]] for row in pair]
+        p, q = ([math.exp(value) / sum(map(math.exp, own)) for value in own] for own in likelihoods)
+        divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        same.append(p.index(max(p)) == q.index(max(q)))
+    row = comparison.rows["c", "tiny_colours"]
+    assert row.choice_kld == pytest.approx(np.mean(divergences)) and row.choice_kld > 0
+    assert row.choice_kld_se == pytest.approx(stats.sem(divergences))
+    assert row.same_answers == pytest.approx(np.mean(same))
+    texts = zip(samples_of(runs["a"], "tiny_more"), samples_of(runs["c"], "tiny_more"), strict=True)
+    same = [first["resps"] == second["resps"] for first, second in texts]
+    row = comparison.rows["c", "tiny_more"]
+    assert row.same_answers == pytest.approx(np.mean(same)) and row.same_answers_se == pytest.approx(stats.sem(same))
+    assert row.choice_kld is None and comparison.rows["c", "tiny_texts"].same_answers is None
+    assert compare(words(runs, "ab")).rows["b", "tiny_colours"].choice_kld == 0  # greedy: seeds do not matter
 
 
 # ---------------------------------------------------------------------- what has to agree

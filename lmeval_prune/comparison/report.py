@@ -84,6 +84,8 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         tables={task: task_table(comparison, task) for task in comparison.tasks},
         tests=sum(row.p is not None for row in rows),
         parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
+        has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),
+        has_choices=any(row.choice_kld is not None for row in rows),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
         distances=any(row.mean_kld is not None for row in rows),
@@ -126,7 +128,17 @@ def task_table(comparison: Comparison, task: str) -> str:
         distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
         frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
         frame = frame.loc[:, (frame != "").any()]  # choices have no answers
+    elif any(row.same_answers is not None for row in rows):
+        frame["same answers"] = [_with_error(row.same_answers, row.same_answers_se, 100, 1) for row in rows]
+    if any(row.choice_kld is not None for row in rows):
+        frame["KLD of choices"] = [_with_error(row.choice_kld, row.choice_kld_se, 1, 4) for row in rows]
     return markdown(frame, TEXT_COLUMNS)
+
+
+def _with_error(value: float | None, error: float | None, factor: int, digits: int) -> str:
+    if value is None:
+        return ""
+    return f"{factor * value:.{digits}f}" + ("" if error is None else f" ± {factor * error:.{digits}f}")
 
 
 def _row_cells(row: Row) -> dict[str, str]:

@@ -53,9 +53,12 @@ class Row:
     mean_kld_se: float | None = None
     same_top: float | None = None
     same_top_se: float | None = None
-    same_answers: float | None = None
+    same_answers: float | None = None  # in a comparison of runs: as the baseline's, or the same likeliest choice
     same_answers_se: float | None = None
     first_difference: float | None = None
+    # KL divergence of the choices' probabilities from the baseline's, in nats, see `distances`; None without choices
+    choice_kld: float | None = None
+    choice_kld_se: float | None = None
 
 
 @dataclass

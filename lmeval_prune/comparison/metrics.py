@@ -126,13 +126,12 @@ def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str,
 
 def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
     """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
-    config = (results.get("configs") or {}).get(task) or {}
-    declared = {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
+    declared = declared_aggregations(task, results)
     figures = results.get("results", {}).get(task, {})
     known: dict[str, Aggregation] = {}
     for column in columns_of(rows):
         values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
-        if not np.isfinite(values).all():
+        if not np.isfinite(values).all() or _name(column) == "bypass":  # of `--predict_only`
             continue
         name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
         figure, is_weighted = figures.get(column), bool((weights > 0).all())
@@ -144,6 +143,12 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, 
         if fitting:
             known[column] = fitting[0]
     return known
+
+
+def declared_aggregations(task: str, results: Results) -> dict[str, Any]:
+    """Return the aggregations that lm-eval's configuration of a task names, by metric."""
+    config = (results.get("configs") or {}).get(task) or {}
+    return {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
 
 
 def _agrees(value: float, figure: float) -> bool:

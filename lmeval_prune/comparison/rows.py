@@ -48,6 +48,17 @@ class Row:
     cut_off: float | None = None  # share of answers cut off by `max_gen_toks`; None for log-likelihoods
     mean_tokens: float | None = None  # mean length of an answer
     unit: Unit = "points"
+    # distance from the model without interventions, see docs/distance.md; None if it is not measured
+    mean_kld: float | None = None
+    mean_kld_se: float | None = None
+    same_top: float | None = None
+    same_top_se: float | None = None
+    same_answers: float | None = None  # in a comparison of runs: as the baseline's, or the same likeliest choice
+    same_answers_se: float | None = None
+    first_difference: float | None = None
+    # KL divergence of the choices' probabilities from the baseline's, in nats, see `distances`; None without choices
+    choice_kld: float | None = None
+    choice_kld_se: float | None = None
 
 
 @dataclass
@@ -99,7 +110,7 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
         for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
             row.p_holm = adjusted
         rows |= {(row.variant, row.task): row for row in own}
-    return rows
+    return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 
 def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.comparison.metrics import Metric, known_metrics
+from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
 from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
@@ -25,8 +25,9 @@ class Evaluation(NamedTuple):
     """Outcomes of a run on a task."""
 
     outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and the columns of documents
-    answers: pd.DataFrame  # see `samples.tables`; also `log_likelihoods` of the choices
-    known: dict[str, Metric]  # metrics of the task that are means over questions, by `METRIC,FILTER`
+    answers: pd.DataFrame
+    """See `samples.tables`; of a single results file also `answer_key`, a digest, and `log_likelihoods` of choices."""
+    known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
     repeats: int  # number of results files
 
@@ -89,16 +90,18 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     rows = file.read_samples(task)
     outcomes, answers = tables({task: rows}, file.results["configs"])
     known = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
-    if not known:
+    declared = declared_aggregations(task, file.results)  # type: ignore[arg-type]
+    if not known and AGGREGATIONS.keys() & declared.values():
         raise InputError(
-            f"{file.path}: no metric of {task} is a mean over the questions of {file.samples[task].name}, so that they "
-            f"cannot be compared; if the file was changed, evaluate again"
+            f"{file.samples[task]} does not give the figures of {task} in {file.path.name}: it is incomplete or was "
+            f"changed; evaluate again"
         )
     first = {int(row["doc_id"]): row for row in reversed(rows)}
     ordered = [first[number] for number in outcomes["doc_id"]]
     outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
     for column in columns:
         outcomes[column] = [_field(row["doc"], column) for row in ordered]
+    answers["answer_key"] = [digest(text) if text else "" for text in answers["answer"]]
     for column in ("question", "target", "answer"):
         answers[column] = answers[column].map(shortened)
     answers["log_likelihoods"] = [log_likelihoods(row) for row in ordered]
@@ -132,8 +135,9 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     # a value that a repeat lacks stays unknown
     merged = merged.join(grouped[metrics].mean().where(grouped[metrics].count() == len(parts))).reset_index()
     answers = first.answers.set_index(["task", "doc_id"])
-    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)["answer"]
-    answers["answer"] = repeats.agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
+    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)
+    answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
+    answers = answers.drop(columns=["answer_key", "log_likelihoods"])  # there is no distance of several answers
     known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
     return Evaluation(merged, answers.reset_index(), known, first.settings, len(parts))
 

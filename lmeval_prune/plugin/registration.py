@@ -13,6 +13,7 @@ MODELS = {
     "pruned-server": "lmeval_prune.models.pruned_server:PrunedServerLM",
     "pruned-server-chat": "lmeval_prune.models.pruned_server:PrunedServerChatLM",
     "athena": "lmeval_prune.models.athena:AthenaLM",
+    "resumable": "lmeval_prune.models.resumable:ResumableLM",
 }
 
 FILTERS = {"prune_answer": "lmeval_prune.tasks.scorers:AnswerFilter"}
@@ -43,8 +44,9 @@ def register_scorers() -> None:
     _register(registry.filter_registry, FILTERS)
     _register(registry.aggregation_registry, AGGREGATIONS)
     _register(registry.metric_registry, METRICS)
-    _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
-    _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
+    if hasattr(registry, "metric_agg_registry"):  # in lm-eval 0.5 a metric has both
+        _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
+        _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
 
 
 def _register(registry: Any, targets: dict[str, Any]) -> None:

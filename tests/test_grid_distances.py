@@ -120,6 +120,26 @@ def test_compare_shows_it_without_a_model(grid: Path, capsys: pytest.CaptureFixt
     assert "*mean KLD*" in report
 
 
+def test_the_page_shows_it(grid: Path, browser: Any) -> None:
+    assert main(["grid", "compare", str(grid)]) == 0
+    rows = json.loads((grid / "compare" / "comparison.json").read_text())["rows"]
+    errors: list[Any] = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: errors.append(error))
+    page.goto((grid / "compare" / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    page.select_option("#task", "prune_tiny_words")
+    assert {"mean KLD", "same top p (%)", "first difference"} <= set(page.locator("#table th").all_inner_texts())
+    (row,) = (each for each in rows if (each["variant"], each["task"]) == ("random", "prune_tiny_words"))
+    line = page.locator('tr[data-variant="random"]').inner_text()
+    assert f"{row['mean_kld']:.3f} ± {row['mean_kld_se']:.3f}" in line
+    page.click('th[data-key="mean_kld"] button')
+    shown = page.locator("#table tr.row").evaluate_all("rows => rows.map((row) => row.dataset.variant)")
+    kld = {each["variant"]: each["mean_kld"] for each in rows if each["task"] == "prune_tiny_words"}
+    assert shown == [*sorted(set(kld) - {"dense"}, key=lambda name: -kld[name]), "dense"]
+    assert errors == []
+
+
 def test_a_failure_is_a_note(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such thing")

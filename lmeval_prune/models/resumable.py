@@ -1,4 +1,4 @@
-"""`--model resumable`: any lm-eval model with the answer store, so that an evaluation that was killed is resumed.
+"""`--model resumable`: any lm-eval model with the answer store, so that a killed evaluation is resumed.
 
 `--model_args lm=vllm,responses=FOLDER,…` evaluates `--model vllm --model_args …`. Weights behind such a model cannot
 be read in general, so it is identified by its arguments: files and folders by their content, a model of the hub by its

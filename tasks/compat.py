@@ -7,8 +7,9 @@ filtered responses instead of a list with them, and returns a list where there a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 HAS_SCORERS = hasattr(_tasks.Task, "process_instances")
+if HAS_SCORERS:
+    from lm_eval.api.metrics import Metric
+    from lm_eval.config import templates
+else:
+    from lm_eval import utils as templates
+apply_template = templates.apply_template
 GenerateTask: Any = _tasks.GenerateTask if HAS_SCORERS else _tasks.ConfigurableTask
 MultipleChoiceTask: Any = _tasks.MultipleChoiceTask if HAS_SCORERS else _tasks.ConfigurableTask
 RollingTask: Any = _tasks.LoglikelihoodRollingTask if HAS_SCORERS else _tasks.ConfigurableTask
@@ -61,6 +68,32 @@ class LoadedTasks:
 def filters(task: Any) -> list[Any]:
     """Return the filters of a task: objects with a name that are applied to requests."""
     return [scorer.filter for scorer in task.scorers] if HAS_SCORERS else list(getattr(task, "_filters", ()))
+
+
+def metric(name: str, function: Callable[..., float | dict[str, float]]) -> Any:
+    """Return a metric that lm-eval's registry takes, from a function of 0.4 that returns a score or several by name.
+
+    In 0.5 the names of several scores are `pass@2(prune_pass)`: an aggregation is looked up by what is in brackets.
+    """
+    if not HAS_SCORERS:
+        return function
+
+    @functools.wraps(function)
+    def scores(references: Any, predictions: Any, **arguments: Any) -> Any:
+        result = function(references, [predictions], **arguments)
+        return {f"{key}({name})": [value] for key, value in result.items()} if isinstance(result, dict) else [result]
+
+    return Metric(name=name, fn=scores, aggregation=mean, output_type={"generate_until"})
+
+
+def metrics(task: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield name, function and arguments of each metric of a task."""
+    if HAS_SCORERS:
+        for each in (each for scorer in task.scorers for each in scorer.metrics or ()):
+            yield each.name, getattr(each.fn, "__wrapped__", each.fn), each.kwargs
+    else:
+        for name, function in getattr(task, "_metric_fn_list", {}).items():
+            yield name, function, task._metric_fn_kwargs[name]
 
 
 def without_metrics(task: Any) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
-from lm_eval.utils import apply_template
 
 from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal
@@ -32,6 +31,7 @@ from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, 
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.scoring.readers import text_reader
 from lmeval_prune.scoring.verifier import require_math_verify
+from lmeval_prune.tasks import compat
 
 Answers = str | Sequence[str]  # one answer, or those of several repeats
 
@@ -112,7 +112,7 @@ class AnswerFilter(Filter):
             return ""
         if "{" not in self.gold and self.gold not in doc:
             raise InputError(f"filter prune_answer: a document has no field {self.gold!r}; it has {', '.join(doc)}")
-        return gold_answer(apply_template(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
+        return gold_answer(compat.apply_template(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
 
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
@@ -171,6 +171,11 @@ def majority_at_n(references: Sequence[Any], predictions: Sequence[Answers], kin
     return Scores(score, **{f"maj@{len(texts)}": score, "distinct": float(distinct)})
 
 
+prune_equal = compat.metric("prune_equal", equal)
+prune_pass = compat.metric("prune_pass", pass_at_ks)
+prune_maj = compat.metric("prune_maj", majority_at_n)
+
+
 # --------------------------------------------------------------------------- aggregations
 
 
@@ -190,14 +195,12 @@ def check_scorers(task: Any) -> None:
     """Refuse wrong arguments of the filter and metrics in a loaded task: lm-eval reads them after generation only."""
     with_name = f"task {task.config.task}: "
     try:
-        for pipeline in getattr(task, "_filters", []):
-            for step in pipeline.filters:
-                if getattr(step, "func", None) is AnswerFilter:
-                    _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
-                    step().read_gold(task.eval_docs[0])
-        for name, function in getattr(task, "_metric_fn_list", {}).items():
+        for step in (step for pipeline in compat.filters(task) for step in pipeline.filters):
+            if getattr(step, "func", step) is AnswerFilter:
+                _refuse_unknown(AnswerFilter, "filter prune_answer", getattr(step, "keywords", ()))
+                step().read_gold(task.eval_docs[0])
+        for name, function, arguments in compat.metrics(task):
             if function in (equal, pass_at_ks, majority_at_n):
-                arguments = task._metric_fn_kwargs[name]
                 _refuse_unknown(function, f"metric {name}", arguments)
                 _kind(arguments.get("kind", "number"))
     except InputError as error:

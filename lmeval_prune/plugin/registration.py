@@ -17,9 +17,9 @@ MODELS = {
 
 FILTERS = {"prune_answer": "lmeval_prune.tasks.scorers:AnswerFilter"}
 METRICS = {
-    "prune_equal": "lmeval_prune.tasks.scorers:equal",
-    "prune_pass": "lmeval_prune.tasks.scorers:pass_at_ks",
-    "prune_maj": "lmeval_prune.tasks.scorers:majority_at_n",
+    "prune_equal": "lmeval_prune.tasks.scorers:prune_equal",
+    "prune_pass": "lmeval_prune.tasks.scorers:prune_pass",
+    "prune_maj": "lmeval_prune.tasks.scorers:prune_maj",
 }
 AGGREGATIONS = {f"prune_pass_at_{k}": f"lmeval_prune.tasks.scorers:pass_at_{k}" for k in (1, 2, 4, 8, 16, 32, 64)}
 
@@ -43,8 +43,9 @@ def register_scorers() -> None:
     _register(registry.filter_registry, FILTERS)
     _register(registry.aggregation_registry, AGGREGATIONS)
     _register(registry.metric_registry, METRICS)
-    _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
-    _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
+    if hasattr(registry, "metric_agg_registry"):  # since lm-eval 0.5 the metrics themselves know these
+        _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
+        _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
 
 
 def _register(registry: Any, targets: dict[str, Any]) -> None:

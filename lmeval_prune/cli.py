@@ -32,7 +32,7 @@ COMMANDS = {
     "cut": "lmeval_prune.surgery.commands:cut_model",
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
-    "profile": "lmeval_prune.profiling.commands:profile",
+    "profile": "lmeval_prune.commands:profile",
     "distance": "lmeval_prune.distance.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",

@@ -1,13 +1,16 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask` and `filter-map`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `filter-map` and `profile`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lmeval_prune.errors import InputError, did_you_mean
+from annotated_types import Ge, Len
+
+from lmeval_prune.errors import InputError, check_exists, did_you_mean
+from lmeval_prune.settings import Count
 
 
 def run(*words: str) -> int:
@@ -54,7 +57,7 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         pretrained: model, as for lm_eval
         revision: of the model
     """
-    from lmeval_prune.architectures import map_model
+    from lmeval_prune.architectures import FAMILIES, map_model, recognise
     from lmeval_prune.checkpoints.skeleton import skeleton_of
 
     model_map = map_model(skeleton_of(pretrained, revision))
@@ -66,6 +69,8 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         print(f"{layer.label:>12}  {sizes}  {layer.name}")
     total = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
     print(f"{total} of {model_map.name} ({model_map.model_type})")
+    if model_map.model_type not in FAMILIES:
+        print(f"The family is not in the table; recognised by its layers: {recognise(model_map.model).summary()}")
     return 0
 
 
@@ -185,6 +190,62 @@ def filter_map(
     matrix, title = torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}"
     draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
     print(f"{output}.png and .svg: {share}")
+    return 0
+
+
+def profile(
+    names: tuple[str, ...],
+    output: str = "out/profile",
+    prompt: Annotated[int, Ge(2)] = 128,
+    new: Count = 32,
+    batches: Annotated[tuple[Count, ...], Len(1)] = (1, 8),
+    rounds: Count = 5,
+    threads: Count = 1,
+    clock: Literal["wall", "processor"] = "wall",
+    text: str | None = None,
+) -> int:
+    """Compare the costs of models: parameters, FLOPs, speed and memory; with a text, also their distance.
+
+    Args:
+        names: models, the first one is the reference: `profile A B …`
+        output: folder for the table, the plot and `profile.json`
+        prompt: tokens of a prompt
+        new: tokens decoded after it
+        batches: batch sizes
+        rounds: measurements of each model; medians are shown
+        threads: number of CPU threads
+        clock: wall, or processor (CPU time of this process, for busy machines, with one thread)
+        text: text file on which the distance of the models from the first one is measured, as by `distance`; their
+            tokenizers must be the same
+    """
+    if not names:
+        raise InputError("name models: `lmeval-prune profile A B …`")
+    if len(set(names)) < len(names):
+        raise InputError("a model is named twice; name each once")
+    if text:
+        check_exists(text, file=True)
+    from lmeval_prune.artefacts import check_writable
+
+    folder = Path(output)
+    check_writable(folder / "profile.json")
+    import torch
+
+    from lmeval_prune.profiling.models import measure_models, write
+    from lmeval_prune.profiling.speed import Workload
+
+    torch.set_num_threads(threads)
+    summaries, cells = {}, {}
+    if text and names[1:]:
+        from lmeval_prune.distance import summary
+        from lmeval_prune.distance.variants import measure_checkpoints
+
+        summaries = measure_checkpoints(names, text)
+        cells = {name: summary.cells(each) for name, each in summaries.items()}
+    work = Workload(prompt, new, batches, rounds, clock)
+    rows = measure_models(names, work)
+    for name, each in summaries.items():
+        rows[name]["distance"] = each
+    write(folder, rows, {"workload": vars(work), "threads": threads}, cells)
     return 0
 
 

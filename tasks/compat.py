@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 HAS_SCORERS = hasattr(_tasks.Task, "process_instances")
-if HAS_SCORERS:
-    from lm_eval.api.metrics import Metric
-    from lm_eval.config import templates
-else:
-    from lm_eval import utils as templates
-apply_template = templates.apply_template
 GenerateTask: Any = _tasks.GenerateTask if HAS_SCORERS else _tasks.ConfigurableTask
 MultipleChoiceTask: Any = _tasks.MultipleChoiceTask if HAS_SCORERS else _tasks.ConfigurableTask
 RollingTask: Any = _tasks.LoglikelihoodRollingTask if HAS_SCORERS else _tasks.ConfigurableTask
@@ -70,30 +64,37 @@ def filters(task: Any) -> list[Any]:
     return [scorer.filter for scorer in task.scorers] if HAS_SCORERS else list(getattr(task, "_filters", ()))
 
 
-def metric(name: str, function: Callable[..., float | dict[str, float]]) -> Any:
-    """Return a metric that lm-eval's registry takes, from a function of 0.4 that returns a score or several by name.
+def as_metric(name: str) -> Callable[[Callable[..., dict[str, float]]], Any]:
+    """Return a decorator that makes a metric for `metric_list` of a function.
 
-    In 0.5 the names of several scores are `pass@2(prune_pass)`: an aggregation is looked up by what is in brackets.
+    The function gets a document's gold answers, its responses and the metric's arguments, and returns scores by name.
     """
-    if not HAS_SCORERS:
-        return function
 
-    @functools.wraps(function)
-    def scores(references: Any, predictions: Any, **arguments: Any) -> Any:
-        result = function(references, [predictions], **arguments)
-        return {f"{key}({name})": [value] for key, value in result.items()} if isinstance(result, dict) else [result]
+    def decorate(function: Callable[..., dict[str, float]]) -> Any:
+        @functools.wraps(function)
+        def compute(references: Sequence[Any], predictions: Sequence[Any], **arguments: Any) -> dict[str, Any]:
+            responses = predictions if HAS_SCORERS else predictions[0]
+            golds = references[0] if isinstance(references[0], list) else references
+            scores = function(golds, [responses] if isinstance(responses, str) else list(responses), **arguments)
+            if not HAS_SCORERS:
+                return scores
+            return as_results({key if key == name else f"{key}({name})": value for key, value in scores.items()})
 
-    return Metric(name=name, fn=scores, aggregation=mean, output_type={"generate_until"})
+        if not HAS_SCORERS:
+            return compute
+        from lm_eval.api.metrics import Metric
+
+        return Metric(name, compute, aggregation=mean, output_type={"generate_until"})
+
+    return decorate
 
 
-def metrics(task: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield name, function and arguments of each metric of a task."""
+def metrics(task: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return the name, function and arguments of each metric of a task."""
     if HAS_SCORERS:
-        for each in (each for scorer in task.scorers for each in scorer.metrics or ()):
-            yield each.name, getattr(each.fn, "__wrapped__", each.fn), each.kwargs
-    else:
-        for name, function in getattr(task, "_metric_fn_list", {}).items():
-            yield name, function, task._metric_fn_kwargs[name]
+        return [(each.name, each.fn, dict(each.kwargs)) for scorer in task.scorers for each in scorer.metrics or ()]
+    arguments = getattr(task, "_metric_fn_kwargs", {})
+    return [(name, function, arguments[name]) for name, function in getattr(task, "_metric_fn_list", {}).items()]
 
 
 def without_metrics(task: Any) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,25 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    """Chromium. `.ci/run` sees to it that it is there, and then nothing is skipped."""
+    required = os.environ.get("LMEVAL_PRUNE_BROWSER") == "required"
+    path = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        if required:
+            raise
+        pytest.skip("playwright is not installed")
+    if path is None:
+        assert not required, "no chromium"
+        pytest.skip("no chromium is installed; LMEVAL_PRUNE_BROWSER=required makes this an error")
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()

@@ -216,11 +216,46 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
         compare(words(runs), by=["subject"])
 
 
-def test_log_likelihoods_of_the_choices_can_be_read(runs: dict[str, Path]) -> None:
-    answers = compare(words(runs, "ac")).answers("c", "tiny_colours")
-    for row in samples_of(runs["c"], "tiny_colours"):
-        likelihoods = answers["tiny_colours", row["doc_id"]]["log_likelihoods"]
-        assert likelihoods == [float(response[0][0]) for response in row["resps"]] and len(likelihoods) == 3
+def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Inner groups are parts, a group with the tasks of another is left out, and so is one of different metrics."""
+    copies = [copy_of(runs[name], tmp_path / name) for name in "ab"]
+    for copy in copies:
+        (path,) = copy.rglob("results_*.json")
+        results = json.loads(path.read_text())
+        results["group_subtasks"] |= {
+            "outer": ["tiny_group", "tiny_colours"], "again": ["tiny_words", "tiny_more"],
+            "mixed": ["tiny_last", "tiny_colours"], "circle": ["circle", "tiny_texts"],
+        }  # fmt: skip
+        path.write_text(json.dumps(results))
+    comparison = compare(list(map(str, copies)))
+    groups = [task for task in comparison.tasks if not task.startswith("tiny_") or task == "tiny_group"]
+    assert groups == ["tiny_group", "outer"]  # and no pooled tasks: they are those of the outer group
+    assert comparison.tables["tiny_group"].is_part and not comparison.tables["outer"].is_part
+    assert comparison.tables["tiny_colours"].is_part and not comparison.tables["tiny_last"].is_part
+    assert comparison.rows["b", "outer"].questions == 120
+    assert "mixed: left out, its tasks have metrics that cannot be averaged" in comparison.notes
+
+
+def test_distances_against_a_literal_reading(runs: dict[str, Path]) -> None:
+    """KL divergence over the choices, the likeliest choice, and the texts, from the samples files."""
+    comparison = compare(words(runs, "ac"))
+    pairs = list(zip(samples_of(runs["a"], "tiny_colours"), samples_of(runs["c"], "tiny_colours"), strict=True))
+    divergences, same = [], []
+    for pair in pairs:
+        likelihoods = [[float(response[0][0]) for response in row["resps"]] for row in pair]
+        p, q = ([math.exp(value) / sum(map(math.exp, own)) for value in own] for own in likelihoods)
+        divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        same.append(p.index(max(p)) == q.index(max(q)))
+    row = comparison.rows["c", "tiny_colours"]
+    assert row.choice_kld == pytest.approx(np.mean(divergences)) and row.choice_kld > 0
+    assert row.choice_kld_se == pytest.approx(stats.sem(divergences))
+    assert row.same_answers == pytest.approx(np.mean(same))
+    texts = zip(samples_of(runs["a"], "tiny_more"), samples_of(runs["c"], "tiny_more"), strict=True)
+    same = [first["resps"] == second["resps"] for first, second in texts]
+    row = comparison.rows["c", "tiny_more"]
+    assert row.same_answers == pytest.approx(np.mean(same)) and row.same_answers_se == pytest.approx(stats.sem(same))
+    assert row.choice_kld is None and comparison.rows["c", "tiny_texts"].same_answers is None
+    assert compare(words(runs, "ab")).rows["b", "tiny_colours"].choice_kld == 0  # greedy: seeds do not matter
 
 
 # ---------------------------------------------------------------------- what has to agree
@@ -410,6 +445,39 @@ def test_a_results_file_with_a_name_of_its_own(
     evaluate(tasks, ["tiny_colours"], tmp_path / "x.json", tiny_folder)
     (path,) = tmp_path.glob("x_*.json")
     assert compare([str(runs["c"]), f"x={path}"]).tasks == ["tiny_colours"]
+
+
+def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_path: Path) -> None:
+    """An overview of the tasks, perplexities as they are with relative differences, and no section of costs."""
+    arguments = [f"first={runs['a']}", f"second={runs['c']}", "--by", "level", "--output", str(tmp_path)]
+    assert main(["compare", *arguments]) == 0
+    rows = {row["task"]: row for row in json.loads((tmp_path / "comparison.json").read_text())["rows"][1::2]}
+    page, errors = browser.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    assert not page.is_visible("#costs")
+
+    def tasks() -> list[str]:
+        return [line.get_attribute("data-task") for line in page.query_selector_all("#tasks tbody tr")]
+
+    assert tasks() == list(rows)
+    assert page.inner_text("tr[data-task=tiny_words]").startswith("tiny_wordspart")
+    page.click("#tasks th:nth-child(5) button")
+    assert tasks() == sorted(rows, key=lambda task: -rows[task]["difference"])
+    page.click("tr[data-task=tiny_texts]")
+    assert page.input_value("#asked") == "tiny_texts" and page.inner_text("#metric") == "word_perplexity,none"
+    difference = f"{100 * rows['tiny_texts']['difference']:+.1f}%".replace("-", "−")
+    assert difference in page.inner_text("tr[data-task=tiny_texts]")
+    assert difference in page.inner_text("tr[data-variant=second]")
+    worse = rows["tiny_texts"]["worse"]
+    assert f"A better: {worse}" in page.inner_text("#counts") and errors == []
+    row = rows["tiny_colours"]
+    assert f"{row['choice_kld']:.4f} ± {row['choice_kld_se']:.4f}" in page.inner_text("tr[data-task=tiny_colours]")
+    page.click("tr[data-variant=second]")
+    assert "hf (pretrained=" in page.inner_text("tr.detail")
+    page.close()
 
 
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -205,6 +205,22 @@ def test_a_language_model(language: DistillOptions) -> None:
     assert len(manifest["stages"]) == 2
     logged = {name for stage in losses(language.output) for name, _ in stage}
     assert logged == {"loss", "task", "response", "feature", "eval_loss", "eval_task"}
+    assert_distance(language, note["stages"][-1]["distance"])
+
+
+def assert_distance(options: DistillOptions, distance: dict[str, Any]) -> None:
+    """That of the last stage from the unpruned model, on the answers of the validation problems."""
+    dense, student = (load_pretrained(each).float() for each in (options.pretrained, options.output))
+    values = []
+    for text in make_host(options).examples().validation:
+        with torch.no_grad():
+            p, q = (
+                model(torch.tensor([text.ids])).logits[0, text.start - 1 : -1].log_softmax(-1)
+                for model in (dense, student)
+            )
+        values += [sum(float(a.exp() * (a - b)) for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
+    assert distance["documents"] == 2 and distance["tokens"] == len(values)
+    assert distance["mean_kld"] == pytest.approx(sum(values) / len(values), rel=1e-3) and distance["mean_kld"] > 0
 
 
 def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:

@@ -675,28 +675,6 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the page
 
 
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    """Chromium. `.ci/run` sees to it that it is there, and then nothing is skipped."""
-    required = os.environ.get("LMEVAL_PRUNE_BROWSER") == "required"
-    path = next(
-        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-    )
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        if required:
-            raise
-        pytest.skip("playwright is not installed")
-    if path is None:
-        assert not required, "no chromium"
-        pytest.skip("no chromium is installed; LMEVAL_PRUNE_BROWSER=required makes this an error")
-    with sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 HOSTILE = (
     "=HYPERLINK('http://x') </script><script>document.title='owned'</script> \"'><img src=x onerror=alert(1)> $\\frac{"
 )

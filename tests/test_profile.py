@@ -212,3 +212,30 @@ def test_bad_input_is_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("lmeval-prune: error: ")
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_profile_on_a_text_has_the_distance(
+    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture
+) -> None:
+    """As `distance` measures it; refused before any measurement for another tokenizer."""
+    smaller = cut(load_pretrained(str(tiny_folder)), Plan("L1H0-1"))
+    smaller.save(tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder))
+    words = ("--text", text, "--output", tmp_path / "out", "--prompt", 8, "--new", 2, "--rounds", 1, "--batches", 1)
+    assert run("profile", tiny_folder, tmp_path / "cut", *words) == 0
+    rows = json.loads((tmp_path / "out" / "profile.json").read_text())["models"]
+    assert "distance" not in rows[str(tiny_folder)]
+    found = rows[str(tmp_path / "cut")]["distance"]
+    assert (
+        run("distance", tiny_folder, "--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json")
+        == 0
+    )
+    expected = json.loads((tmp_path / "d.json").read_text())["variants"][str(tmp_path / "cut")]
+    assert found["mean_kld"] > 0 and found == {name: expected[name] for name in found}
+    table = (tmp_path / "out" / "profile.md").read_text()
+    assert f"{found['mean_kld']:.3f} ± " in table and "same top p (%)" in table
+    other = AutoTokenizer.from_pretrained(tiny_folder)
+    other.add_tokens(["one more"])
+    other.save_pretrained(tmp_path / "cut")
+    capsys.readouterr()
+    assert run("profile", tiny_folder, tmp_path / "cut", *words) == 2
+    assert "has another tokenizer than" in capsys.readouterr().err

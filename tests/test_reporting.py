@@ -87,6 +87,15 @@ def test_a_markdown_table_keeps_its_columns_and_digits() -> None:
 HOSTILE = ["=HYPERLINK(1)", "+1", "-1+cmd", "@SUM(A1)", "\t=1", "＝1"]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.000"), (12.34567, "12.35"), (-0.00123456, "−0.001235"), (123456.7, "123457"), (1e9, "1.000e+09"),
+     (float("nan"), ""), (float("inf"), "inf"), (9.99999, "10.000")],
+)  # fmt: skip
+def test_significant_digits(value: float, text: str) -> None:
+    assert tables.significant(value) == text
+
+
 def test_no_text_is_a_formula_in_csv() -> None:
     """Numbers stay what they are."""
     text = tables.csv(pd.DataFrame({"=name": HOSTILE, "n": [-1, 2, 3, 4, 5, 6], "d": [-0.5, *[None] * 5]}))

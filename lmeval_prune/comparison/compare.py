@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from lmeval_prune.comparison.distances import distances
 from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
 from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
@@ -46,39 +47,26 @@ def compare(
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name two or more")
     base = runs[_baseline(baseline, words, runs)]
-    names, notes = _tasks(tasks, base, [run for run in runs.values() if run is not base])
-    evaluations = {task: {run.name: run.read(task, by) for run in runs.values() if task in run.tasks} for task in names}
-    if without := [task for task, own in evaluations.items() if not _known(own.values())]:
-        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
-        evaluations = {task: own for task, own in evaluations.items() if task not in without}
-        names = list(evaluations)
-    if not names:
-        raise InputError(f"no task can be compared; {notes[-1]}")
-    notes += [note for task in names for note in _check_alike(task, base.name, evaluations[task], allow_different)]
-    tables = _tables(evaluations, base.name, metric)
-    parts = {
-        name: part for task in names for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
-    }
-    if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
-        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
-    grouped, group_notes = _groups(tables, base.groups)
-    members = {task for name in grouped for task in _leaves(name, base.groups)}
-    tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
-    all_tasks, pooling_notes = pooled(tables, list(runs))
-    roots = [name for name, table in grouped.items() if not table.is_part]
-    if len(roots) + sum(task not in members for task in tables) < 2:
-        all_tasks, pooling_notes = {}, []
-    tables |= parts | grouped | all_tasks
+    runs = {base.name: base, **runs}
+    evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
+    tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
+    rows = rows_of(tables, base.name, seed)
+    for (name, task), row in rows.items():
+        if name != base.name and task in evaluations:
+            measured = distances(_answers(evaluations, base.name, task), _answers(evaluations, name, task))
+            rows[name, task] = replace(row, **measured)  # type: ignore[arg-type]
     return Comparison(
-        title=f"{first_few((run for run in runs if run != base.name), most=3)} against {base.name}",
+        title=f"{first_few(list(runs)[1:], most=3)} against {base.name}",
         baseline=base.name,
-        variants=[base.name, *(run for run in runs if run != base.name)],
+        variants=list(runs),
         tables=tables,
-        rows=rows_of(tables, base.name, seed),
+        rows=rows,
         answers=partial(_answers, evaluations),
         about={name: run.about() for name, run in runs.items()},
-        missing=[(name, task, "not evaluated") for task in names for name in runs if name not in evaluations[task]],
-        notes=list(dict.fromkeys([*notes, *group_notes, *pooling_notes])),
+        missing=[
+            (name, task, "not evaluated") for task, own in evaluations.items() for name in runs if name not in own
+        ],
+        notes=list(dict.fromkeys([*notes, *table_notes])),
     )
 
 
@@ -120,6 +108,24 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
             if (count := sum(task in file.samples for file in run.files)) > 1:
                 notes.append(f"{run.name} on {task}: each question's mean over {count} results files")
     return shared, notes
+
+
+def _evaluations(
+    runs: Mapping[str, Run], base: Run, tasks: Sequence[str], by: Sequence[str], allowed: Collection[Kind]
+) -> tuple[dict[str, dict[str, Evaluation]], list[str]]:
+    """Read the tasks to compare, by task and run, and check that they agree; return notes, too."""
+    names, notes = _tasks(tasks, base, [run for run in runs.values() if run is not base])
+    evaluations = {
+        task: {name: run.read(task, by) for name, run in runs.items() if task in run.tasks} for task in names
+    }
+    if without := [task for task, own in evaluations.items() if not _known(own.values())]:
+        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
+        evaluations = {task: own for task, own in evaluations.items() if task not in without}
+    if not evaluations:
+        raise InputError(f"no task can be compared; {notes[-1]}")
+    for task, own in evaluations.items():
+        notes += _check_alike(task, base.name, own, allowed)
+    return evaluations, notes
 
 
 # ---------------------------------------------------------------------- what has to agree
@@ -173,7 +179,34 @@ def _keys(outcomes: pd.DataFrame) -> list[tuple[Any, ...]]:
 # ---------------------------------------------------------------------- tables
 
 
-def _tables(evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None) -> dict[str, Table]:
+def _tables(
+    evaluations: Mapping[str, Mapping[str, Evaluation]],
+    base: Run,
+    variants: Sequence[str],
+    metric: str | None,
+    by: Sequence[str],
+) -> tuple[dict[str, Table], list[str]]:
+    """Return the tables of tasks, of their parts, of groups, and of all tasks; and notes."""
+    tables = _task_tables(evaluations, base.name, metric)
+    parts = {
+        name: part for task in tables for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
+    }
+    if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
+        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
+    groups, notes = _groups(tables, base.groups)
+    members = {task for name in groups for task in _leaves(name, base.groups)}
+    tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
+    whole = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
+    if len(whole) > 1:  # otherwise all tasks are those of a group
+        all_tasks, pooling_notes = pooled(tables, variants)
+        groups |= all_tasks
+        notes += pooling_notes
+    return tables | parts | groups, notes
+
+
+def _task_tables(
+    evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None
+) -> dict[str, Table]:
     """Return the table of each task."""
     tables, has_metric = {}, False
     for task, runs in evaluations.items():
@@ -184,10 +217,8 @@ def _tables(evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, 
         has_metric |= named
         texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
         outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
-        ordered = {baseline: outcomes[baseline], **outcomes}
-        tables[task] = read_table(
-            task, baseline, ordered, {task: _known(runs.values(), base)}, texts, metric if named else None, ADVICE
-        )
+        known = {task: _known(runs.values(), base)}
+        tables[task] = read_table(task, baseline, outcomes, known, texts, metric if named else None, ADVICE)
     if metric is not None and not has_metric:
         columns = {name for runs in evaluations.values() for name in runs[baseline].known}
         raise InputError(f"metric: no compared task has {metric!r}{did_you_mean(metric, columns)}")

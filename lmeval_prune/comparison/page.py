@@ -35,6 +35,8 @@ def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] 
         "tasks": comparison.tasks,
         "fronts": comparison.fronts,
         "pooled": POOLED,
+        "parts": [task for task, table in comparison.tables.items() if table.is_part],
+        "metrics": {task: table.columns for task, table in comparison.tables.items()},
         "made": f"Made by {CREATED_BY}.",
         "missing": comparison.missing,
         "notes": comparison.notes,

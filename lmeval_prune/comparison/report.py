@@ -15,12 +15,14 @@ from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.distance.summary import cells as distance_cells
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.reporting.documents import one_line, render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
 
 TEXT_COLUMNS = ["variant"]
+DISTANCE = ["mean_kld", "mean_kld_se", "same_top", "same_top_se", "same_answers", "same_answers_se", "first_difference"]
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
@@ -82,8 +84,11 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         tables={task: task_table(comparison, task) for task in comparison.tasks},
         tests=sum(row.p is not None for row in rows),
         parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
+        has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),
+        has_choices=any(row.choice_kld is not None for row in rows),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
+        distances=any(row.mean_kld is not None for row in rows),
         costs=_costs_table(comparison, costs) if costs else "",
         timed=any(COSTS[key].timed for key in costs),
         front_of_speeds=any(COSTS[key].timed for key in fronts),
@@ -119,7 +124,21 @@ def task_table(comparison: Comparison, task: str) -> str:
     if any(row.mean_tokens is not None for row in rows):
         frame["tokens"] = ["" if row.mean_tokens is None else f"{row.mean_tokens:.0f}" for row in rows]
         frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
+    if any(row.mean_kld is not None for row in rows):
+        distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
+        frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
+        frame = frame.loc[:, (frame != "").any()]  # choices have no answers
+    elif any(row.same_answers is not None for row in rows):
+        frame["same answers"] = [_with_error(row.same_answers, row.same_answers_se, 100, 1) for row in rows]
+    if any(row.choice_kld is not None for row in rows):
+        frame["KLD of choices"] = [_with_error(row.choice_kld, row.choice_kld_se, 1, 4) for row in rows]
     return markdown(frame, TEXT_COLUMNS)
+
+
+def _with_error(value: float | None, error: float | None, factor: int, digits: int) -> str:
+    if value is None:
+        return ""
+    return f"{factor * value:.{digits}f}" + ("" if error is None else f" ± {factor * error:.{digits}f}")
 
 
 def _row_cells(row: Row) -> dict[str, str]:

@@ -48,6 +48,17 @@ class Row:
     cut_off: float | None = None  # share of answers cut off by `max_gen_toks`; None for log-likelihoods
     mean_tokens: float | None = None  # mean length of an answer
     unit: Unit = "points"
+    # distance from the model without interventions, see docs/distance.md; None if it is not measured
+    mean_kld: float | None = None
+    mean_kld_se: float | None = None
+    same_top: float | None = None
+    same_top_se: float | None = None
+    same_answers: float | None = None  # in a comparison of runs: as the baseline's, or the same likeliest choice
+    same_answers_se: float | None = None
+    first_difference: float | None = None
+    # KL divergence of the choices' probabilities from the baseline's, in nats, see `distances`; None without choices
+    choice_kld: float | None = None
+    choice_kld_se: float | None = None
 
 
 @dataclass

@@ -25,7 +25,8 @@ class Evaluation(NamedTuple):
     """Outcomes of a run on a task."""
 
     outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and the columns of documents
-    answers: pd.DataFrame  # see `samples.tables`; also `log_likelihoods` of the choices
+    answers: pd.DataFrame
+    """See `samples.tables`; of a single results file also `answer_key`, a digest, and `log_likelihoods` of choices."""
     known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
     repeats: int  # number of results files
@@ -100,6 +101,7 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
     for column in columns:
         outcomes[column] = [_field(row["doc"], column) for row in ordered]
+    answers["answer_key"] = [digest(text) if text else "" for text in answers["answer"]]
     for column in ("question", "target", "answer"):
         answers[column] = answers[column].map(shortened)
     answers["log_likelihoods"] = [log_likelihoods(row) for row in ordered]
@@ -133,8 +135,9 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     # a value that a repeat lacks stays unknown
     merged = merged.join(grouped[metrics].mean().where(grouped[metrics].count() == len(parts))).reset_index()
     answers = first.answers.set_index(["task", "doc_id"])
-    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)["answer"]
-    answers["answer"] = repeats.agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
+    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)
+    answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
+    answers = answers.drop(columns=["answer_key", "log_likelihoods"])  # there is no distance of several answers
     known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
     return Evaluation(merged, answers.reset_index(), known, first.settings, len(parts))
 

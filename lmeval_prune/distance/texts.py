@@ -75,6 +75,8 @@ def check_models(
 ) -> None:
     """Refuse variants that do not fit the model, and checkpoints with another tokenizer, before weights are loaded."""
     dense = Checkpoint({**settings.model_args, "pretrained": pretrained})
+    if dense.config.is_encoder_decoder:
+        raise InputError(f"{pretrained} is an encoder-decoder; only causal language models are compared")
     for intervention in variants:
         intervention.fit_to(dense.map)
     for name in checkpoints:

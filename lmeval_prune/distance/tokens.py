@@ -74,7 +74,9 @@ def token_distances(
     Returns:
         By variant, a tensor (tokens of the continuation, columns) for each text.
     """
-    masks = {} if engine.unscored else masks_of(variants)
+    masks = masks_of(variants)
+    if masks and engine.unscored:
+        masks = {}
     results: dict[str, list[Any]] = {name: [None] * len(texts) for name in variants}
     requests = [
         LikelihoodRequest(text.context, text.continuation, mask, (name, number))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 import torch
 
-from lmeval_prune.distance.summary import COLUMNS, first_difference
-from lmeval_prune.distance.texts import RecordingLM, document, scored_texts
+from lmeval_prune.distance.options import DistanceOptions
+from lmeval_prune.distance.summary import COLUMNS, Summary, first_difference, summarize
+from lmeval_prune.distance.texts import RecordingLM, check_models, document, load, read_windows, scored_texts
 from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pass_distances, token_distances
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
@@ -84,14 +86,29 @@ def measure(
         raise InputError("the task has no requests; give another task, or a larger --limit")
     assert lm.engine is not None
     tokens = token_distances(lm.engine, variants, texts)
-    for name, load in others.items():
-        other = load()
+    for name, load_other in others.items():
+        other = load_other()
         if generated:
             answers |= greedy_answers(other, generated, {name: None})
         passes = pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
         tokens[name] = [distances for _, _, distances in passes]
         other.close()
     return Distances(texts, tokens, answers)
+
+
+def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
+    """Return the distance of models from the first of them on windows of a text file, by name.
+
+    Raises:
+        InputError: a model is not causal, or has another tokenizer; before weights are loaded.
+    """
+    first, *others = names
+    settings = DistanceOptions(text=text)
+    check_models(first, settings, [], others)
+    lm = load(first, settings)
+    loaders = {name: partial(load, name, settings) for name in others}
+    distances = measure(lm, {}, {}, loaders, read_windows(lm, settings))
+    return {name: summarize(distances.frame(name)) for name in others}
 
 
 def answered_texts(lm: RecordingLM, requests: Sequence[Any], answers: Answers) -> list[Text]:

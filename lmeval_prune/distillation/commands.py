@@ -13,6 +13,7 @@ def distill(**options: Any) -> int:
     settings = DistillOptions(**options)
     from transformers.utils.logging import disable_progress_bar
 
+    from lmeval_prune.distance.summary import cells
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
 
@@ -33,6 +34,9 @@ def distill(**options: Any) -> int:
             f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {total_heads} heads in all"
         )
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
+        if distance := stage.get("distance"):  # stages of earlier versions lack it
+            shown = cells(distance)
+            print(f"  from the unpruned model: mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%")
     if heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")

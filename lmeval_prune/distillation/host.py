@@ -19,6 +19,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
@@ -199,6 +200,10 @@ class Host(ABC):
     def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
         """Return further metrics of a model in evaluation mode on the validation split."""
         return {}
+
+    def compared_texts(self, examples: TrainingExamples) -> list[Text]:
+        """Return texts on which next-token distributions are compared; empty for a host without such."""
+        return []
 
     def calibration(self, examples: TrainingExamples) -> CalibrationText:
         """Draw training examples by the seed as calibration text of the pruner."""

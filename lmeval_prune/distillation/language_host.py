@@ -18,6 +18,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.distance import tokens
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -28,6 +29,7 @@ from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_key
 
+COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
 
 
@@ -224,6 +226,14 @@ class LanguageHost(Host):
         if self.takes_logits_to_keep:  # skip the logits of prompts
             inputs["logits_to_keep"] = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
         return inputs
+
+    @override
+    def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
+        texts = (examples.validation or examples.train)[:COMPARED]
+        return [
+            tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), (self.task_name, number))
+            for number, text in enumerate(texts)
+        ]
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:

@@ -21,6 +21,9 @@ from lmeval_prune.artefacts import output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.distance.summary import Summary, summarize
+from lmeval_prune.distance.tokens import logits_of, pass_distances
+from lmeval_prune.distance.variants import Distances
 from lmeval_prune.distillation.attention_maps import check_returns_maps
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.options import DistillOptions
@@ -178,7 +181,8 @@ class Stage:
             ).run()
         self.process.wait_for_everyone()
         if self.process.is_main_process:
-            self._write(student.cpu().eval(), manifest, kept, training)
+            distance = self._distance(student.eval())
+            self._write(student.cpu(), manifest, kept, training | ({"distance": distance} if distance else {}))
             shutil.rmtree(smaller, ignore_errors=True)
             shutil.rmtree(checkpoints, ignore_errors=True)
         self.process.wait_for_everyone()
@@ -186,6 +190,17 @@ class Stage:
     def _teacher(self) -> str:
         first = self.host.options.teacher if self.number == 1 else None
         return first or self.parent
+
+    def _distance(self, student: Any) -> Summary:
+        """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""
+        texts = self.host.compared_texts(self.examples)
+        if not texts:
+            return {}
+        dense: Any = self.host.read(self.host.options.pretrained)
+        passes = pass_distances(
+            logits_of(dense.to(self.process.device)), {"": logits_of(student.to(self.process.device))}, texts
+        )
+        return summarize(Distances(texts, {"": [distances for *_, distances in passes]}, {}).frame(""))
 
     def _write(
         self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]

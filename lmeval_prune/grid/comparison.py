@@ -11,8 +11,10 @@ import pandas as pd
 
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.metrics import known_metrics
+from lmeval_prune.comparison.report import DISTANCE
 from lmeval_prune.comparison.rows import Comparison, Row, rows_of
 from lmeval_prune.comparison.tables import Table, pooled, read_table
+from lmeval_prune.distance.summary import summarize
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name
 from lmeval_prune.grid.outcomes import read_answers, read_lengths, read_outcomes, read_results, read_text_keys
@@ -39,6 +41,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     for row in rows.values():
         row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
     length_notes = _add_lengths(rows, {names: folder.cell(entry["key"]) for names, entry in done.items()})
+    distance_notes = _add_distances(folder, rows, done)
     costs = _costs(folder, cells, variants)
     return Comparison(
         title=contents["title"],
@@ -54,7 +57,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         ],
         commands={names: entry["command"] for names, entry in cells.items()},
         hooked=[name for name in variants if any(_has_hooks(cells[names]) for names in cells if names[0] == name)],
-        notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes])),
+        notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes, *distance_notes])),
     )
 
 
@@ -147,4 +150,20 @@ def _add_lengths(rows: Mapping[tuple[str, str], Row], folders: Mapping[tuple[str
             row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
             if reason := cut_off_note(lengths):
                 notes.append(f"{row.variant} on {row.task}: {reason}")
+    return notes
+
+
+def _add_distances(
+    folder: GridFolder, rows: Mapping[tuple[str, str], Row], done: Mapping[tuple[str, str], Any]
+) -> list[str]:
+    """Add the measured distances to the rows of single tasks, and return notes on failures."""
+    notes = []
+    for names, row in rows.items():
+        key = done[names].get("distance") if names in done else None
+        if key and folder.has_distances(key):
+            summary = summarize(folder.distances(key))
+            for name in DISTANCE:
+                setattr(row, name, summary.get(name))
+        elif key and (reason := folder.failure(key)):
+            notes.append(f"{row.variant} on {row.task}: its distance is not measured: {reason}")
     return notes

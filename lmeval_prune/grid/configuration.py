@@ -108,6 +108,7 @@ class Grid(Settings):
     device: str | None = None  # as for lm_eval
     together: Count = 16  # largest number of masks that the decoding engine runs in one batch
     measure: bool = True  # measure parameters, FLOPs, speed and memory of each variant
+    distance: Natural = 0  # documents of a task on which the distance from the model without interventions is measured
     baseline: str | None = None  # variant that the others are compared with, unless `grid compare` names another
 
     def __post_init__(self) -> None:

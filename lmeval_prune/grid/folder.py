@@ -7,6 +7,7 @@
     failed/measure-KEY.json     reason why the costs of a variant could not be measured
     prepared/KEY/               result of a preparation
     measures/KEY.json           costs of a variant
+    distances/KEY.parquet       distances of a cell's variant from its model without interventions, by text
     answers/NAME/               answers of a model on a task, stored one by one, so that a killed cell can resume
     locks/KEY.lock              lock of a cell, a preparation or a measurement
 
@@ -25,8 +26,9 @@ from annotated_types import Interval, Len, Predicate
 from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
+from lmeval_prune.models.answer_store import write_table
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -43,6 +45,7 @@ class CellEntry(TypedDict):
     model_args: dict[str, Any]
     prepare: dict[str, dict[str, Any]]  # settings of a preparation, by its name
     costs: str  # key of the variant's measured costs
+    distance: NotRequired[str]  # key of the measured distances
 
 
 class GridContents(TypedDict):
@@ -185,6 +188,22 @@ class GridFolder:
 
     def _costs(self, key: str) -> Path:
         return self.path / "measures" / f"{file_name(key)}.json"
+
+    def write_distances(self, key: str, table: Any) -> None:
+        """Write the distances of a cell, an Arrow table."""
+        write_table(self._distances(key), table)
+
+    def distances(self, key: str) -> Any:
+        """Read the distances of a cell as a data frame."""
+        path = self._distances(key)
+        return read_table(path, f"delete {path} and run the grid").to_pandas()
+
+    def has_distances(self, key: str) -> bool:
+        """Return whether the distances of a cell are measured."""
+        return self._distances(key).is_file()
+
+    def _distances(self, key: str) -> Path:
+        return self.path / "distances" / f"{file_name(key)}.parquet"
 
 
 def _reason(path: Path) -> str | None:

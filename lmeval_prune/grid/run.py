@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.distances import distance_key, is_comparable
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.runners import LocalRunner, Runner
 from lmeval_prune.grid.worker import BUSY, FAILED, Job
@@ -43,13 +45,21 @@ class _Run:
         self.model_args = {cell.key: cell.model_args(folder.prepared) for cell in self.cells}
         self.names = {measurement_key(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
         self.names |= {cell.key: cell.name for cell in self.cells}
+        self.distances = {  # keys of distances by cell
+            cell.key: distance_key(cell, grid.distance) for cell in self.cells if grid.distance and is_comparable(cell)
+        }
+        self.names |= {key: f"distance of {self.names[cell]}" for cell, key in self.distances.items()}
 
     def run(self, retry_failed: bool) -> Summary:
         folder, cells = self.folder, self.cells
-        entries = [cell.entry(self.model_args[cell.key]) for cell in cells]
+        entries = [
+            cell.entry(self.model_args[cell.key]) | ({"distance": key} if (key := self.distances.get(cell.key)) else {})
+            for cell in cells
+        ]
         folder.create(self.grid.title, self.grid.baseline, entries)
         if retry_failed:
-            for key in {key for cell in cells for key in (cell.key, cell.prepared, measurement_key(cell.costs)) if key}:
+            keys = {key for cell in cells for key in (cell.key, cell.prepared, measurement_key(cell.costs)) if key}
+            for key in keys.union(self.distances.values()):
                 folder.clear_failure(key)
         done_before = folder.done_cells().intersection(self.model_args)
         if done_before:
@@ -57,6 +67,7 @@ class _Run:
         try:
             self._prepare(done_before)
             self._run_jobs(self._left, self._jobs)
+            self._run_jobs(self._without_distances, partial(self._jobs, distance=self.grid.distance))
         finally:
             self.runner.close()
         done, failures = folder.done_cells(), folder.failures()
@@ -73,6 +84,13 @@ class _Run:
             unmeasured = {cell.costs: cell for cell in self.cells if cell.key in done and cell.costs not in evaluated}
             left += [cell for costs, cell in unmeasured.items() if self.folder.needs_costs(costs)]
         return left
+
+    def _without_distances(self) -> list[Cell]:
+        """Return the cells that are done, but whose distances are neither measured nor failed."""
+        done, failures = self.folder.done_cells(), self.folder.failures()
+        left = [cell for cell in self.cells if cell.key in done and cell.key in self.distances]
+        keys = {key for key in self.distances.values() if key in failures or self.folder.has_distances(key)}
+        return [cell for cell in left if self.distances[cell.key] not in keys]
 
     def _prepare(self, done: set[str]) -> None:
         """Run the preparations; if one fails, its cells are recorded as failed."""
@@ -119,7 +137,7 @@ class _Run:
                 sleep(POLL_SECONDS)
                 cells = left()
 
-    def _jobs(self, cells: Sequence[Cell]) -> list[Job]:
+    def _jobs(self, cells: Sequence[Cell], distance: int = 0) -> list[Job]:
         """Group cells into jobs: variants of one model on one task that differ only in masks, others singly.
 
         Jobs of one model are adjacent, and within them the jobs of one task, which share an answer store.
@@ -134,7 +152,9 @@ class _Run:
             groups.setdefault((position, others, cell.variant.seed), []).append(cell)
         size = self.grid.together
         return [
-            Job(str(self.folder.path), tuple(group[start : start + size]), measures=self.grid.measure)
+            Job(
+                str(self.folder.path), tuple(group[start : start + size]), measures=self.grid.measure, distance=distance
+            )
             for _, group in sorted(groups.items(), key=lambda item: item[0][0])
             for start in range(0, len(group), size)
         ]

@@ -16,8 +16,11 @@ import lm_eval
 import torch
 from torch.utils import collect_env
 
+from lmeval_prune.distance.texts import RecordingLM, record_requests
+from lmeval_prune.distance.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
+from lmeval_prune.grid.distances import distance_key, first_documents, to_table
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_cell
@@ -25,7 +28,6 @@ from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import ModelIdentity
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import peak_memory_of_process
@@ -33,6 +35,7 @@ from lmeval_prune.tasks.loading import task_manager
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,10 @@ class Job:
     cells: tuple[Cell, ...]
     prepares: bool = False  # make the cell's preparation, do not evaluate it
     measures: bool = False  # measure the costs of variants without costs, also of cells that are done
+    distance: int = 0  # if not 0: do not evaluate; measure distances on this number of documents
 
 
-class VariantLM(PrunedHFLM):
+class VariantLM(RecordingLM):
     """A loaded model whose arguments are changed from variant to variant."""
 
     # Masks of the job's variants: the first task's requests are answered with each of them, in one run of the engine.
@@ -162,6 +166,8 @@ class Worker:
         """Yield the result of each of the job's cells."""
         if self.job.prepares:
             yield self._prepare(self.job.cells[0])
+        elif self.job.distance:
+            yield from self._measure_distances()
         else:
             yield from self._evaluate_all()
 
@@ -240,14 +246,13 @@ class Worker:
         stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):
             lm.job_masks = masks
-        seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
         try:
             with _environment_collected_once():
                 results = lm_eval.simple_evaluate(
                     model=lm,
                     **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
                     task_manager=task_manager({**arguments.loading, **cell.metadata}),
-                    **dict.fromkeys(seeds, cell.variant.seed),
+                    **dict.fromkeys(SEEDS, cell.variant.seed),
                 )
         except InputError:
             if not masks:
@@ -303,6 +308,46 @@ class Worker:
                 self.folder.record_failure(measurement_key(key), first_line(error), traceback.format_exc())
                 return FAILED
         return DONE
+
+    # ------------------------------------------------------------------ distances
+
+    def _measure_distances(self) -> Iterator[Result]:
+        """Measure the distances of the job's cells from their model without interventions."""
+        with ExitStack() as locks:
+            cells: dict[str, Cell] = {}
+            for cell in self.job.cells:
+                key = distance_key(cell, self.job.distance)
+                if not locks.enter_context(self.folder.lock(key)):
+                    yield Result(key, BUSY)
+                elif self.folder.has_distances(key):
+                    yield Result(key, DONE)
+                else:
+                    cells[key] = cell
+            try:
+                self._write_distances(cells)
+            except Exception as error:
+                yield from [self._failed(key, error) for key in cells]
+            else:
+                yield from [Result(key, DONE) for key in cells]
+
+    def _write_distances(self, cells: dict[str, Cell]) -> None:
+        """Write the distances of cells of one task and one model, by their keys."""
+        tasks = {key: _Task.of(cell, self.folder) for key, cell in cells.items()}
+        for task in list(tasks.values())[:1]:
+            cell, loading = task.cell, task.arguments.loading
+            dense = Arguments.of({**loading, "engine": "batched", "deterministic": True})
+            lm = self._load(replace(task, arguments=dense))
+            assert isinstance(lm, VariantLM)
+            with _environment_collected_once():
+                requests = record_requests(
+                    lm,
+                    **first_documents(cell.evaluation, self.job.distance),
+                    task_manager=task_manager({**loading, **cell.metadata}),
+                    **dict.fromkeys(SEEDS, cell.variant.seed),
+                )
+            distances = measure_distances(lm, requests, {key: tasks[key].arguments.interventions for key in tasks})
+            for key in tasks:
+                self.folder.write_distances(key, to_table(distances.frame(key)))
 
     # ------------------------------------------------------------------ failures
 

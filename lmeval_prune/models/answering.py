@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -24,6 +23,7 @@ from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answe
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
+from lmeval_prune.models.lm_base import report_answers
 
 logger = logging.getLogger(__name__)
 AUTO_GROUP_SIZE = 8  # requests that are sampled together under batch_size=auto
@@ -270,19 +270,15 @@ class Answering:
     @contextmanager
     def _hooked(self, pending: PendingRequests) -> Iterator[None]:
         """Store each response that lm-eval's `hf` reports to its cache hook during a block."""
-        lm, hook = self.lm, self.lm.cache_hook
+        lm = self.lm
         lm.endings.clear()
 
-        def add_partial(attr: str, req: Iterable[Any], res: Any) -> None:
+        def report(attr: str, req: Iterable[Any], res: Any) -> None:
             ending = lm.endings.popleft() if attr == "generate_until" and lm.endings else None
             pending.answered(attr, req, res, **(ending._asdict() if ending else {}))
-            hook.add_partial(attr, req, res)
 
-        lm.cache_hook = SimpleNamespace(add_partial=add_partial)
-        try:
+        with report_answers(lm, report):
             yield
-        finally:
-            lm.cache_hook = hook
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.utils import simple_parse_args_string
 
@@ -63,4 +67,22 @@ class AnsweringLM(CheckedArgumentsLM):
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is true on some process."""
-        return flag
+        if self.world_size <= 1:
+            return flag
+        return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
+
+
+@contextmanager
+def report_answers(lm: LM, report: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Call a function with the kind, arguments and response of each request that a model reports to its cache hook."""
+    hook = lm.cache_hook
+
+    def add_partial(attr: str, req: Any, res: Any) -> None:
+        report(attr, req, res)
+        hook.add_partial(attr, req, res)
+
+    lm.cache_hook = SimpleNamespace(add_partial=add_partial)
+    try:
+        yield
+    finally:
+        lm.cache_hook = hook

@@ -356,12 +356,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true on some process."""
-        if self.world_size <= 1:
-            return flag
-        return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
-
     # ------------------------------------------------------------------ reporting
 
     def get_model_info(self) -> dict[str, Any]:

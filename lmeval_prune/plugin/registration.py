@@ -13,13 +13,14 @@ MODELS = {
     "pruned-server": "lmeval_prune.models.pruned_server:PrunedServerLM",
     "pruned-server-chat": "lmeval_prune.models.pruned_server:PrunedServerChatLM",
     "athena": "lmeval_prune.models.athena:AthenaLM",
+    "resumable": "lmeval_prune.models.resumable:ResumableLM",
 }
 
 FILTERS = {"prune_answer": "lmeval_prune.tasks.scorers:AnswerFilter"}
 METRICS = {
-    "prune_equal": "lmeval_prune.tasks.scorers:prune_equal",
-    "prune_pass": "lmeval_prune.tasks.scorers:prune_pass",
-    "prune_maj": "lmeval_prune.tasks.scorers:prune_maj",
+    "prune_equal": "lmeval_prune.tasks.scorers:equal",
+    "prune_pass": "lmeval_prune.tasks.scorers:pass_at_ks",
+    "prune_maj": "lmeval_prune.tasks.scorers:majority_at_n",
 }
 AGGREGATIONS = {f"prune_pass_at_{k}": f"lmeval_prune.tasks.scorers:pass_at_{k}" for k in (1, 2, 4, 8, 16, 32, 64)}
 
@@ -43,7 +44,7 @@ def register_scorers() -> None:
     _register(registry.filter_registry, FILTERS)
     _register(registry.aggregation_registry, AGGREGATIONS)
     _register(registry.metric_registry, METRICS)
-    if hasattr(registry, "metric_agg_registry"):  # since lm-eval 0.5 the metrics themselves know these
+    if hasattr(registry, "metric_agg_registry"):  # in lm-eval 0.5 a metric has both
         _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
         _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
 

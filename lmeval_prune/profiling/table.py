@@ -19,8 +19,11 @@ _LABELS = {
 }
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a Markdown table with a column for each model; values are followed by their ratio to the first model's."""
+def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a Markdown table with a column for each model; values are followed by their ratio to the first model's.
+
+    `further` are formatted values by model and line, which models may lack.
+    """
     first, *others = rows.values()
     lines = []
     for key in _keys(first):
@@ -30,6 +33,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             ratio = f" ({value / first[key]:.3f})" if value is not None and first[key] else ""
             cells.append("" if value is None else f"{_formatted(key, value)}{ratio}")
         lines.append([_label(key), *cells])
+    for label in dict.fromkeys(label for values in further.values() for label in values):
+        lines.append([label, *(further.get(name, {}).get(label, "") for name in rows)])
     return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in rows)]), [""]) + "\n"
 
 

@@ -34,11 +34,12 @@ def signed(value: float, digits: int = 1) -> str:
 
 
 def significant(value: float, digits: int = 4, sign: bool = False) -> str:
-    """Format a number with so many significant digits, but with all digits before the point; empty for NaN."""
+    """Format a number with so many significant digits, up to a million with all before the point; empty for NaN."""
     if math.isnan(value):
         return ""
     exponent = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
-    return f"{value:{'+' * sign}.{max(0, digits - 1 - exponent)}f}".replace("-", "−")
+    notation = f"{digits - 1}e" if exponent > 6 else f"{min(9, max(0, digits - 1 - exponent))}f"
+    return f"{value:{'+' * sign}.{notation}}".replace("-", "−")
 
 
 def p_value(value: float | None) -> str:

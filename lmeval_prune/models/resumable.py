@@ -1,0 +1,299 @@
+"""`--model resumable`: any lm-eval model with the answer store, so that an evaluation that was killed is resumed.
+
+`--model_args lm=vllm,responses=FOLDER,…` evaluates `--model vllm --model_args …`. Weights behind such a model cannot
+be read in general, so it is identified by its arguments: files and folders by their content, a model of the hub by its
+commit, a served model by its name and address.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model, model_registry
+from lm_eval.models import api_models
+from lm_eval.models.api_models import TemplateAPI
+from lm_eval.models.huggingface import HFLM
+
+from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.loading import as_input_error
+from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
+from lmeval_prune.models import generation
+from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
+from lmeval_prune.models.answering import AUTO_GROUP_SIZE
+from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
+from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
+from lmeval_prune.models.logs import use_lm_eval_logging
+from lmeval_prune.settings import Count, parse_value
+
+# Arguments of served and other models that change how fast or by whom an answer is computed, but not the answer.
+_IGNORED = (IGNORED_ARGUMENTS - {"dtype"}) | {
+    *("num_concurrent", "max_retries", "timeout", "auth_token", "header", "verify_certificate", "ca_cert_path"),
+    *("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "max_num_seqs", "swap_space"),
+    *("cache_dir", "download_dir"),
+}
+# Models that take a request's `seed` among its generation settings. Others draw from the process's random numbers.
+_TAKES_SEED = (
+    *("vllm", "vllm-vlm", "local-completions", "local-chat-completions"),
+    *("openai-completions", "openai-chat-completions"),
+)
+_MISSING = (None, getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None))  # where a server sent no text
+_CONFIGURATION = (".json", ".jinja", ".model", ".txt")  # suffixes of a checkpoint's files that are no weights
+
+
+class ResumableLM(CheckedArgumentsLM):
+    """Creates any lm-eval model with an answer store.
+
+    Args:
+        lm: name of the model for `--model`.
+        responses: folder of the answer store.
+        store_every: requests after which answers are stored, for models that return them at the end only.
+        arguments: model_args of `lm`.
+
+    Raises:
+        InputError: the arguments of this class are wrong, or the model stores answers itself.
+    """
+
+    @classmethod
+    @print_input_errors
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
+        """Create the model that `lm=` names."""
+        use_lm_eval_logging()
+        arguments = dict(arg_dict)
+        name, folder = arguments.pop("lm", None), arguments.pop("responses", None)
+        store_every = parse_value("store_every", arguments.pop("store_every", 256), Count)
+        model = _model_class(name)
+        if not folder:
+            raise InputError("name the folder of the answers: responses=FOLDER")
+        identity = model_identity(str(name), arguments)
+        gc.collect()  # an earlier model with this store, if it is part of a reference cycle
+        store = AnswerStore(str(folder), int(os.environ.get("RANK", "0")))
+        try:
+            with as_input_error(f"the model lm={name} cannot be created"):
+                lm = _with_store(model).create_from_arg_obj(arguments, additional_config)
+        except BaseException:
+            store.close()
+            raise
+        lm.answering = StoredAnswering(lm, str(name), identity, store, store_every)
+        return lm
+
+
+def _model_class(name: Any) -> type[LM]:
+    """Return the class of lm-eval's model of a name."""
+    if not name:
+        raise InputError("name the model: --model resumable --model_args lm=hf,responses=FOLDER,pretrained=…")
+    if name not in model_registry:
+        raise InputError(f"lm={name} is no model of lm-eval{did_you_mean(str(name), model_registry)}")
+    with as_input_error(f"the model lm={name} cannot be imported"):
+        model: type[LM] = get_model(name)
+    if issubclass(model, AnsweringLM):
+        raise InputError(f"{name} stores answers itself: --model {name} --model_args responses=FOLDER,…")
+    if issubclass(model, CheckedArgumentsLM):
+        raise InputError(f"{name} cannot be resumed; name another model as lm=")
+    return model
+
+
+def _with_store(model: type[LM]) -> Any:
+    """Return the class of a model whose requests are answered from a store."""
+    return type(f"Resumable{model.__name__}", (_Resumable, model), {"model_class": model})
+
+
+class _Resumable(AnsweringLM):
+    """Answers requests from the store; mixed into the class of a model.
+
+    Attributes:
+        model_class: the model's own class, which computes answers.
+    """
+
+    model_class: type[LM]
+
+    def close(self) -> None:
+        """Release the answer store; garbage collection does the same."""
+        self.answering.store.close()
+
+    @print_input_errors
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse `--use_cache` beside the store."""
+        if getattr(cache_hook, "dbdict", None) is not None:
+            raise InputError("--use_cache and responses= both store answers; give one of them")
+        super().set_cache_hook(cache_hook)
+
+
+def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a model by its arguments, as JSON."""
+    named = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
+    parts = {key: _argument(key, value) for key, value in named.items()}
+    if "pretrained" in parts:
+        parts["pretrained"] = _checkpoint(str(arguments["pretrained"]), arguments)
+    return {"lm": name, "arguments": parts}
+
+
+def _argument(name: str, value: Any) -> Any:
+    """Return an argument's value as JSON; of a file or folder its content, but for a served model's name."""
+    is_path = isinstance(value, str) and name != "model" and os.access(value, os.R_OK)
+    return {"content": content_digest(value)} if is_path else argument_identity(name, value)
+
+
+def _checkpoint(pretrained: str, arguments: dict[str, Any]) -> Any:
+    """Return the identity of a checkpoint by its content or commit; by its name if neither is here."""
+    source = {key: arguments[key] for key in ("revision", "subfolder", "gguf_file") if arguments.get(key)}
+    try:
+        weights = checkpoint_identity(pretrained, **source)
+    except InputError:
+        return pretrained
+    folder = Path(pretrained).expanduser() / source.get("subfolder", "")
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [weights, *(content_digest(file) for file in files if file.suffix in _CONFIGURATION)]
+
+
+class StoredAnswering:
+    """Answers the requests of a model from its store.
+
+    Args:
+        lm: the model.
+        name: its name for `--model`.
+        identity: what its answers depend on, as JSON.
+        store: the answer store.
+        store_every: requests per call of a model that returns its answers at the end only.
+    """
+
+    def __init__(self, lm: Any, name: str, identity: dict[str, Any], store: AnswerStore, store_every: int) -> None:
+        self._lm, self.store, self.store_every = ref(lm), store, store_every
+        self.seed = torch.initial_seed()
+        self.takes_seed = name in _TAKES_SEED
+        self._model = digest(identity)
+
+    @property
+    def lm(self) -> Any:
+        """Return the model."""
+        return self._lm()
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        """Return the versions of the libraries that compute answers."""
+        model = self.lm.model_class
+        libraries = ["lm_eval", *([] if issubclass(model, TemplateAPI) else ["transformers"])]
+        return code_versions(*libraries, *(each for each in ("vllm", "sglang") if each in model.__module__))
+
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Return the responses to requests of one kind; `InputError` if an answer cannot be stored."""
+        groups = (self._is_grouped, self._group_size) if kind == "generate_until" else ()
+        key_parts, run = partial(self._key_parts, kind), partial(self._run, disable_tqdm=disable_tqdm)
+        responses, _ = answer_requests(self.store, requests, kind, key_parts, run, self.lm.any_rank, *groups)
+        return responses
+
+    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        """Return everything that determines an answer, as JSON."""
+        if len(request.args) > 2:
+            raise InputError(
+                f"task {request.task_name} has images or sound, which cannot be stored; use --model itself"
+            )
+        sampled = kind == "generate_until" and generation.is_sampling(request.args[1])
+        drawn = generation.sampling_key(self.seed, request, repeat) if sampled else []
+        parts = {"model": self._model, "request": list(request.args), "drawn": drawn, "versions": self.versions}
+        return parts, DENSE
+
+    # ------------------------------------------------------------------ answering
+
+    def _is_grouped(self, request: Any) -> bool:
+        """Return whether a request is sampled from the random numbers of this process."""
+        return generation.is_sampling(request.args[1]) and not self.takes_seed
+
+    @property
+    def _group_size(self) -> int:
+        """Return how many requests are sampled from one stream of random numbers; see `Answering`."""
+        size = getattr(self.lm, "batch_size", None)
+        return (
+            size if isinstance(size, int) else min(AUTO_GROUP_SIZE, getattr(self.lm, "max_batch_size", AUTO_GROUP_SIZE))
+        )
+
+    def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
+        """Compute the answers to pending requests, and store them as they are reported, or part by part."""
+
+        def add(key: str, response: Any, **columns: Any) -> None:
+            if response in _MISSING:
+                self.store.responses[key] = response  # used in this run, not stored
+            else:
+                pending.add(key, response, **columns)
+
+        seeded = PendingRequests(pending.kind, add, self._seeded(pending), pending.keys, pending.repeats)
+        responses: dict[int, Any] = {}
+        for indices, seed in self._parts(seeded):
+            with report_answers(self.lm, seeded.answered), self._sampling(seed):
+                part = self._compute(seeded.kind, [seeded.requests[index] for index in indices], disable_tqdm)
+            for index, response in zip(indices, part, strict=True):
+                responses[index] = response
+                add(seeded.keys[index], response)
+        return [responses[index] for index in range(len(seeded.requests))]
+
+    def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Answer by the model itself."""
+        options = {"disable_tqdm": True} if disable_tqdm else {}  # not all classes know it
+        return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
+
+    def _seeded(self, pending: PendingRequests) -> list[Any]:
+        """Return the requests; sampled repeats with seeds of their own, where the model takes them."""
+        if pending.kind != "generate_until" or not self.takes_seed:
+            return list(pending.requests)
+        return [self._with_seed(*pair) for pair in zip(pending.requests, pending.repeats, strict=True)]
+
+    def _with_seed(self, request: Any, repeat: int) -> Any:
+        """Return a sampled request with the seed of a repeat; neighbouring seeds of runs are not shared."""
+        context, settings = request.args
+        if not generation.is_sampling(settings) or "seed" in settings:
+            return request
+        seed = int(digest([self.seed, repeat]), 16) & 0x7FFFFFFF
+        return replace(request, arguments=(context, {**settings, "seed": seed}))
+
+    def _parts(self, pending: PendingRequests) -> Iterator[tuple[Sequence[int], int | None]]:
+        """Yield the indices of each call of the model, and the seed of its random numbers, if it samples."""
+        everything, kind = range(len(pending.requests)), pending.kind
+        grouped = [i for i in everything if kind == "generate_until" and self._is_grouped(pending.requests[i])]
+        rest = sorted({*everything} - {*grouped})
+        size = max(len(rest), 1) if self._reports(kind) or self.lm.world_size > 1 else self.store_every
+        for start in range(0, len(rest), size):
+            yield rest[start : start + size], None
+        for start in range(0, len(grouped), self._group_size):
+            group = grouped[start : start + self._group_size]
+            yield group, int(digest([self.seed, [pending.keys[i] for i in group]]), 16) >> 1
+
+    def _reports(self, kind: str) -> bool:
+        """Return whether the model reports each batch of answers: by a method of lm-eval's `hf` or API models."""
+        method = getattr(self.lm.model_class, kind)
+        bases = [base for base in (HFLM, TemplateAPI) if isinstance(self.lm, base)]
+        return kind != "loglikelihood_rolling" and any(method is getattr(base, kind) for base in bases)
+
+    @contextmanager
+    def _sampling(self, seed: int | None) -> Iterator[None]:
+        """Seed random numbers for a block, in batches of one size, and restore both; None: leave them."""
+        if seed is None:
+            yield
+            return
+        lm, state = self.lm, (random.getstate(), np.random.get_state())
+        size = getattr(lm, "batch_size_per_gpu", None)
+        with torch.random.fork_rng([lm.device] if getattr(lm.device, "type", None) == "cuda" else []):
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            torch.manual_seed(seed)
+            if size is not None:
+                lm.batch_size_per_gpu = self._group_size
+            try:
+                yield
+            finally:
+                random.setstate(state[0])
+                np.random.set_state(state[1])
+                if size is not None:
+                    lm.batch_size_per_gpu = size

@@ -1,0 +1,156 @@
+"""The distance from the dense model in a grid: measured together, stored, resumed, and shown without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lmeval_prune import HeadMask, load_pretrained
+from lmeval_prune.cli import main
+from lmeval_prune.decoding import Engine
+from lmeval_prune.distance.tokens import Text, token_distances
+from lmeval_prune.distance.variants import measure
+from lmeval_prune.grid import worker
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.run import run
+from tests.conftest import task_manager
+
+
+def described(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": {"pretrained": str(folder), "dtype": "float64"},
+        "variants": {
+            "dense": {},
+            "head {heads}": {"heads": {"each": ["L0H1", "L1H2"]}},
+            "random": {"prepare": {"random_heads": {"share": 0.4, "seed": 0}}},
+            "filter": {"token_filter": {"ratio": 0.4, "warmup": 3}},
+        },
+        "tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 8}}, "prune_tiny_choice"],
+        "limit": 3,
+        "device": "cpu",
+        "measure": False,
+        "distance": 2,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def grid(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grids") / "grid"
+    assert run(Grid.of(described(tiny_folder)), str(folder)).failed == []
+    return folder
+
+
+def entries(grid: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(entry["variant"], entry["task"]): entry for entry in GridFolder(grid).read()["cells"]}
+
+
+def test_each_variant_but_the_dense_model_has_its_distance(grid: Path, tiny_folder: Path) -> None:
+    """That of a head is computed anew: the dense model's greedy answers by `generate`, then every token."""
+    cells, folder = entries(grid), GridFolder(grid)
+    assert {name for name, entry in cells.items() if "distance" in entry} == {
+        (variant, task) for variant, task in cells if variant != "dense"
+    }
+    model, tokenizer = (
+        load_pretrained(str(tiny_folder), dtype=torch.float64),
+        AutoTokenizer.from_pretrained(tiny_folder),
+    )
+    task = task_manager().load(["prune_tiny_words"])["tasks"]["prune_tiny_words"]
+    rows = folder.distances(cells["head L0H1", "prune_tiny_words"]["distance"])
+    assert list(rows["doc_id"]) == [0, 1]
+    for number, doc in enumerate(list(task.test_docs())[:2]):
+        prompt = tokenizer.encode(task.doc_to_text(doc))
+        with torch.no_grad():
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist()
+        text = Text(tuple(prompt), tuple(whole[len(prompt) :]), ("", 0))
+        (expected,) = token_distances(Engine(model), {"": [HeadMask("L0H1")]}, [text])[""]
+        np.testing.assert_allclose(rows["kld"][number], expected[:, 0].numpy(), rtol=1e-6)
+        np.testing.assert_allclose(rows["delta_p"][number], expected[:, 2].numpy(), rtol=1e-5, atol=1e-9)
+    choices = folder.distances(cells["filter", "prune_tiny_choice"]["distance"])
+    assert set(choices["doc_id"]) == {0, 1} and len(choices) > 4 and "answer_tokens" not in choices
+    assert all((values >= -1e-9).all() for values in choices["kld"])
+
+
+def test_masks_share_a_pass_and_what_is_measured_is_kept(
+    grid: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, calls = entries(grid), []
+
+    def counted(lm: Any, requests: Any, variants: Any) -> Any:
+        calls.append(sorted(variants))
+        return measure(lm, requests, variants)
+
+    monkeypatch.setattr(worker, "measure_distances", counted)
+    assert run(Grid.of(described(tiny_folder)), str(grid)).new == 0
+    assert calls == []
+    missing = [cells[f"head {head}", "prune_tiny_words"]["distance"] for head in ("L0H1", "L1H2")]
+    before = [GridFolder(grid).distances(key) for key in missing]
+    for key in missing:
+        (grid / "distances" / f"{key}.parquet").unlink()
+    assert run(Grid.of(described(tiny_folder)), str(grid)).new == 0
+    assert calls == [sorted(missing)]
+    for key, frame in zip(missing, before, strict=True):
+        pd.testing.assert_frame_equal(GridFolder(grid).distances(key), frame)
+
+
+def test_compare_shows_it_without_a_model(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grid", "compare", str(grid)]) == 0
+    rows = json.loads((grid / "compare" / "comparison.json").read_text())["rows"]
+    by_name = {(row["variant"], row["task"]): row for row in rows}
+    kld = np.concatenate(
+        GridFolder(grid).distances(entries(grid)["random", "prune_tiny_words"]["distance"])["kld"].to_list()
+    )
+    row = by_name["random", "prune_tiny_words"]
+    assert row["mean_kld"] == pytest.approx(kld.mean(), rel=1e-6) and row["mean_kld_se"] > 0
+    assert row["first_difference"] is None or row["first_difference"] >= 1
+    assert by_name["dense", "prune_tiny_words"]["mean_kld"] is None
+    assert by_name["random", "prune_tiny_choice"]["same_answers"] is None
+    report = (grid / "compare" / "report.md").read_text()
+    words, choices = report.partition("## prune_tiny_words")[2].split("## prune_tiny_choice")
+    assert "mean KLD" in words and "same answers" in words
+    assert "mean KLD" in choices.partition("Means and")[0] and "same answers" not in choices.partition("Means and")[0]
+    assert "*mean KLD*" in report
+
+
+def test_the_page_shows_it(grid: Path, browser: Any) -> None:
+    assert main(["grid", "compare", str(grid)]) == 0
+    rows = json.loads((grid / "compare" / "comparison.json").read_text())["rows"]
+    errors: list[Any] = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: errors.append(error))
+    page.goto((grid / "compare" / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    page.select_option("#task", "prune_tiny_words")
+    assert {"mean KLD", "same top p (%)", "first difference"} <= set(page.locator("#table th").all_inner_texts())
+    (row,) = (each for each in rows if (each["variant"], each["task"]) == ("random", "prune_tiny_words"))
+    line = page.locator('tr[data-variant="random"]').inner_text()
+    assert f"{row['mean_kld']:.3f} ± {row['mean_kld_se']:.3f}" in line
+    page.click('th[data-key="mean_kld"] button')
+    shown = page.locator("#table tr.row").evaluate_all("rows => rows.map((row) => row.dataset.variant)")
+    kld = {each["variant"]: each["mean_kld"] for each in rows if each["task"] == "prune_tiny_words"}
+    assert shown == [*sorted(set(kld) - {"dense"}, key=lambda name: -kld[name]), "dense"]
+    assert errors == []
+
+
+def test_a_failure_is_a_note(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(worker, "measure_distances", fail)
+    variants, tasks = {"dense": {}, "head": {"heads": "L0H1"}}, ["prune_tiny_choice"]
+    grid = Grid.of(described(tiny_folder, variants=variants, tasks=tasks))
+    assert run(grid, str(tmp_path / "g")).failed == []
+    assert main(["grid", "compare", str(tmp_path / "g")]) == 0
+    notes = json.loads((tmp_path / "g" / "compare" / "comparison.json").read_text())["notes"]
+    assert notes == ["head on prune_tiny_choice: its distance is not measured: RuntimeError: no such thing"]
+    monkeypatch.undo()
+    assert run(grid, str(tmp_path / "g"), retry_failed=True).failed == []
+    assert list((tmp_path / "g" / "distances").glob("*.parquet"))

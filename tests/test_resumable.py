@@ -1,0 +1,266 @@
+"""Any lm-eval model with the answer store: killed and resumed with equal tables, kept apart by arguments, refused in one line."""
+
+import multiprocessing
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.api.registry import model_registry
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.resumable import ResumableLM, model_identity
+from lmeval_prune.tasks import compat
+from tests.conftest import ROOT
+from tests.kills import killing_after
+from tests.stub_server import Stub
+
+LIMIT = 4
+ROLLING = {
+    "task": "rolling",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(ROOT / "tasks/tiny/words.jsonl")}},
+    "output_type": "loglikelihood_rolling",
+    "test_split": "test",
+    "doc_to_text": "",
+    "doc_to_target": "{{question}}",
+    "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+}
+TASKS = {
+    "prune_tiny_words": LIMIT,
+    "prune_tiny_choice": LIMIT * 4,
+    "prune_tiny_words_pass4": LIMIT * 4,
+    "rolling": LIMIT,
+}
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path) -> Callable[..., dict]:
+    """Evaluate a model by name; returns the tables."""
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "rolling.yaml").write_text(yaml.safe_dump(ROLLING))
+    manager = TaskManager(include_path=[str(ROOT / "tasks"), str(tmp_path / "yaml")], include_defaults=False)
+
+    def run(name: str, tasks: Any = TASKS, limit: int = LIMIT, **arguments: Any) -> dict:
+        settings: dict = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0, "device": "cpu"}
+        settings |= {"gen_kwargs": {"max_gen_toks": 6}, "batch_size": 1 if "base_url" in arguments else 3}
+        out = simple_evaluate(model=name, model_args=arguments, tasks=list(tasks), **settings)
+        return dict(out["results"])
+
+    return run
+
+
+@pytest.fixture
+def server(tiny_folder: Path) -> Iterator[Stub]:
+    with Stub(tiny_folder) as stub:
+        yield stub
+
+
+def arguments_of(lm: str, folder: Path, server: Stub) -> dict[str, Any]:
+    """model_args of `hf`, or of `local-completions` with a number of concurrent requests."""
+    if lm == "hf":
+        return {"pretrained": str(folder), "dtype": "float64"}
+    served = {"model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(folder), "max_length": 500}
+    return {**served, "tokenizer_backend": "huggingface", "tokenized_requests": False, "num_concurrent": int(lm[-1])}
+
+
+def stored(folder: Path) -> int:
+    return len({record["key"] for record in read_answers(folder)})
+
+
+@pytest.mark.parametrize("lm", ["hf", "local-completions 1", "local-completions 2"])
+@pytest.mark.parametrize("count", [2, 9, 27])
+def test_killed_and_resumed_with_equal_tables(
+    lm: str,
+    count: int,
+    evaluate: Callable,
+    server: Stub,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = {"lm": lm.split()[0], **arguments_of(lm, tiny_folder, server)}
+    whole = evaluate("resumable", responses=str(tmp_path / "whole"), **arguments)
+    again = {**arguments, "responses": str(tmp_path / "killed")}
+
+    def child() -> None:
+        AnswerStore.add = killing_after(count)(AnswerStore.add)  # type: ignore[method-assign]
+        evaluate("resumable", **again)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == -9 and stored(tmp_path / "killed") == count
+    added: list[str] = []
+    add = AnswerStore.add
+    monkeypatch.setattr(AnswerStore, "add", lambda self, key, *rest: added.append(key) or add(self, key, *rest))
+    assert evaluate("resumable", **again) == whole
+    assert len(set(added)) == len(added) == stored(tmp_path / "whole") - count
+    added.clear()
+    assert evaluate("resumable", **again) == whole and not added
+
+
+def test_greedy_tables_are_those_of_the_model_itself(
+    evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
+) -> None:
+    greedy = [task for task in TASKS if "pass" not in task]
+    for lm in ("hf", "local-completions 2"):
+        arguments = arguments_of(lm, tiny_folder, server)
+        name = lm.split()[0]
+        assert evaluate("resumable", greedy, lm=name, responses=str(tmp_path / name), **arguments) == evaluate(
+            name, greedy, **arguments
+        )
+
+
+def test_repeats_on_a_server_have_seeds_of_their_own(
+    evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
+) -> None:
+    arguments = arguments_of("local-completions 1", tiny_folder, server)
+    evaluate(
+        "resumable", ["prune_tiny_words_pass4"], lm="local-completions", responses=str(tmp_path / "s"), **arguments
+    )
+    seeds: dict[str, list[int]] = {}
+    for payload in server.payloads:
+        seeds.setdefault(str(payload["prompt"]), []).append(payload["seed"])
+    assert len(seeds) == LIMIT and all(len(set(each)) == 4 for each in seeds.values())
+
+
+# --------------------------------------------------------------------------- a model that returns at the end only
+
+
+class Late(LM):
+    """Returns its answers at the end of a call, as vLLM does with an automatic batch size; dies at a call."""
+
+    calls: ClassVar[list[int]] = []
+    dies_at = -1
+
+    def __init__(self, model="", path="", num_concurrent=1, batch_size=None, device=None) -> None:
+        super().__init__()
+
+    def generate_until(self, requests: list) -> list[str]:
+        self.calls.append(len(requests))
+        if len(self.calls) == self.dies_at:
+            raise KeyboardInterrupt
+        return [f"{request.doc['question'][:20]} {random.random()} {torch.rand(1).item()}" for request in requests]
+
+    def loglikelihood(self, requests: list) -> list:
+        raise NotImplementedError
+
+    loglikelihood_rolling = loglikelihood
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
+    monkeypatch.setitem(model_registry._objs, "late", Late)
+    monkeypatch.setattr(Late, "calls", [])
+    monkeypatch.setattr(Late, "dies_at", -1)
+    return Late
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes", "count"), [("prune_tiny_words", [5, 5], 5), ("prune_tiny_words_pass4", [8] * 3, 16)]
+)
+def test_answers_are_stored_part_by_part(
+    task: str, sizes: list[int], count: int, late: type[Late], evaluate: Callable, tmp_path: Path
+) -> None:
+    arguments = {"lm": "late", "responses": str(tmp_path / "store"), "store_every": 5}
+    late.dies_at = len(sizes)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate("resumable", [task], 12, **arguments)
+    assert late.calls == sizes and stored(tmp_path / "store") == count
+    resumed = evaluate("resumable", [task], 12, **arguments)
+    whole = evaluate("resumable", [task], 12, **{**arguments, "responses": str(tmp_path / "whole")})
+    records = [{r["key"]: r["response"] for r in read_answers(tmp_path / name)} for name in ("store", "whole")]
+    assert records[0].keys() == records[1].keys()
+    if "pass" in task:  # drawn again by the same random numbers
+        assert records[0] == records[1] and len(set(records[0].values())) == 48
+        assert resumed == whole
+
+
+# --------------------------------------------------------------------------- identity
+
+
+def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
+    def identity(**arguments: Any) -> dict:
+        return model_identity("hf", {"pretrained": str(tiny_folder), "dtype": "float32", **arguments})
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_folder, copy)
+    assert identity() == identity(pretrained=str(copy), batch_size=8, device="cpu", gpu_memory_utilization=0.5)
+    assert identity() != identity(dtype="bfloat16")
+    assert identity() != identity(add_bos_token=True)
+    assert identity() != {**identity(), "lm": "vllm"}
+    config = copy / "config.json"
+    config.write_text(config.read_text().replace("rope", "rope "))
+    assert identity() != identity(pretrained=str(copy))
+    shutil.copy(tiny_folder / "config.json", config)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert identity() != identity(pretrained=str(copy))
+    served = {"model": "tiny", "base_url": "http://one"}
+    assert model_identity("local-completions", served) != model_identity(
+        "local-completions", {**served, "base_url": "http://two"}
+    )
+    assert model_identity("local-completions", served) == model_identity(
+        "local-completions", {**served, "num_concurrent": 9}
+    )
+
+
+def test_models_that_differ_do_not_share_answers(late: type[Late], evaluate: Callable, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "copy", "two")]
+    for path, text in zip(paths, ("a", "a", "b"), strict=True):
+        path.write_text(text)
+    others = [{}, {"model": "a"}, {"model": "b"}, {"model": "b", "num_concurrent": 2}]
+    for other in [*others, *({"path": str(path)} for path in paths)]:
+        evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"), **other)
+    assert late.calls == [LIMIT] * 5
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "lm=hf,responses=FOLDER"),
+        ({"lm": "hff", "responses": "s"}, "did you mean 'hf'"),
+        ({"lm": "hf"}, "responses=FOLDER"),
+        ({"lm": "hf", "responses": ""}, "responses=FOLDER"),
+        ({"lm": "hf", "responses": "s", "store_every": 0}, "store_every"),
+        ({"lm": "pruned-hf", "responses": "s"}, "--model pruned-hf --model_args responses"),
+        ({"lm": "athena", "responses": "s"}, "athena cannot be resumed"),
+        ({"lm": "resumable", "responses": "s"}, "resumable cannot be resumed"),
+        ({"lm": "hf", "responses": __file__}, "responses="),
+        ({"lm": "hf", "responses": str(ROOT / "docs")}, "is not an answer store"),
+        ({"lm": "hf", "responses": "s", "batch_size": 4}, "--batch_size 4"),
+        ({"lm": "late", "responses": "s", "wrong": 1}, "lm=late cannot be created .*'wrong'"),
+    ],
+)
+def test_mistakes_are_one_line_before_a_model_is_loaded(
+    arguments: dict, message: str, late: type[Late], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HFLM, "__init__", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(InputError, match=message) as error:
+        ResumableLM.create_from_arg_obj(arguments, {"batch_size": 1, "device": "cpu"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_second_store_and_images_are_refused(late: type[Late], tmp_path: Path) -> None:
+    lm = ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
+    with pytest.raises(InputError, match="another run is writing"):
+        ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
+    request = compat.request("generate_until", ("look", {}, {"visual": []}), "picture", 0)
+    with pytest.raises(InputError, match="picture has images"):
+        lm.generate_until([request])
+    with pytest.raises(InputError, match="--use_cache"):
+        simple_evaluate(model=lm, tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "cache"))

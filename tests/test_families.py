@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -21,7 +22,9 @@ from lmeval_prune.checkpoints.families import causal_families, default_model, su
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.profiling.costs import counted_flops, formula_flops
 from lmeval_prune.surgery import cut as surgery
+from tests import test_baselines
 from tests.conftest import ROOT
 from tests.test_decoding import Letters, alone, answers, some_requests
 from tests.test_docs import section
@@ -317,6 +320,23 @@ def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
     engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, each=3)
     assert engine.unsupported is None
     assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["ministral3", "qwen3_5_text", "gemma4_text", "lfm2", "youtu"])
+@pytest.mark.parametrize("method", [*test_baselines.BASELINES, "norm_entropy"])
+def test_pruners_plan_and_cut(method: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels and heads, also heads whose query rows hold a gate: the parameters are those that surgery removes."""
+    model = small(family)
+    monkeypatch.setattr(test_baselines, "tiny", lambda _: copy.deepcopy(model))
+    parts = "both" if map_model(model).feed_forward and method != "norm_entropy" else "heads"
+    test_baselines.test_every_plan_is_its_surgery((method, parts), family)
+
+
+def test_flops_are_counted_where_every_layer_is_attention() -> None:
+    model = small("ministral3")
+    assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
+    assert formula_flops(map_model(small("qwen3_next")), 24) is None
 
 
 def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:

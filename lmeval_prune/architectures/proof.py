@@ -37,7 +37,6 @@ _SIZES = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_d_ssm": 64,
-    "max_position_embeddings": 128,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -61,6 +60,10 @@ def refute(model: Any, family: Family, layers: int) -> Refutation:
         family: names of the modules, relative to the model or to its text decoder.
         layers: number of layers of the tiny model.
     """
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # warnings about the sizes of the tiny model would be taken for the user's model
     try:
         model_class, config = _text_class(model)
         values = json.dumps(tiny_config(config, layers), sort_keys=True)
@@ -68,6 +71,8 @@ def refute(model: Any, family: Family, layers: int) -> Refutation:
         return _refute(model_class, config_class, values, family)
     except Exception as error:  # model classes raise errors of any type
         return Refutation(f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})")
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def tiny_model(model: Any, layers: int) -> Any:

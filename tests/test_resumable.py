@@ -186,6 +186,16 @@ def test_answers_are_stored_part_by_part(
         assert resumed == whole
 
 
+def test_empty_answers_are_stored(
+    late: type[Late], evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Late.generate_until
+    monkeypatch.setattr(Late, "generate_until", lambda self, requests: [text[:0] for text in compute(self, requests)])
+    for _ in range(2):
+        evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"))
+    assert late.calls == [LIMIT] and stored(tmp_path / "store") == LIMIT
+
+
 # --------------------------------------------------------------------------- identity
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, model_registry
-from lm_eval.models import api_models
 from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
@@ -50,7 +49,6 @@ _TAKES_SEED = (
     *("vllm", "vllm-vlm", "local-completions", "local-chat-completions"),
     *("openai-completions", "openai-chat-completions"),
 )
-_MISSING = (None, getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None))  # where a server sent no text
 _CONFIGURATION = (".json", ".jinja", ".model", ".txt")  # suffixes of a checkpoint's files that are no weights
 
 
@@ -224,7 +222,7 @@ class StoredAnswering:
         """Compute the answers to pending requests, and store them as they are reported, or part by part."""
 
         def add(key: str, response: Any, **columns: Any) -> None:
-            if response in _MISSING:
+            if response is None:  # a server sent no text; lm-eval 0.4 makes it an empty one
                 self.store.responses[key] = response  # used in this run, not stored
             else:
                 pending.add(key, response, **columns)

@@ -57,7 +57,7 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         pretrained: model, as for lm_eval
         revision: of the model
     """
-    from lmeval_prune.architectures import map_model
+    from lmeval_prune.architectures import FAMILIES, map_model, recognise
     from lmeval_prune.checkpoints.skeleton import skeleton_of
 
     model_map = map_model(skeleton_of(pretrained, revision))
@@ -69,6 +69,8 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         print(f"{layer.label:>12}  {sizes}  {layer.name}")
     total = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
     print(f"{total} of {model_map.name} ({model_map.model_type})")
+    if model_map.model_type not in FAMILIES:
+        print(f"The family is not in the table; recognised by its layers: {recognise(model_map.model).summary()}")
     return 0
 
 

@@ -7,8 +7,9 @@ filtered responses instead of a list with them, and returns a list where there a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,39 @@ class LoadedTasks:
 def filters(task: Any) -> list[Any]:
     """Return the filters of a task: objects with a name that are applied to requests."""
     return [scorer.filter for scorer in task.scorers] if HAS_SCORERS else list(getattr(task, "_filters", ()))
+
+
+def as_metric(name: str) -> Callable[[Callable[..., dict[str, float]]], Any]:
+    """Return a decorator that makes a metric for `metric_list` of a function.
+
+    The function gets a document's gold answers, its responses and the metric's arguments, and returns scores by name.
+    """
+
+    def decorate(function: Callable[..., dict[str, float]]) -> Any:
+        @functools.wraps(function)
+        def compute(references: Sequence[Any], predictions: Sequence[Any], **arguments: Any) -> dict[str, Any]:
+            responses = predictions if HAS_SCORERS else predictions[0]
+            golds = references[0] if isinstance(references[0], list) else references
+            scores = function(golds, [responses] if isinstance(responses, str) else list(responses), **arguments)
+            if not HAS_SCORERS:
+                return scores
+            return as_results({key if key == name else f"{key}({name})": value for key, value in scores.items()})
+
+        if not HAS_SCORERS:
+            return compute
+        from lm_eval.api.metrics import Metric
+
+        return Metric(name, compute, aggregation=mean, output_type={"generate_until"})
+
+    return decorate
+
+
+def metrics(task: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return the name, function and arguments of each metric of a task."""
+    if HAS_SCORERS:
+        return [(each.name, each.fn, dict(each.kwargs)) for scorer in task.scorers for each in scorer.metrics or ()]
+    arguments = getattr(task, "_metric_fn_kwargs", {})
+    return [(name, function, arguments[name]) for name, function in getattr(task, "_metric_fn_list", {}).items()]
 
 
 def without_metrics(task: Any) -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jinja2
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
-from lm_eval.utils import apply_template
 
 from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal
@@ -32,6 +32,7 @@ from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, 
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.scoring.readers import text_reader
 from lmeval_prune.scoring.verifier import require_math_verify
+from lmeval_prune.tasks.compat import as_metric, filters, metrics
 
 Answers = str | Sequence[str]  # one answer, or those of several repeats
 
@@ -112,7 +113,15 @@ class AnswerFilter(Filter):
             return ""
         if "{" not in self.gold and self.gold not in doc:
             raise InputError(f"filter prune_answer: a document has no field {self.gold!r}; it has {', '.join(doc)}")
-        return gold_answer(apply_template(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
+        try:
+            return gold_answer(_render(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
+        except jinja2.TemplateError as error:
+            raise InputError(f"filter prune_answer: gold: {self.gold} cannot be filled in ({error})") from None
+
+
+def _render(template: str, doc: dict[str, Any]) -> str:
+    """Fill in a template with the fields of a document."""
+    return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(template).render(**doc)
 
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
@@ -129,7 +138,7 @@ def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
 
 
 class Scores(dict[str, float]):
-    """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
+    """Scores by name; `main` also where lm-eval 0.4 looks up the metric's own name, for several gold answers."""
 
     def __init__(self, main: float, **scores: float) -> None:
         super().__init__(**scores)
@@ -139,36 +148,38 @@ class Scores(dict[str, float]):
         return self.main
 
 
-def _right(references: Sequence[Any], predictions: Sequence[Answers], kind: str) -> tuple[list[str], list[bool]]:
-    """Return the answers to a question, and which are right."""
-    how, (answers,) = _kind(kind), predictions
-    texts = [answers] if isinstance(answers, str) else list(answers)
-    gold = gold_answer(references[0], how)
-    return texts, [bool(text) and how.same(text, gold) for text in texts]
+def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool]:
+    """Return which answers are the same as a gold answer."""
+    how = _kind(kind)
+    texts = [gold_answer(gold, how) for gold in golds]
+    return [any(bool(answer) and how.same(answer, text) for text in texts) for answer in answers]
 
 
+@as_metric("prune_equal")
 @print_input_errors
-def equal(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> float:
+def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return whether an answer is the gold one; of several answers, the share that is."""
-    return float(mean(_right(references, predictions, kind)[1]))
+    return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
+@as_metric("prune_pass")
 @print_input_errors
-def pass_at_ks(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> Scores:
+def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
-    _, right = _right(references, predictions, kind)
+    right = _right(golds, answers, kind)
     scores = {f"pass@{k}": float(pass_ordered(right, k)) for k in attempts(len(right))}
     scores |= {f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in attempts(len(right))}
     return Scores(float(any(right)), **scores)
 
 
+@as_metric("prune_maj")
 @print_input_errors
-def majority_at_n(references: Sequence[Any], predictions: Sequence[Answers], kind: str = "number") -> Scores:
+def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
-    texts, right = _right(references, predictions, kind)
-    winner, distinct = majority(texts, _kind(kind).same)
+    right = _right(golds, answers, kind)
+    winner, distinct = majority(answers, _kind(kind).same)
     score = float(winner is not None and right[winner])
-    return Scores(score, **{f"maj@{len(texts)}": score, "distinct": float(distinct)})
+    return Scores(score, **{f"maj@{len(answers)}": score, "distinct": float(distinct)})
 
 
 # --------------------------------------------------------------------------- aggregations
@@ -190,14 +201,12 @@ def check_scorers(task: Any) -> None:
     """Refuse wrong arguments of the filter and metrics in a loaded task: lm-eval reads them after generation only."""
     with_name = f"task {task.config.task}: "
     try:
-        for pipeline in getattr(task, "_filters", []):
-            for step in pipeline.filters:
-                if getattr(step, "func", None) is AnswerFilter:
-                    _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
-                    step().read_gold(task.eval_docs[0])
-        for name, function in getattr(task, "_metric_fn_list", {}).items():
-            if function in (equal, pass_at_ks, majority_at_n):
-                arguments = task._metric_fn_kwargs[name]
+        for step in (step for pipeline in filters(task) for step in pipeline.filters):
+            if getattr(step, "func", None) is AnswerFilter:
+                _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
+                step().read_gold(task.eval_docs[0])
+        for name, function, arguments in metrics(task):
+            if getattr(function, "__module__", "") == __name__:
                 _refuse_unknown(function, f"metric {name}", arguments)
                 _kind(arguments.get("kind", "number"))
     except InputError as error:
@@ -206,7 +215,7 @@ def check_scorers(task: Any) -> None:
 
 def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:
     """Refuse arguments in a YAML file that a filter or metric does not have."""
-    known = [each for each in inspect.signature(function).parameters if each not in ("references", "predictions")]
+    known = [each for each in inspect.signature(function).parameters if each not in ("golds", "answers")]
     for argument in arguments:
         if argument not in known:
             raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(known)}")

@@ -216,6 +216,26 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
         compare(words(runs), by=["subject"])
 
 
+def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Inner groups are parts, a group with the tasks of another is left out, and so is one of different metrics."""
+    copies = [copy_of(runs[name], tmp_path / name) for name in "ab"]
+    for copy in copies:
+        (path,) = copy.rglob("results_*.json")
+        results = json.loads(path.read_text())
+        results["group_subtasks"] |= {
+            "outer": ["tiny_group", "tiny_colours"], "again": ["tiny_words", "tiny_more"],
+            "mixed": ["tiny_last", "tiny_colours"], "circle": ["circle", "tiny_texts"],
+        }  # fmt: skip
+        path.write_text(json.dumps(results))
+    comparison = compare(list(map(str, copies)))
+    groups = [task for task in comparison.tasks if not task.startswith("tiny_") or task == "tiny_group"]
+    assert groups == ["tiny_group", "outer"]  # and no pooled tasks: they are those of the outer group
+    assert comparison.tables["tiny_group"].is_part and not comparison.tables["outer"].is_part
+    assert comparison.tables["tiny_colours"].is_part and not comparison.tables["tiny_last"].is_part
+    assert comparison.rows["b", "outer"].questions == 120
+    assert "mixed: left out, its tasks have metrics that cannot be averaged" in comparison.notes
+
+
 def test_distances_against_a_literal_reading(runs: dict[str, Path]) -> None:
     """KL divergence over the choices, the likeliest choice, and the texts, from the samples files."""
     comparison = compare(words(runs, "ac"))
@@ -453,6 +473,8 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     assert difference in page.inner_text("tr[data-variant=second]")
     worse = rows["tiny_texts"]["worse"]
     assert f"A better: {worse}" in page.inner_text("#counts") and errors == []
+    row = rows["tiny_colours"]
+    assert f"{row['choice_kld']:.4f} ± {row['choice_kld_se']:.4f}" in page.inner_text("tr[data-task=tiny_colours]")
     page.click("tr[data-variant=second]")
     assert "hf (pretrained=" in page.inner_text("tr.detail")
     page.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -27,13 +28,19 @@ from tests.test_docs import section
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
 
+# families of transformers 5.23 that are not in the table, by their default configurations
+LISTED = json.loads(Path(__file__).with_name("families.json").read_text())
+RECOGNISED, REFUSED = LISTED["recognised"], LISTED["refused"]
+INNER = {"gemma3": "gemma3_text", "got_ocr2": "qwen2", "gpt-sw3": "gpt2", "moss_transcribe_diarize": "qwen3"}  # known
+UNCUT = {
+    "big_bird",
+    "mvp",
+    "trocr",
+}  # recognised, but their classes compute with the number of heads that they were built with
+# families of which users ask, and one of each kind of layers
 QUICK = [
     "ministral3",
-    "seed_oss",
-    "ernie4_5",
-    "exaone4",
     "apertus",
-    "cwm",
     "nanochat",
     "olmoe",
     "glm4_moe",
@@ -42,10 +49,6 @@ QUICK = [
     "qwen3_next",
     "granite_swa",
     "laguna",
-    "nemotron",
-    "youtu",
-    "lfm2",
-    "nemotron_h",
 ]
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
 
@@ -138,39 +141,49 @@ def check_cuts(model: nn.Module) -> None:
             torch.testing.assert_close(logits(surgery.cut(model, plan).model), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_recognised_families_are_proven(name: str) -> None:
-    """The families of which users ask, and one of each kind of layers."""
+def check(name: str) -> None:
     model = small(name)
     check_masks(model)
     check_rows(model)
-    check_cuts(model)
+    if name in UNCUT:
+        with pytest.raises(InputError, match="cannot be cut: a tiny random model of its class does not run"):
+            surgery.cut(model, Plan(heads="L0H0"))
+    else:
+        check_cuts(model)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_recognised_families_are_proven(name: str) -> None:
+    check(name)
 
 
 @pytest.mark.long
-def test_every_causal_family_is_known_recognised_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them; the README's numbers are those of the installed transformers."""
-    families = list(survey(causal_families()))
-    counts = Counter(family.status for family in families)
-    assert set(counts) == {"known", "recognised", "refused"}
-    assert {family.name for family in families if family.status == "known"} >= FAMILIES.keys() & set(causal_families())
-    text = section(ROOT / "README.md", "Model families, and what is missing")
-    stated = re.search(r"(\d+) causal families .*? (\d+) known, (\d+) recognised, (\d+) refused", text, re.DOTALL)
-    assert stated
-    assert [int(n) for n in stated.groups()] == [
-        len(families),
-        *(counts[x] for x in ("known", "recognised", "refused")),
-    ]
-    for family in families:
-        assert "\n" not in family.detail
-        if family.status == "refused":
-            assert "attention_path" in family.detail or "builds no model" in family.detail, family
-        if family.status == "recognised":
-            model = small(family.name)
-            check_masks(model)
-            check_rows(model)
-            if map_model(model).is_causal:
-                check_cuts(model)
+@pytest.mark.parametrize("name", sorted({*RECOGNISED, *REFUSED} & {*causal_families()}))
+def test_every_other_family_is_recognised_or_refused(name: str) -> None:
+    [family] = survey([name])
+    assert "\n" not in family.detail
+    if family.status == "recognised":
+        check(name)
+    else:
+        assert "attention_path" in family.detail or "builds no model" in family.detail, family
+    if transformers.__version__.startswith("5.23."):
+        assert family.status == ("recognised" if name in RECOGNISED else "refused"), family
+
+
+def test_every_causal_family_is_listed() -> None:
+    """A family that a newer transformers adds is named here; the README counts those of 5.23."""
+    every, table = {*causal_families()}, {*FAMILIES, *INNER}
+    unknown = every - table - {*RECOGNISED, *REFUSED}
+    assert not unknown, f"not listed: {', '.join(sorted(unknown))}; `lmeval-prune families` says what they are"
+    assert not table & {*RECOGNISED, *REFUSED} and not {*RECOGNISED} & {*REFUSED}
+    if transformers.__version__.startswith("5.23."):
+        text = section(ROOT / "README.md", "Model families, and what is missing").replace("\n", " ")
+        stated = re.search(
+            r"(\d+) causal families of transformers 5\.23 .*?: (\d+) known, (\d+) recognised, (\d+) refused", text
+        )
+        assert stated
+        numbers = [len(every), len(every & table), len(RECOGNISED), len(REFUSED)]
+        assert [int(number) for number in stated.groups()] == numbers
 
 
 def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +205,14 @@ def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "mamba",
-            "its modules are not those of a known family; if it has attention heads, describe them by attention_path",
+            "its modules are not called like those of a known family; if it has attention heads, describe them by attention_path",
         ),
         ("bitnet", "it looks like llama, but rows of v0 in L0 compute heads [0, 1, 2, 3], not [0, 1]; to mask slices"),
         ("diffllama", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=32"),
+        (
+            "gemma3n_text",
+            "it looks like llama, but model.layers.20.self_attn has no k_proj; to mask slices of o_proj's input",
+        ),
         ("gemma3n_text", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=8"),
     ],
 )
@@ -279,11 +296,15 @@ def test_the_shapes_of_the_live_modules_count() -> None:
     """A live module that is not what its class builds is refused, although the class is proven."""
     model = new_model(New)
     model.model.layers[1].self_attn.num_key_value_groups = 4
-    with pytest.raises(InputError, match="its modules are not those of a known family"):
+    with pytest.raises(
+        InputError, match="its num_key_value_groups is not that of 4 heads and 2 key-value heads of width 8"
+    ):
         map_model(model)
     model = new_model(New)
     model.model.layers[2].self_attn.v_proj = nn.Linear(32, 24)
-    with pytest.raises(InputError, match="its modules are not those of a known family"):
+    with pytest.raises(
+        InputError, match=r"there cannot be 4 heads and 3 key-value heads .* in model.layers.2.self_attn"
+    ):
         map_model(model)
     model = new_model(New)
     model.model.layers[0].self_attn.gate = nn.Linear(32, 32)

@@ -87,6 +87,15 @@ def test_a_markdown_table_keeps_its_columns_and_digits() -> None:
 HOSTILE = ["=HYPERLINK(1)", "+1", "-1+cmd", "@SUM(A1)", "\t=1", "＝1"]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.000"), (12.34567, "12.35"), (-0.00123456, "−0.001235"), (123456.7, "123457"), (1e9, "1.000e+09"),
+     (float("nan"), ""), (float("inf"), "inf"), (9.99999, "10.000")],
+)  # fmt: skip
+def test_significant_digits(value: float, text: str) -> None:
+    assert tables.significant(value) == text
+
+
 def test_no_text_is_a_formula_in_csv() -> None:
     """Numbers stay what they are."""
     text = tables.csv(pd.DataFrame({"=name": HOSTILE, "n": [-1, 2, 3, 4, 5, 6], "d": [-0.5, *[None] * 5]}))
@@ -120,7 +129,7 @@ def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, t
 
 def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
     figures = {"parameters": 2e6, "without_embeddings": 1e6, "flops_counted": 1e9, "peak_memory_mib": 5.0}
-    shown = profile_table({"a/x|y": figures, "b/<b>": figures}).splitlines()
+    shown = profile_table({"a/x|y": figures, "b/<b>": figures}, {}).splitlines()
     assert len({line.replace(r"\|", "").count("|") for line in shown}) == 1
     assert r"x\|y" in shown[0] and "&lt;b&gt;" in shown[0]
 

@@ -1,6 +1,5 @@
 """Any lm-eval model with the answer store: killed and resumed with equal tables, kept apart by arguments, refused in one line."""
 
-import gc
 import multiprocessing
 import random
 import shutil
@@ -20,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.resumable import ResumableLM, model_identity
+from lmeval_prune.tasks import compat
 from tests.conftest import ROOT
 from tests.kills import killing_after
 from tests.stub_server import Stub
@@ -54,7 +54,6 @@ def evaluate(tmp_path: Path) -> Callable[..., dict]:
         settings: dict = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0, "device": "cpu"}
         settings |= {"gen_kwargs": {"max_gen_toks": 6}, "batch_size": 1 if "base_url" in arguments else 3}
         out = simple_evaluate(model=name, model_args=arguments, tasks=list(tasks), **settings)
-        gc.collect()  # lm-eval's API models are part of reference cycles, and so would their stores be kept open
         return dict(out["results"])
 
     return run
@@ -144,7 +143,7 @@ class Late(LM):
     calls: ClassVar[list[int]] = []
     dies_at = -1
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, model="", path="", num_concurrent=1, batch_size=None, device=None) -> None:
         super().__init__()
 
     def generate_until(self, requests: list) -> list[str]:
@@ -187,6 +186,16 @@ def test_answers_are_stored_part_by_part(
         assert resumed == whole
 
 
+def test_empty_answers_are_stored(
+    late: type[Late], evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Late.generate_until
+    monkeypatch.setattr(Late, "generate_until", lambda self, requests: [text[:0] for text in compute(self, requests)])
+    for _ in range(2):
+        evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"))
+    assert late.calls == [LIMIT] and stored(tmp_path / "store") == LIMIT
+
+
 # --------------------------------------------------------------------------- identity
 
 
@@ -217,9 +226,13 @@ def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_models_that_differ_do_not_share_answers(late: type[Late], evaluate: Callable, tmp_path: Path) -> None:
-    for other in ({}, {"model": "a"}, {"model": "b"}, {"model": "b", "num_concurrent": 2}):
+    paths = [tmp_path / name for name in ("one", "copy", "two")]
+    for path, text in zip(paths, ("a", "a", "b"), strict=True):
+        path.write_text(text)
+    others = [{}, {"model": "a"}, {"model": "b"}, {"model": "b", "num_concurrent": 2}]
+    for other in [*others, *({"path": str(path)} for path in paths)]:
         evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"), **other)
-    assert late.calls == [LIMIT] * 3
+    assert late.calls == [LIMIT] * 5
 
 
 # --------------------------------------------------------------------------- refusals
@@ -239,10 +252,11 @@ def test_models_that_differ_do_not_share_answers(late: type[Late], evaluate: Cal
         ({"lm": "hf", "responses": __file__}, "responses="),
         ({"lm": "hf", "responses": str(ROOT / "docs")}, "is not an answer store"),
         ({"lm": "hf", "responses": "s", "batch_size": 4}, "--batch_size 4"),
+        ({"lm": "late", "responses": "s", "wrong": 1}, "lm=late cannot be created .*'wrong'"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(
-    arguments: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict, message: str, late: type[Late], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HFLM, "__init__", lambda *_, **__: pytest.fail("loaded"))
@@ -252,12 +266,10 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(
 
 
 def test_a_second_store_and_images_are_refused(late: type[Late], tmp_path: Path) -> None:
-    from lm_eval.api.instance import Instance
-
     lm = ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
     with pytest.raises(InputError, match="another run is writing"):
         ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
-    request = Instance("generate_until", {}, ("look", {}, {"visual": []}), 0, ("picture", 0, 1))
+    request = compat.request("generate_until", ("look", {}, {"visual": []}), "picture", 0)
     with pytest.raises(InputError, match="picture has images"):
         lm.generate_until([request])
     with pytest.raises(InputError, match="--use_cache"):

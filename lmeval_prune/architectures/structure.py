@@ -36,6 +36,7 @@ _LLAMA, _NEOX = FAMILIES["llama"], FAMILIES["gpt_neox"]
 _VARIANTS = (  # entries under other names
     *((replace(_LLAMA, attention=name), "llama") for name in ("mixer", "temporal_block")),
     (replace(_LLAMA, output="out_proj"), "llama"),
+    (replace(_LLAMA, width="v_head_dim", head_parameters=FAMILIES["gpt_oss"].head_parameters), "llama"),
     (replace(_NEOX, attention="self_attn", width="head_dim"), "gpt_neox"),
 )
 
@@ -76,15 +77,17 @@ def recognise(model: Any) -> Fit:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name = getattr(text, "model_type", "") or type(model).__name__
-    reasons = ["it is an encoder-decoder"] if getattr(config, "is_encoder_decoder", False) else []
-    for fit in () if reasons else _fits(model):
+    fits, reasons = _fits(model)
+    if getattr(config, "is_encoder_decoder", False):
+        fits, reasons = [], ["encoder-decoders are not recognised"]
+    for fit in fits:
         refutation = refute(model, fit.family, fit.depth)
         if not refutation.heads:
             fit = fit.without_channels() if refutation.channels else fit
             _log_once(name, fit.summary())
             return fit
         reasons.append(f"it looks like {fit.entry}, but {refutation.heads}")
-    reason = next(iter(reasons), "its modules are not those of a known family")
+    reason = next(iter(reasons), "its modules are not called like those of a known family")
     raise InputError(f"model family {name!r} is not supported: {reason}; {_help(model, text)}")
 
 
@@ -93,52 +96,62 @@ def _log_once(name: str, summary: str) -> None:
     logger.info("model family %r is not in the table; recognised by its layers: %s", name, summary)
 
 
-def _fits(model: nn.Module) -> list[Fit]:
-    """Return the entries that fit a model's modules; those that explain all parameters of the attention come first."""
+def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
+    """Return the entries that fit a model's modules, or else why those with the same names of modules do not.
+
+    Entries that know all parameters of the attention come first.
+    """
     entries = {entry: name for name, entry in reversed(FAMILIES.items())}
-    fits = [fit for entry, name in [*reversed(entries.items()), *_VARIANTS] if (fit := _fit(model, name, entry))]
-    return sorted(fits, key=lambda fit: bool(fit.family.uncuttable))
+    fits, reasons = [], []
+    for entry, name in [*reversed(entries.items()), *_VARIANTS]:
+        family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
+        family = replace(family, feed_forward=None)
+        try:
+            attention, _ = read_blocks(model, family)
+            reason = next(filter(None, map(_mismatch, attention)), "")
+        except (InputError, AttributeError) as error:  # the latter: a projection without a weight
+            attention, reason = [], f"a layer differs: {error}"
+        if reason:
+            reasons.append(f"it looks like {name}, but {reason}")
+        elif attention:
+            fits.append(_fit(model, name, replace(family, feed_forward=entry.feed_forward), attention))
+    return sorted(fits, key=lambda fit: bool(fit.family.uncuttable)), [] if fits else reasons
 
 
-def _fit(model: nn.Module, name: str, entry: Family) -> Fit | None:
-    """Fit an entry of the table to a model's modules; return None if names or shapes differ."""
-    family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
-    family = replace(family, feed_forward=None)
-    try:
-        attention, _ = read_blocks(model, family)
-        if not attention or not all(map(_is_consistent, attention)):
-            return None
-    except (InputError, AttributeError, AssertionError, ZeroDivisionError):
-        return None
+def _fit(model: nn.Module, name: str, family: Family, attention: Sequence[AttentionLayer]) -> Fit:
+    """Add to an entry the feed-forward names that the model has, and why its heads cannot be cut."""
     reason = next(filter(None, map(_why_uncuttable, attention)), "")
-    for names in dict.fromkeys(filter(None, [entry.feed_forward, *(each.feed_forward for each in FAMILIES.values())])):
+    family = replace(family, uncuttable=family.uncuttable or reason)
+    for names in dict.fromkeys([family.feed_forward, *(each.feed_forward for each in FAMILIES.values())]):
         _, blocks = read_blocks(model, replace(family, feed_forward=names))
         if blocks and all(map(_has_channels, blocks)):
-            family = replace(family, feed_forward=names)
-            break
-    else:
-        blocks = []
-    return Fit(name, replace(family, uncuttable=entry.uncuttable or reason), attention, blocks)
+            return Fit(name, replace(family, feed_forward=names), attention, blocks)
+    return Fit(name, replace(family, feed_forward=None), attention, ())
 
 
-def _is_consistent(layer: AttentionLayer) -> bool:
-    """Return whether the projections of a layer have the shapes of its numbers of heads."""
+def _mismatch(layer: AttentionLayer) -> str:
+    """Return which projection of a layer does not have the shape of its numbers of heads; empty if all have."""
     names = (layer.family.query, layer.family.key, layer.family.value)
     query, key, value = (projection_in(layer.module, name) for name in names)
     if query is None or key is None or value is None:
-        return False
+        missing = next(name for name, part in zip(names, (query, key, value), strict=True) if part is None)
+        return f"{layer.name} has no {missing.partition('|')[0]}"
+    heads = f"{layer.heads} heads and {layer.kv_heads} key-value heads of width {layer.head_dim} in {layer.name}"
     if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
-        return False
+        return f"there cannot be {heads}"
     if attribute_of(layer.module, "num_key_value_groups") not in (None, layer.group_size):
-        return False
+        return f"its num_key_value_groups is not that of {heads}"
     if layer.family.fused:
-        return out_features(query) == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
-    if out_features(query) != layer.heads * layer.query_dim:
-        return False
-    if layer.family.key_value_pairs:
-        return out_features(key) % layer.heads == 0 and out_features(key) // layer.heads > layer.head_dim
-    widths = {in_features(module) for module in (query, key, value)}
-    return len(widths) == 1 and out_features(value) == layer.kv_heads * layer.head_dim
+        fits = out_features(query) == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+    elif layer.family.key_value_pairs:
+        fits = out_features(key) % layer.heads == 0 and out_features(key) // layer.heads > layer.head_dim
+    else:
+        same_width = len({in_features(module) for module in (query, key, value)}) == 1
+        fits = same_width and out_features(value) == layer.kv_heads * layer.head_dim
+    if not layer.family.fused:
+        fits = fits and out_features(query) == layer.heads * layer.query_dim
+        fits = fits and out_features(key) % layer.kv_heads == 0
+    return "" if fits else f"its projections are not those of {heads}"
 
 
 def _why_uncuttable(layer: AttentionLayer) -> str:
@@ -178,7 +191,7 @@ def _has_channels(block: FeedForward) -> bool:
 def _help(model: nn.Module, config: Any) -> str:
     """Return which arguments would describe the heads of a model to mask."""
     queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
-    outputs = {name for entry in FAMILIES.values() for name in entry.output.split("|")}
+    outputs = sorted({name for entry in FAMILIES.values() for name in entry.output.split("|")})
     for path, module in model.named_modules():
         match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
         output = next((name for name in outputs if projection_in(module, name) is not None), None)

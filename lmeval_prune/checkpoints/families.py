@@ -16,6 +16,7 @@ from lmeval_prune.errors import InputError, first_line
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2) * 4},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "nemotron": {"num_key_value_heads": 8},

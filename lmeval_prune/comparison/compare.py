@@ -195,12 +195,12 @@ def _tables(
         raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
     groups, notes = _groups(tables, base.groups)
     members = {task for name in groups for task in _leaves(name, base.groups)}
-    roots = [name for name, table in groups.items() if not table.is_part]
-    if len(roots) + sum(task not in members for task in tables) > 1:
+    tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
+    whole = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
+    if len(whole) > 1:  # otherwise all tasks are those of a group
         all_tasks, pooling_notes = pooled(tables, variants)
         groups |= all_tasks
         notes += pooling_notes
-    tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
     return tables | parts | groups, notes
 
 

@@ -153,7 +153,7 @@ def find_runs(words: Sequence[str]) -> list[Run]:
     start = os.path.commonpath([Path(path).absolute().parent for path in unnamed]) if len(unnamed) > 1 else None
     runs: list[Run] = []
     for word, path in paths.items():
-        name = word.partition("=")[0] if path != word else os.path.relpath(path, start) if start else path
+        name = word.partition("=")[0] if path != word else os.path.relpath(path, start) if start else str(Path(path))
         runs += _runs_of(name, find_results(Path(path)), Path(path))
     names = [run.name for run in runs]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:

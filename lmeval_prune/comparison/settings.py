@@ -67,7 +67,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
+        elif value is not None and value is not False and value not in ("", []):  # these are the same as not set
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
             flat[prefix + name] = re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text, str) else text
     return flat

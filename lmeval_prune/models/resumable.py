@@ -7,6 +7,8 @@ commit, a served model by its name and address.
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +22,12 @@ import numpy as np
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, model_registry
-from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER, TemplateAPI
+from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
@@ -39,6 +42,7 @@ from lmeval_prune.settings import Count, parse_value
 _IGNORED = (IGNORED_ARGUMENTS - {"dtype"}) | {
     *("num_concurrent", "max_retries", "timeout", "auth_token", "header", "verify_certificate", "ca_cert_path"),
     *("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization", "max_num_seqs", "swap_space"),
+    *("cache_dir", "download_dir"),
 }
 # Models that take a request's `seed` among its generation settings. Others draw from the process's random numbers.
 _TAKES_SEED = (
@@ -73,9 +77,11 @@ class ResumableLM(CheckedArgumentsLM):
         if not folder:
             raise InputError("name the folder of the answers: responses=FOLDER")
         identity = model_identity(str(name), arguments)
-        store = AnswerStore(str(folder))
+        gc.collect()  # an earlier model with this store, if it is part of a reference cycle
+        store = AnswerStore(str(folder), int(os.environ.get("RANK", "0")))
         try:
-            lm = _with_store(model).create_from_arg_obj(arguments, additional_config)
+            with as_input_error(f"the model lm={name} cannot be created"):
+                lm = _with_store(model).create_from_arg_obj(arguments, additional_config)
         except BaseException:
             store.close()
             raise
@@ -89,7 +95,8 @@ def _model_class(name: Any) -> type[LM]:
         raise InputError("name the model: --model resumable --model_args lm=hf,responses=FOLDER,pretrained=…")
     if name not in model_registry:
         raise InputError(f"lm={name} is no model of lm-eval{did_you_mean(str(name), model_registry)}")
-    model: type[LM] = get_model(name)
+    with as_input_error(f"the model lm={name} cannot be imported"):
+        model: type[LM] = get_model(name)
     if issubclass(model, AnsweringLM):
         raise InputError(f"{name} stores answers itself: --model {name} --model_args responses=FOLDER,…")
     if issubclass(model, CheckedArgumentsLM):
@@ -111,6 +118,11 @@ class _Resumable(AnsweringLM):
 
     model_class: type[LM]
 
+    def close(self) -> None:
+        """Release the answer store; garbage collection does the same."""
+        self.answering.store.close()
+
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse `--use_cache` beside the store."""
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -120,10 +132,17 @@ class _Resumable(AnsweringLM):
 
 def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what identifies a model by its arguments, as JSON."""
-    named = {key: argument_identity(key, value) for key, value in arguments.items() if key not in _IGNORED}
-    if "pretrained" in named:
-        named["pretrained"] = _checkpoint(str(arguments["pretrained"]), arguments)
-    return {"lm": name, "arguments": {key: value for key, value in named.items() if value is not None}}
+    named = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
+    parts = {key: _argument(key, value) for key, value in named.items()}
+    if "pretrained" in parts:
+        parts["pretrained"] = _checkpoint(str(arguments["pretrained"]), arguments)
+    return {"lm": name, "arguments": parts}
+
+
+def _argument(name: str, value: Any) -> Any:
+    """Return an argument's value as JSON; of a file or folder its content, but for a served model's name."""
+    is_path = isinstance(value, str) and name != "model" and os.access(value, os.R_OK)
+    return {"content": content_digest(value)} if is_path else argument_identity(name, value)
 
 
 def _checkpoint(pretrained: str, arguments: dict[str, Any]) -> Any:
@@ -195,13 +214,15 @@ class StoredAnswering:
     def _group_size(self) -> int:
         """Return how many requests are sampled from one stream of random numbers; see `Answering`."""
         size = getattr(self.lm, "batch_size", None)
-        return size if isinstance(size, int) else AUTO_GROUP_SIZE
+        return (
+            size if isinstance(size, int) else min(AUTO_GROUP_SIZE, getattr(self.lm, "max_batch_size", AUTO_GROUP_SIZE))
+        )
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Compute the answers to pending requests, and store them as they are reported, or part by part."""
 
         def add(key: str, response: Any, **columns: Any) -> None:
-            if response == LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER:  # the server sent no text
+            if response is None:  # a server sent no text; lm-eval 0.4 makes it an empty one
                 self.store.responses[key] = response  # used in this run, not stored
             else:
                 pending.add(key, response, **columns)
@@ -240,13 +261,18 @@ class StoredAnswering:
         everything, kind = range(len(pending.requests)), pending.kind
         grouped = [i for i in everything if kind == "generate_until" and self._is_grouped(pending.requests[i])]
         rest = sorted({*everything} - {*grouped})
-        reports = isinstance(self.lm, HFLM | TemplateAPI) and kind != "loglikelihood_rolling"
-        size = max(len(rest), 1) if reports or self.lm.world_size > 1 else self.store_every
+        size = max(len(rest), 1) if self._reports(kind) or self.lm.world_size > 1 else self.store_every
         for start in range(0, len(rest), size):
             yield rest[start : start + size], None
         for start in range(0, len(grouped), self._group_size):
             group = grouped[start : start + self._group_size]
             yield group, int(digest([self.seed, [pending.keys[i] for i in group]]), 16) >> 1
+
+    def _reports(self, kind: str) -> bool:
+        """Return whether the model reports each batch of answers: by a method of lm-eval's `hf` or API models."""
+        method = getattr(self.lm.model_class, kind)
+        bases = [base for base in (HFLM, TemplateAPI) if isinstance(self.lm, base)]
+        return kind != "loglikelihood_rolling" and any(method is getattr(base, kind) for base in bases)
 
     @contextmanager
     def _sampling(self, seed: int | None) -> Iterator[None]:

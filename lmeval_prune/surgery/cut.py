@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import (
+    FAMILIES,
     ModelMap,
     adapters_of,
     loadable_fingerprints,
     map_model,
+    recognise,
+    tiny_model,
     uncuttable,
     weights_fingerprint,
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection
 from lmeval_prune.surgery.kept import Kept, channel_rows
@@ -106,6 +109,40 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
         raise InputError("a quantised model cannot be cut; load it in float32 or bfloat16")
     if adapters_of(model_map.model) or hasattr(model_map.model, "peft_config"):
         raise InputError("a model with adapters cannot be cut; merge them first (merge_and_unload)")
+    if reason := _why_cut_fails(model_map, heads):
+        raise InputError(
+            f"this {model_map.model_type} model cannot be cut: a tiny random model of its class {reason} when cut; "
+            f"evaluate the plan by plan=FILE"
+        )
+
+
+def _why_cut_fails(model_map: ModelMap, heads: bool) -> str:
+    """Return how a cut model of a family that is not in the table differs from its plan, tried on a tiny random model.
+
+    `heads`: whether heads are removed, besides channels. Empty if it does not differ, and for families of the table.
+    """
+    if model_map.model_type in FAMILIES:
+        return ""
+    tiny_map = map_model(tiny_model(model_map.model, recognise(model_map.model).depth))
+    tokens = torch.arange(3, 10)[None]
+    groups = [f"{layer.label}H0-{layer.group_size - 1}" for layer in tiny_map.attention if layer.kv_heads > 1]
+    channels = {block.label: [0, 5] for block in tiny_map.feed_forward}
+    for removed in (groups, groups[:1]):  # layers that are alike, and that differ
+        if not (heads and removed) and not channels:
+            continue
+        plan = Plan(heads=removed if heads else (), channels=channels).fit_to(tiny_map)
+        try:
+            with torch.no_grad():
+                with plan.applied_to(tiny_map.model, tiny_map):
+                    expected = tiny_map.model(tokens, use_cache=False)[0]
+                difference = (
+                    (_cut_fitted(tiny_map, plan, False).model(tokens, use_cache=False)[0] - expected).abs().max()
+                )
+        except Exception as error:  # model classes raise errors of any type
+            return f"does not run ({first_line(error)})"
+        if not difference <= 1e-5 * expected.abs().max():
+            return f"differs from its plan by {difference:.2g}"
+    return ""
 
 
 def identity_of(model_map: ModelMap) -> dict[str, Any]:

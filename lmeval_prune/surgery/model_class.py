@@ -138,9 +138,9 @@ def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> di
 def _head_dim(layer: AttentionLayer) -> dict[str, int]:
     """Return the setting of the head width, which otherwise follows from the number of heads.
 
-    In latent attention, `head_dim` has another meaning and is not changed.
+    Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
     """
-    return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
+    return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
 
 
 def _is_parameter(name: str, model: Any) -> bool:

@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="writes no file if not all")
     options = parser.parse_args()
     if importlib.util.find_spec("pebble") is None:
-        raise SystemExit("this needs pebble: pip install pebble (or lmeval-prune[dev])")
+        raise SystemExit("this needs pebble: pip install pebble")
     from pebble import ProcessPool
 
     skipped = {name: reason for name in PEERS if (reason := unavailable(name))}

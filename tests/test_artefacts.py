@@ -212,7 +212,7 @@ def test_a_command_writes_alone(
 
 def test_what_commands_write_is_named_by_the_options_that_are_locked() -> None:
     named = {name for name in COMMANDS if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs}
-    assert {name for name, _ in WRITE} == named - {"models", "heads", "questions", *SHARED}
+    assert {name for name, _ in WRITE} == named - {"models", "heads", "questions", "families", *SHARED}
 
 
 def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_without_the_bridge_lm_eval_does_not_know_us(tmp_path: Path) -> None:
             "lmeval-prune: error: unknown model_arg 'head'; did you mean 'heads'?",
         ),
         (
-            ("--model_args", "pretrained={tiny}", "--metadata", "data_dir={empty}"),
+            ("--model_args", "pretrained={tiny}", "--metadata", '{{"data_dir": "{empty}"}}'),
             "lmeval-prune: error: data folder {empty} has no gsm8k_test.jsonl",
         ),
         (

@@ -294,6 +294,11 @@ def test_variants_on_a_text_and_on_choices(tiny_folder: Path, tmp_path: Path) ->
     choices = measured(tmp_path, str(tiny_folder), "--task", "prune_tiny_choice", "--limit", "2", *heads)
     assert choices["variants"]["L1H0"]["documents"] == 2  # all choices of a question are one document
     assert len(choices["variants"]["L1H0"]["texts"]) > 2
+    gen_kwargs = ["--gen_kwargs", "max_gen_toks=5"]
+    tries = measured(
+        tmp_path, str(tiny_folder), "--task", "prune_tiny_words_pass4", "--limit", "2", *gen_kwargs, *heads
+    )
+    assert tries["variants"]["L1H0"]["answers"] == 2  # greedy answers, each once
 
 
 @pytest.mark.parametrize(
@@ -304,6 +309,7 @@ def test_variants_on_a_text_and_on_choices(tiny_folder: Path, tmp_path: Path) ->
         (["MODEL", "--heads", "L0H1", "--task", "prune_tiny", "--text", "x"], "either --task NAME or --text FILE"),
         (["MODEL", "--task", "prune_tiny"], "name what is compared with the model: --heads, --mask or --checkpoint"),
         (["MODEL", "--heads", "L0H1", "--heads", "L0H1", "--task", "prune_tiny"], "two variants are called 'L0H1'"),
+        (["MODEL", "--mask", "DENSE", "--task", "prune_tiny"], "two variants are called 'dense'"),
         (["MODEL", "--heads", "L9H0", "--task", "prune_tiny"], "L9H0"),
         (["MODEL", "--heads", "none.json", "--task", "prune_tiny"], "none.json"),
         (["MODEL", "--heads", "L0H1", "--text", "none.txt"], "none.txt"),
@@ -325,7 +331,8 @@ def test_mistakes_are_a_line_before_the_weights_are_loaded(
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
         tokenizer.add_tokens(["one more"])
         tokenizer.save_pretrained(tmp_path / "other")
-    names = {"MODEL": str(tiny_folder), "OTHER": str(tmp_path / "other")}
+    (tmp_path / "dense.json").touch()
+    names = {"MODEL": str(tiny_folder), "OTHER": str(tmp_path / "other"), "DENSE": str(tmp_path / "dense.json")}
     assert main(["distance", *(names.get(word, word) for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1, error

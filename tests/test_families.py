@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -21,7 +22,9 @@ from lmeval_prune.checkpoints.families import causal_families, default_model, su
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.profiling.costs import counted_flops, formula_flops
 from lmeval_prune.surgery import cut as surgery
+from tests import test_baselines
 from tests.conftest import ROOT
 from tests.test_decoding import Letters, alone, answers, some_requests
 from tests.test_docs import section
@@ -51,6 +54,11 @@ QUICK = [
     "laguna",
 ]
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def present(names: list[str]) -> list[str]:
+    """The families that the installed transformers has."""
+    return [name for name in names if name in causal_families()]
 
 
 def small(name: str) -> nn.Module:
@@ -138,7 +146,19 @@ def check_cuts(model: nn.Module) -> None:
                 expected = logits(model)
             # some classes compute the softmax with sinks in float32
             atol = 1e-6 if layers_have_sinks(model) else 1e-9
-            torch.testing.assert_close(logits(surgery.cut(model, plan).model), expected, rtol=0, atol=atol)
+            smaller = surgery.cut(model, plan).model
+            torch.testing.assert_close(logits(smaller), expected, rtol=0, atol=atol)
+            removed = len(plan.mask.heads_of(model_map)) if plan.mask else 0
+            assert map_model(smaller).total_heads == model_map.total_heads - removed
+
+
+def check_engine(name: str, runs: bool) -> None:
+    """The engine runs the family if its own check of logits allows it; then tokens are those of `generate`."""
+    model = small(name)
+    engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, each=3)
+    assert (engine.unsupported is None) == runs, engine.unsupported
+    if runs:
+        assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}
 
 
 def check(name: str) -> None:
@@ -152,18 +172,19 @@ def check(name: str) -> None:
         check_cuts(model)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", present(QUICK))
 def test_recognised_families_are_proven(name: str) -> None:
     check(name)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted({*RECOGNISED, *REFUSED} & {*causal_families()}))
+@pytest.mark.parametrize("name", present([*RECOGNISED, *REFUSED]))
 def test_every_other_family_is_recognised_or_refused(name: str) -> None:
     [family] = survey([name])
     assert "\n" not in family.detail
     if family.status == "recognised":
         check(name)
+        check_engine(name, name in LISTED["engine"])
     else:
         assert "attention_path" in family.detail or "builds no model" in family.detail, family
     if transformers.__version__.startswith("5.23."):
@@ -311,12 +332,26 @@ def test_the_shapes_of_the_live_modules_count() -> None:
     assert uncuttable(map_model(model)) == "gate.weight of its attention is not known to surgery"
 
 
-@pytest.mark.parametrize("name", ["ministral3", "ernie4_5", "glm4_moe"])
+@pytest.mark.parametrize("name", present(["ministral3", "ernie4_5", "glm4_moe"]))
 def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
-    model = small(name)
-    engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, each=3)
-    assert engine.unsupported is None
-    assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}
+    check_engine(name, runs=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", present(["ministral3", "qwen3_5_text", "gemma4_text", "lfm2", "youtu"]))
+@pytest.mark.parametrize("method", [*test_baselines.BASELINES, "norm_entropy"])
+def test_pruners_plan_and_cut(method: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels and heads, also heads whose query rows hold a gate: the parameters are those that surgery removes."""
+    model = small(family)
+    monkeypatch.setattr(test_baselines, "tiny", lambda _: copy.deepcopy(model))
+    parts = "both" if map_model(model).feed_forward and method != "norm_entropy" else "heads"
+    test_baselines.test_every_plan_is_its_surgery((method, parts), family)
+
+
+def test_flops_are_counted_where_every_layer_is_attention() -> None:
+    model = small("ministral3")
+    assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
+    assert formula_flops(map_model(small("qwen3_next")), 24) is None
 
 
 def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:
@@ -346,7 +381,7 @@ def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["ministral3", "seed_oss", "exaone4"])
+@pytest.mark.parametrize("name", present(["ministral3", "seed_oss", "exaone4"]))
 def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Log-likelihoods and texts are those of lm-eval's own model whose columns are zero on disk."""
     assert name not in FAMILIES

@@ -626,6 +626,11 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "task_hashes" in json.loads(results.read_text())
     (samples,) = (tmp_path / "l" / "dense").glob("samples_t_*.jsonl")
     assert len(samples.read_text().splitlines()) == 40
+    written = [str(tmp_path / "l" / name) for name in ("dense", "x__y")]  # is compared alike by `compare`
+    assert main(["compare", *written, "--output", str(tmp_path / "r")]) == 0
+    first, second = (json.loads((tmp_path / name / "comparison.json").read_text())["rows"][-1] for name in "or")
+    names = ("mean", "low", "difference", "difference_high", "p", "p_holm", "detectable")
+    assert [first[name] for name in names] == [second[name] for name in names]
     page = (tmp_path / "o" / "page.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
     assert main(["grid", "compare", str(path), "--baseline", "nobody"]) == 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
+pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer

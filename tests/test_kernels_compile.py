@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
+pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     """Two forms of a MATH answer are one answer; a timeout is a share of the responses."""
 
     def two_forms(request, tries: int) -> str:
-        return [r"\boxed{x^2-1}", r"The answer is $(x-1)(x+1)$.", "7", "8"][tries % 4]
+        return [r"\boxed{p^2-q^2}", r"The answer is $(p-q)(p+q)$.", "7", "8"][tries % 4]
 
     out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
     sample = out["samples"]["prune_math500_pass8"][0]
@@ -100,7 +100,7 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     got = figures(out, "prune_math500_pass8")
     assert got["how"] == 0.5 and got["timeouts"] == 0 and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
     monkeypatch.setattr(mathematics, "_KNOWN", {})
-    verdicts = lambda _, pairs: ["timeout" if "x" in answer else "different" for _, answer in pairs]  # noqa: E731
+    verdicts = lambda _, pairs: ["timeout" if "q" in answer else "different" for _, answer in pairs]  # noqa: E731
     monkeypatch.setattr(Verifier, "verify_many", verdicts)
     out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
     # the first answer is a pair, and no polynomial is compared with one; the second is p - q
@@ -340,6 +340,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
 
     def without_data(self, config) -> None:
         self._config = TaskConfig(**config)
+        self._scorers = []  # of lm-eval 0.5
 
     monkeypatch.setattr(compat.MultipleChoiceTask, "__init__", without_data)
     built = loading.task_manager().load(["prune_commonsense"])["tasks"]

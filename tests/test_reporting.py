@@ -129,7 +129,7 @@ def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, t
 
 def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
     figures = {"parameters": 2e6, "without_embeddings": 1e6, "flops_counted": 1e9, "peak_memory_mib": 5.0}
-    shown = profile_table({"a/x|y": figures, "b/<b>": figures}).splitlines()
+    shown = profile_table({"a/x|y": figures, "b/<b>": figures}, {}).splitlines()
     assert len({line.replace(r"\|", "").count("|") for line in shown}) == 1
     assert r"x\|y" in shown[0] and "&lt;b&gt;" in shown[0]
 

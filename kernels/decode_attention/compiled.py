@@ -135,8 +135,9 @@ def decode(
     threads = min(torch.get_num_threads(), len(query))
     ends = lengths.cumsum(0).numpy()  # each thread reads as many keys
     bounds = [0, *np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads), len(query)]
-    if threads < 2:
-        decode_rows(*arguments, *bounds, *results)
-    else:
-        list(_threads(threads).map(lambda part: decode_rows(*arguments, *part, *results), pairwise(bounds)))
+    *others, last = pairwise(bounds)
+    running = [_threads(threads).submit(decode_rows, *arguments, *part, *results) for part in others]
+    decode_rows(*arguments, *last, *results)
+    for part in running:
+        part.result()
     return out, lse

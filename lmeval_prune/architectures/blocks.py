@@ -50,7 +50,8 @@ class AttentionLayer(Block):
     heads: int  # number of query heads
     kv_heads: int  # number of key-value heads
     head_dim: int  # width of one head in the input of the output projection
-    query_dim: int  # rows of one head in the query projection; differs from head_dim in latent attention
+    query_dim: int  # rows of one head in the query projection; more than key_dim if they hold a gate, too
+    key_dim: int  # width of one key; differs from head_dim in latent attention
     family: Family  # names of the projections
 
     @property
@@ -78,7 +79,7 @@ class AttentionLayer(Block):
             pair = out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = self.query_dim if part == "q" else out_features(module) // self.kv_heads
+        size = {"q": self.query_dim, "k": self.key_dim, "v": self.head_dim}[part]
         return Rows(module, index * size, (index + 1) * size)
 
 

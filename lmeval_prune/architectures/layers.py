@@ -81,15 +81,18 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
         )
     heads = inputs // width
     query, key = projection_in(module, family.query), projection_in(module, family.key)
-    kv_heads, query_dim = heads, width
+    kv_heads, query_dim, key_dim = heads, width, width
     if query is not None and key is not None:
         if family.fused:
             kv_heads = (out_features(query) // width - heads) // 2
+        elif family.key_value_pairs:
+            query_dim = key_dim = out_features(query) // heads
         else:
-            query_dim = out_features(query) // heads
-            kv_heads = heads if family.key_value_pairs else _kv_width(module, family) // width
+            value = projection_in(module, family.value)
+            query_dim, kv_heads = out_features(query) // heads, out_features(key if value is None else value) // width
+            key_dim = out_features(key) // max(1, kv_heads)
     return AttentionLayer(
-        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, family
+        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, key_dim, family
     )
 
 
@@ -101,10 +104,3 @@ def _read_feed_forward(layer: Block, names: FeedForwardNames | None) -> FeedForw
     if up is None or down is None:
         return None
     return FeedForward(block.stack, block.index, block.name, block.module, gate, up, down, in_features(down))
-
-
-def _kv_width(module: nn.Module, family: Family) -> int:
-    """Return the width of the values of all key-value heads; of the keys if the family names no value projection."""
-    value = projection_in(module, family.value) or projection_in(module, family.key)
-    assert value is not None
-    return out_features(value)

@@ -37,7 +37,6 @@ _SIZES = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_d_ssm": 64,
-    "max_position_embeddings": 128,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -61,13 +60,21 @@ def refute(model: Any, family: Family, layers: int) -> Refutation:
         family: names of the modules, relative to the model or to its text decoder.
         layers: number of layers of the tiny model.
     """
+    import torch
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # warnings about the sizes of the tiny model would be taken for the user's model
     try:
         model_class, config = _text_class(model)
         values = json.dumps(tiny_config(config, layers), sort_keys=True)
         config_class: Any = type(config)
-        return _refute(model_class, config_class, values, family)
+        with torch.device("cpu"):
+            return _refute(model_class, config_class, values, family)
     except Exception as error:  # model classes raise errors of any type
         return Refutation(f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})")
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def tiny_model(model: Any, layers: int) -> Any:
@@ -94,14 +101,19 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
             values[own.get(name, name)] = size
     for name in ("quantization_config", "pruned_modules", "architectures", "auto_map"):
         values.pop(name, None)
-    layer_configs = values.pop("per_layer_config", None) or {}
-    if not hasattr(config, "pruned_modules") and layer_configs:  # wider heads in some layers
-        values["per_layer_config"] = {
-            name: {key: 2 * sizes.get(key, value) for key, value in changes.items()}
-            for name, changes in layer_configs.items()
-            if int(name) < layers
-        }
+    layer_configs = _layer_configs(values.pop("per_layer_config", None) or {}, sizes, layers)
+    if layer_configs and not hasattr(config, "pruned_modules"):  # else a cut wrote them
+        values["per_layer_config"] = layer_configs
     return {name: _shrunk(name, value, depth, layers) for name, value in values.items()}
+
+
+def _layer_configs(layer_configs: dict[str, Any], sizes: dict[str, int], layers: int) -> dict[str, Any]:
+    """Return the settings of layers that differ, e.g. wider heads: twice those of the other layers."""
+    return {
+        name: {key: 2 * sizes.get(key, value) for key, value in changes.items()}
+        for name, changes in layer_configs.items()
+        if int(name) < layers
+    }
 
 
 def _shrunk(name: str, value: Any, depth: int, layers: int) -> Any:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # shared by all heads
 _MAX_DEPTH = 16
+_OTHER_TOWER = re.compile("vis|image|audio|speech")
 _LLAMA, _NEOX = FAMILIES["llama"], FAMILIES["gpt_neox"]
 _VARIANTS = (  # entries under other names
     *((replace(_LLAMA, attention=name), "llama") for name in ("mixer", "temporal_block")),
@@ -101,20 +102,21 @@ def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
 
     Entries that know all parameters of the attention come first.
     """
-    entries = {entry: name for name, entry in reversed(FAMILIES.items())}
+    entries: dict[Family, str] = {}
+    for name, entry in FAMILIES.items():
+        entries.setdefault(entry, name)
     fits, reasons = [], []
-    for entry, name in [*reversed(entries.items()), *_VARIANTS]:
+    for entry, name in [*entries.items(), *_VARIANTS]:
         family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
         family = replace(family, feed_forward=None)
         try:
             attention, _ = read_blocks(model, family)
-            reason = next(filter(None, map(_mismatch, attention)), "")
+            if reason := next(filter(None, map(_mismatch, attention)), ""):
+                reasons.append(f"it looks like {name}, but {reason}")
+            elif attention:
+                fits.append(_fit(model, name, replace(family, feed_forward=entry.feed_forward), attention))
         except (InputError, AttributeError) as error:  # the latter: a projection without a weight
-            attention, reason = [], f"a layer differs: {error}"
-        if reason:
-            reasons.append(f"it looks like {name}, but {reason}")
-        elif attention:
-            fits.append(_fit(model, name, replace(family, feed_forward=entry.feed_forward), attention))
+            reasons.append(f"it looks like {name}, but {error}")
     return sorted(fits, key=lambda fit: bool(fit.family.uncuttable)), [] if fits else reasons
 
 
@@ -132,26 +134,29 @@ def _fit(model: nn.Module, name: str, family: Family, attention: Sequence[Attent
 def _mismatch(layer: AttentionLayer) -> str:
     """Return which projection of a layer does not have the shape of its numbers of heads; empty if all have."""
     names = (layer.family.query, layer.family.key, layer.family.value)
-    query, key, value = (projection_in(layer.module, name) for name in names)
-    if query is None or key is None or value is None:
-        missing = next(name for name, part in zip(names, (query, key, value), strict=True) if part is None)
-        return f"{layer.name} has no {missing.partition('|')[0]}"
+    projections = [projection_in(layer.module, name) for name in names]
+    for name, projection in zip(names, projections, strict=True):
+        if projection is None:
+            return f"{layer.name} has no {name.partition('|')[0]}"
     heads = f"{layer.heads} heads and {layer.kv_heads} key-value heads of width {layer.head_dim} in {layer.name}"
     if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
         return f"there cannot be {heads}"
     if attribute_of(layer.module, "num_key_value_groups") not in (None, layer.group_size):
         return f"its num_key_value_groups is not that of {heads}"
+    return "" if _has_shapes(layer, *filter(None, projections)) else f"its projections are not those of {heads}"
+
+
+def _has_shapes(layer: AttentionLayer, query: nn.Module, key: nn.Module, value: nn.Module) -> bool:
+    """Return whether projections have the rows of a layer's heads, and read inputs of the same width."""
     if layer.family.fused:
-        fits = out_features(query) == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
-    elif layer.family.key_value_pairs:
-        fits = out_features(key) % layer.heads == 0 and out_features(key) // layer.heads > layer.head_dim
-    else:
-        same_width = len({in_features(module) for module in (query, key, value)}) == 1
-        fits = same_width and out_features(value) == layer.kv_heads * layer.head_dim
-    if not layer.family.fused:
-        fits = fits and out_features(query) == layer.heads * layer.query_dim
-        fits = fits and out_features(key) % layer.kv_heads == 0
-    return "" if fits else f"its projections are not those of {heads}"
+        return out_features(query) == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
+    if out_features(query) != layer.heads * layer.query_dim:
+        return False
+    if layer.family.key_value_pairs:
+        return out_features(key) % layer.heads == 0 and out_features(key) > layer.heads * layer.head_dim
+    same_inputs = len({in_features(module) for module in (query, key, value)}) == 1
+    has_keys = out_features(key) == layer.kv_heads * layer.key_dim
+    return same_inputs and has_keys and out_features(value) == layer.kv_heads * layer.head_dim
 
 
 def _why_uncuttable(layer: AttentionLayer) -> str:
@@ -192,7 +197,8 @@ def _help(model: nn.Module, config: Any) -> str:
     """Return which arguments would describe the heads of a model to mask."""
     queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
     outputs = sorted({name for entry in FAMILIES.values() for name in entry.output.split("|")})
-    for path, module in model.named_modules():
+    modules = sorted(model.named_modules(), key=lambda each: bool(_OTHER_TOWER.search(each[0])))
+    for path, module in modules:
         match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
         output = next((name for name in outputs if projection_in(module, name) is not None), None)
         if match and output and any(projection_in(module, name) is not None for name in queries):

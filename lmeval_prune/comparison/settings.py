@@ -30,6 +30,11 @@ class Settings(NamedTuple):
     other: dict[str, Any]  # of generation, filters and metrics
     lm_eval: str | None  # lm-eval's version
 
+    @property
+    def of_repeats(self) -> dict[str, Any]:
+        """Return the settings that agree in repeats with several seeds."""
+        return {name: value for name, value in (self.prompt | self.other).items() if name != "fewshot_seed"}
+
 
 def settings_of(file: ResultsFile, task: str) -> Settings:
     """Return the settings of a task in a results file."""
@@ -67,7 +72,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
+        elif value is not None and value is not False and value not in ("", []):  # these are the same as not set
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
             flat[prefix + name] = re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text, str) else text
     return flat

@@ -373,7 +373,7 @@ class Engine:
     def _token_bytes(self) -> int:
         """Return the bytes of a token's keys and values in all layers."""
         layers = self.model_map.attention
-        return self._element_size * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in layers)
+        return self._element_size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in layers)
 
     @cached_property
     def _measured_budget(self) -> int:

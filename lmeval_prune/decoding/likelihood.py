@@ -183,7 +183,7 @@ class LikelihoodRun:
         """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
         stored = longest + min(longest, self.most_tokens)  # the tokens before a pass, and its own
         layer_bytes = [
-            stored * self.element_size * layer.kv_heads * (layer.query_dim + layer.head_dim)
+            stored * self.element_size * layer.kv_heads * (layer.key_dim + layer.head_dim)
             for layer in self.model_map.attention
         ]
         inputs = self.most_tokens * self.element_size * self.width * self.kept_inputs

@@ -36,7 +36,7 @@ def distance(
     if settings.text:
         check_exists(settings.text, file=True)
     names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
-    if repeated := [name for name in names if names.count(name) > 1]:
+    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
         raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.distance.report import write

@@ -52,11 +52,12 @@ class RecordingLM(PrunedHFLM):
 
 
 def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
-    """Return the requests of an evaluation by kind; `evaluation` are arguments of `simple_evaluate`."""
+    """Return the requests of an evaluation by kind, each once; `evaluation` are arguments of `simple_evaluate`."""
     lm.recorded = {}
     try:
         lm_eval.simple_evaluate(lm, predict_only=True, bootstrap_iters=0, **evaluation)
-        return lm.recorded
+        # lm-eval repeats a request for each of its tries
+        return {kind: list({id(each): each for each in requests}.values()) for kind, requests in lm.recorded.items()}
     finally:
         lm.recorded = None
 

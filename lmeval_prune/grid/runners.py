@@ -102,7 +102,7 @@ class RayRunner:
         try:
             import ray
         except ImportError:
-            raise InputError('--runner ray needs Ray: pip install "lmeval-prune[ray]"') from None
+            raise InputError('--runner ray needs Ray: pip install -e ".[ray]" in a checkout') from None
         if not ray.is_initialized():
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:

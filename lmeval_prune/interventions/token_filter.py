@@ -117,7 +117,7 @@ class TokenFilter(Intervention):
         if self.ratio == 0:
             return 0
         layers = self.layers(model_map)
-        anchors = sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in layers)
+        anchors = sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in layers)
         positions = 0 if self.keep_skipped_kv else 8 + 4 * length
         return 8 * anchors + len(layers) * (8 * COLUMNS + 1 + positions)
 

@@ -359,7 +359,10 @@ def answer_requests(
         pending = PendingRequests(kind, add, [requests[i] for i in indices], [keys[i] for i in indices], chosen_repeats)
         for key, response in zip(pending.keys, run(pending), strict=True):
             add(key, response)
-    restore = tuple if kind == "loglikelihood" else lambda x: x
+
+    def restore(response: Any) -> Any:
+        return tuple(response) if isinstance(response, list) else response
+
     return [restore(store.responses[key]) for key in keys], keys
 
 

@@ -37,14 +37,18 @@ def parameters(model: nn.Module) -> tuple[int, int]:
 def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
     """Compute the FLOPs (multiplications and additions) of a forward pass from the weight shapes, including the logits.
 
-    A linear layer takes 2 · tokens · weights, attention 2 · tokens² · heads · (query width + value width). In an
+    A linear layer takes 2 · tokens · weights, attention 2 · tokens² · heads · (key width + value width). In an
     encoder-decoder model, encoder and decoder read `tokens` tokens each. In a mixture of experts, only the experts
     that a token is routed to are counted.
 
     Returns:
-        None if the experts' weights are not one tensor, or the number of experts per token is unknown.
+        None if the experts' weights are not one tensor, the number of experts per token is unknown, or there are layers
+        of linear attention or state spaces.
     """
     config = model_map.model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        return None
     experts = getattr(config, "num_experts_per_tok", None)
     total = 0
     for name, module in model_map.model.named_modules():
@@ -62,7 +66,7 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
             elif weight.dim() == 2 and part == "weight" and not isinstance(module, nn.Embedding):  # an expert router
                 total += 2 * tokens * weight.numel()
     for layer in model_map.attention:
-        total += 2 * tokens * tokens * layer.heads * (layer.query_dim + layer.head_dim)
+        total += 2 * tokens * tokens * layer.heads * (layer.key_dim + layer.head_dim)
     return total
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
+pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.decode_attention import naive, ops

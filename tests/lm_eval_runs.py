@@ -106,7 +106,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 def evaluate(
-    tasks: Path, names: list[str], output: Path, model: str | Any, seed: int = 1, **settings: Any
+    tasks: Path, names: list[str], output: Path, pretrained: str | Path, seed: int = 1, **settings: Any
 ) -> dict[str, Any]:
     """Evaluate as `lm_eval --log_samples --output_path OUTPUT --seed SEED` does, and return the results."""
     from lm_eval import simple_evaluate
@@ -119,7 +119,7 @@ def evaluate(
         "device": "cpu",
         "bootstrap_iters": 0,
         "model": "hf",
-        "model_args": f"pretrained={model}",
+        "model_args": f"pretrained={pretrained}",
         **settings,
     }
     seeds = {"random_seed": seed, "numpy_random_seed": seed, "torch_random_seed": seed, "fewshot_random_seed": seed}

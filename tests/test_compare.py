@@ -22,10 +22,11 @@ from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
 from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
-from lmeval_prune.comparison.rows import rows_of
+from lmeval_prune.comparison.rows import _linearized, rows_of
 from lmeval_prune.comparison.tables import POOLED, Table
-from lmeval_prune.reporting.statistics import holm
+from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
 from tests.lm_eval_runs import evaluate, write_tasks
+from tests.stub_server import Stub
 
 ALL = ["tiny_group", "tiny_colours", "tiny_texts", "tiny_last"]
 
@@ -185,17 +186,17 @@ def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:
     )
     ends = stats.t.interval(0.95, n - 1, ratio, error)
     assert np.log([row.low, row.high]) == pytest.approx(ends, abs=1e-9)
-    inside = 0
-    for _ in range(400):
-        lengths = rng.integers(5, 200, 60).astype(float)
-        rates = rng.normal(3, 0.5, 60)
-        values = np.stack([lengths * rates, lengths * (rates + rng.normal(0.1, 0.3, 60))], 1)
-        row = rows_of({"t": weighted(values, lengths)}, "x", 0)["y", "t"]
-        inside += row.difference_low <= math.expm1(0.1) <= row.difference_high
-    assert inside / 400 > 0.95 - 3 * (0.95 * 0.05 / 400) ** 0.5
+    lengths = rng.integers(5, 200, 60).astype(float)
+    differences = lengths[:, None] * rng.normal(0.1, 0.3, (60, 600)) / lengths.mean()
+    ps = sign_flip_test(differences, draws=1999)
+    low, high = difference_interval(_linearized(differences, lengths / lengths.mean()), np.inf, ps)
+    inside = ((low <= 0.1) & (high >= 0.1)).mean()
+    assert 0.95 - 3 * (0.95 * 0.05 / 600) ** 0.5 < inside < 0.98
+    naive_low, naive_high = difference_interval(differences, np.inf, ps)  # the lengths' spread counts as an error
+    assert (high - low).mean() < 0.99 * (naive_high - naive_low).mean()
 
 
-def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
+def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = compare(words(runs), "a", by=["level"])
     evaluated = ["tiny_colours", "tiny_last", "tiny_more", "tiny_texts", "tiny_words"]
     levels = [f"{task}, level: {i}" for task in ("tiny_colours", "tiny_more", "tiny_words") for i in range(1, 5)]
@@ -214,6 +215,9 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
     assert sorted(only.tasks) == ["tiny_group", "tiny_more", "tiny_words"]
     with pytest.raises(InputError, match="by: no compared task has documents of several values of 'subject'"):
         compare(words(runs), by=["subject"])
+    with pytest.raises(InputError, match="by: question has 40 values in tiny_colours, more than 3"):
+        monkeypatch.setattr("lmeval_prune.comparison.compare.MAX_PARTS", 3)
+        compare(words(runs), by=["question"])
 
 
 def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -319,6 +323,18 @@ def test_several_seeds_in_a_folder_are_averaged(runs: dict[str, Path], tmp_path:
     assert "seed 1; 2" in comparison.about["both"]
 
 
+def test_a_task_twice_with_different_settings_is_refused(
+    runs: dict[str, Path], others: dict[str, Path], tmp_path: Path
+) -> None:
+    """Examples in the prompt are a setting; a seed is none."""
+    shutil.copytree(others["prompts"], tmp_path / "both")
+    shutil.copytree(others["fewer"], tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(
+        InputError, match=r"both has tiny_words twice with different settings: num_fewshot: [01] and [01]; name the"
+    ):
+        compare([str(runs["a"]), f"both={tmp_path / 'both'}"])
+
+
 def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     for name in "ac":
         shutil.copytree(runs[name], tmp_path / "all", dirs_exist_ok=True)
@@ -330,6 +346,14 @@ def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Pa
         shutil.copy(path, flat)
     names = compare([str(flat)]).variants
     assert all(re.search(r"flat pretrained=.*tiny-(llama|other)$", name) for name in names)
+    for path in flat.glob("results_*.json"):
+        results = json.loads(path.read_text())
+        is_other = "tiny-other" in results["config"]["model_args"]
+        arguments = {"pretrained": "x", "seed": 5} | ({"load_in_8bit": True} if is_other else {})
+        results["config"] |= {"model": "vllm" if is_other else "hf", "model_args": arguments}
+        path.write_text(json.dumps(results))
+    names = [name.rpartition("flat ")[2] for name in compare([str(flat)]).variants]
+    assert sorted(names) == ["--model=hf", "--model=vllm load_in_8bit=True"]
 
 
 def old_layout(run: Path, target: Path, version: str) -> Path:
@@ -367,11 +391,8 @@ def test_old_layouts_are_read(runs: dict[str, Path], tmp_path: Path, version: st
     for task in ("tiny_words", "tiny_colours", "tiny_texts", "tiny_last"):
         row, new = comparison.rows["c", task], comparison.rows["new", task]
         known = expected.rows["c", task]
-        assert (
-            (row.mean, row.difference, row.p)
-            == (known.mean, known.difference, known.p)
-            == (new.mean, new.difference, new.p)
-        )
+        for name in ("mean", "difference", "p", "better", "lower_is_better", "choice_kld"):
+            assert getattr(row, name) == getattr(known, name) == getattr(new, name), name
 
 
 def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
@@ -478,6 +499,25 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     page.click("tr[data-variant=second]")
     assert "hf (pretrained=" in page.inner_text("tr.detail")
     page.close()
+
+
+def test_a_served_model_against_the_loaded_one(tiny_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """`local-completions` and `hf`: the same prompts, answers and likelihoods, of the same weights."""
+    settings = {"gen_kwargs": {"do_sample": False, "temperature": 0}, "limit": 8}
+    with Stub(tiny_folder) as server:
+        model_args = {
+            "model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(tiny_folder),
+            "tokenizer_backend": "huggingface", "tokenized_requests": False, "max_length": 500,
+        }  # fmt: skip
+        served = {"model": "local-completions", "model_args": model_args, "batch_size": 1}
+        evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "served", "", **served, **settings)
+    loaded = {"model_args": {"pretrained": str(tiny_folder), "dtype": "float64"}}
+    evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "loaded", "", **loaded, **settings)
+    comparison = compare([str(tmp_path / "loaded"), str(tmp_path / "served")])
+    assert comparison.about["served"].startswith("local-completions (model=tiny,base_url=")
+    rows = [comparison.rows["served", task] for task in ("tiny_words", "tiny_colours")]
+    assert all((row.difference, row.same_answers) == (0, 1) for row in rows)
+    assert rows[1].choice_kld == pytest.approx(0, abs=1e-6)
 
 
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:

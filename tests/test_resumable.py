@@ -265,6 +265,17 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(
     assert "\n" not in str(error.value)
 
 
+def test_processes_write_files_of_their_own(late: type[Late], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lms = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        lms.append(ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}"))
+    for lm, prompt in zip(lms, ("one", "two"), strict=True):
+        lm.generate_until([compat.request("generate_until", (prompt, {}), "task", 0, doc={"question": prompt})])
+    assert sorted(path.name for path in (tmp_path / "store").glob("rank-*")) == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert stored(tmp_path / "store") == 2
+
+
 def test_a_second_store_and_images_are_refused(late: type[Late], tmp_path: Path) -> None:
     lm = ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
     with pytest.raises(InputError, match="another run is writing"):

@@ -13,7 +13,7 @@ import pandas as pd
 from lmeval_prune.comparison.distances import distances
 from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
-from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
+from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs
 from lmeval_prune.comparison.settings import different
 from lmeval_prune.comparison.tables import Table, merged, pooled, read_table
 from lmeval_prune.errors import InputError, did_you_mean, first_few
@@ -21,6 +21,7 @@ from lmeval_prune.errors import InputError, did_you_mean, first_few
 Kind = Literal["questions", "prompts", "settings"]
 ADVICE = "name a metric with --metric, or leave the task out with --tasks"
 KEY = ["task", "doc_id", "question"]
+MAX_PARTS = 100  # of a task, by one column
 
 
 def compare(
@@ -235,7 +236,9 @@ def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list
     """Return the parts of a task, `TASK, COLUMN: VALUE`, for columns of its documents with several values."""
     parts = []
     for column in by:
-        values = base.outcomes[column]
+        values = base.outcomes[DOCUMENT + column]
+        if values.nunique() > MAX_PARTS:
+            raise InputError(f"by: {column} has {values.nunique()} values in {task}, more than {MAX_PARTS}")
         if values.nunique() > 1:
             for value in sorted(values.dropna().unique()):
                 parts.append((f"{task}, {column}: {value}", table.part(np.flatnonzero(values == value))))

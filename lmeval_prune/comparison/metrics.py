@@ -52,7 +52,7 @@ class Results(TypedDict):
     """Fields of lm-eval's results that comparisons read."""
 
     results: NotRequired[dict[str, dict[str, Any]]]
-    configs: NotRequired[dict[str, Any]]
+    configs: NotRequired[dict[str, dict[str, Any]]]
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
@@ -71,12 +71,20 @@ def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
     """
     known = {}
     for task, rows in outcomes.groupby("task", sort=False):
-        higher = results.get("higher_is_better", {}).get(str(task)) or {}
         known[str(task)] = {
-            column: Metric(column, aggregation, higher.get(_name(column), True) is False)
+            column: Metric(column, aggregation, _is_lower_better(str(task), _name(column), aggregation, results))
             for column, aggregation in _aggregations(rows, str(task), results).items()
         }
     return known
+
+
+def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: Results) -> bool:
+    """Return whether lower is better: as the results say, else the task's configuration, else by the aggregation."""
+    higher = (results.get("higher_is_better", {}).get(task) or {}).get(metric)  # lm-eval before 0.4.3 does not say it
+    if higher is None:
+        entries = (entry for entry in _metric_list(task, results) if entry.get("metric") == metric)
+        higher = next(entries, {}).get("higher_is_better")
+    return aggregation.factor < 0 if higher is None else not higher
 
 
 def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
@@ -147,8 +155,12 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, 
 
 def declared_aggregations(task: str, results: Results) -> dict[str, Any]:
     """Return the aggregations that lm-eval's configuration of a task names, by metric."""
+    return {str(entry.get("metric")): entry.get("aggregation") for entry in _metric_list(task, results)}
+
+
+def _metric_list(task: str, results: Results) -> list[dict[str, Any]]:
     config = (results.get("configs") or {}).get(task) or {}
-    return {entry.get("metric"): entry.get("aggregation") for entry in config.get("metric_list") or ()}
+    return config.get("metric_list") or []
 
 
 def _agrees(value: float, figure: float) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Annotated, Any, NotRequired, cast
 
+from annotated_types import Len
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import file_name, parse_json, read_json, validate_json
@@ -39,8 +40,8 @@ class Sample(TypedDict):
     doc_id: int
     doc: Any
     target: Any
-    arguments: list[Any] | dict[str, Any]
-    resps: list[Any]
+    arguments: Annotated[list[Any], Len(1)] | Annotated[dict[str, Any], Len(1)]
+    resps: Annotated[list[Any], Len(1)]
 
 
 @dataclass(frozen=True)

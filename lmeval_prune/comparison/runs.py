@@ -20,16 +20,17 @@ from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
 from lmeval_prune.comparison.settings import Settings, different, seed_text, settings_of
 from lmeval_prune.errors import InputError, first_few
 
+DOCUMENT = "document: "  # prefix of columns of documents
+
 
 class Evaluation(NamedTuple):
     """Outcomes of a run on a task."""
 
-    outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and the columns of documents
+    outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and columns of the documents
     answers: pd.DataFrame
     """See `samples.tables`; of a single results file also `answer_key`, a digest, and `log_likelihoods` of choices."""
     known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
-    repeats: int  # number of results files
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Run:
         files = [file for file in self.files if task in file.samples]
         settings = [settings_of(file, task) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
-            if reasons := different(settings[0].other, other.other, settings[0].lm_eval == other.lm_eval):
+            is_one_version = settings[0].lm_eval == other.lm_eval
+            if reasons := different(settings[0].of_repeats, other.of_repeats, is_one_version):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"
@@ -100,12 +102,12 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     ordered = [first[number] for number in outcomes["doc_id"]]
     outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
     for column in columns:
-        outcomes[column] = [_field(row["doc"], column) for row in ordered]
+        outcomes[DOCUMENT + column] = [_field(row["doc"], column) for row in ordered]
     answers["answer_key"] = [digest(text) if text else "" for text in answers["answer"]]
     for column in ("question", "target", "answer"):
         answers[column] = answers[column].map(shortened)
     answers["log_likelihoods"] = [log_likelihoods(row) for row in ordered]
-    return Evaluation(outcomes, answers, known, settings, 1)
+    return Evaluation(outcomes, answers, known, settings)
 
 
 def _texts(arguments: list[Any]) -> list[Any]:
@@ -139,7 +141,7 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
     answers = answers.drop(columns=["answer_key", "log_likelihoods"])  # there is no distance of several answers
     known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
-    return Evaluation(merged, answers.reset_index(), known, first.settings, len(parts))
+    return Evaluation(merged, answers.reset_index(), known, first.settings)
 
 
 def find_runs(words: Sequence[str]) -> list[Run]:
@@ -171,18 +173,14 @@ def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     groups = list(by_model.values())
     if len(groups) == 1:
         return [Run(label, groups[0])]
-    firsts = [group[0] for group in groups]
-    varying = [
-        name
-        for name in dict.fromkeys(name for file in firsts for name in file.model_args)
-        if name != "seed" and len({str(file.model_args.get(name)) for file in firsts}) > 1
-    ]
-    folders = [str(file.path.parent.relative_to(path)) for file in firsts]
+    own = [{"--model": group[0].config.get("model")} | group[0].model_args for group in groups]
+    names = dict.fromkeys(name for arguments in own for name in arguments if name != "seed")
+    varying = [name for name in names if len({str(arguments.get(name)) for arguments in own}) > 1]
+    folders = [str(group[0].path.parent.relative_to(path)) for group in groups]
     runs = []
-    for folder, group in zip(folders, groups, strict=True):
+    for folder, group, arguments in zip(folders, groups, own, strict=True):
         parts = [label] if folder == "." else [f"{label}/{folder}"]
         if folders.count(folder) > 1:
-            own = group[0].model_args
-            parts += [f"{name}={own[name]}" for name in varying if name in own] or ["no further arguments"]
+            parts += [f"{name}={arguments[name]}" for name in varying if name in arguments] or ["no further arguments"]
         runs.append(Run(" ".join(parts), group))
     return runs

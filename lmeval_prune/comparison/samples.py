@@ -44,7 +44,7 @@ def _outcome(row: dict[str, Any]) -> dict[str, float]:
     """
     values: dict[str, float] = {}
     for metric in row["metrics"]:
-        column, value = f"{metric},{row['filter']}", row[metric]
+        column, value = f"{metric},{row['filter']}", row.get(metric)
         pair = value if isinstance(value, list | tuple) else [value]
         numbers = [float(item) for item in pair if isinstance(item, bool | int | float | np.number)]
         if len(numbers) == len(pair) <= 2 and numbers and not any(map(math.isnan, numbers)):

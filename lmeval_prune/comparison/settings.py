@@ -30,6 +30,11 @@ class Settings(NamedTuple):
     other: dict[str, Any]  # of generation, filters and metrics
     lm_eval: str | None  # lm-eval's version
 
+    @property
+    def of_repeats(self) -> dict[str, Any]:
+        """Return the settings that agree in repeats with several seeds."""
+        return {name: value for name, value in (self.prompt | self.other).items() if name != "fewshot_seed"}
+
 
 def settings_of(file: ResultsFile, task: str) -> Settings:
     """Return the settings of a task in a results file."""

@@ -115,7 +115,9 @@ def read_table(
         except InputError as error:
             raise InputError(f"{variant!r} on {task}: {error}") from None
         if column and not np.allclose(weights[rows], own_weights):
-            raise InputError(f"{variant!r} on {task}: its documents have other numbers of words or bytes than before")
+            raise InputError(
+                f"{variant!r} on {task}: its documents have other numbers of words or bytes than another variant"
+            )
         weights[rows] = own_weights
     keys = [texts[name, number] for name, number, _ in questions]
     return Table(list(outcomes), values, keys, questions, metrics, weights=_unless_equal(weights))

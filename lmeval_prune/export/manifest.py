@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, file_name, read_artefact, read_json
+from lmeval_prune.artefacts import content_digest, digest, file_name, read_artefact, read_json
 from lmeval_prune.errors import InputError
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
@@ -53,6 +53,24 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
         return read_artefact(path, SCHEMA, VERSION, Adapter)[0]
     except InputError as error:
         raise InputError(f"{error}; export the adapter again") from None
+
+
+def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the name and the digest of an ordinary LoRA adapter: a folder in PEFT's format, or a GGUF file.
+
+    The name is the folder's or the file's, under which the server has the adapter.
+    """
+    file = Path(path).expanduser().resolve()
+    if file.is_file() and file.suffix == ".gguf":
+        return {file.parent.name if file.stem == "adapter" else file.stem: content_digest(file)}
+    config = file / "adapter_config.json"
+    if not config.is_file():
+        raise InputError(
+            f"lora={path} is no LoRA adapter: there is no {config.name} in it; name its folder or its GGUF file"
+        )
+    if (kind := read_json(config).get("peft_type")) != "LORA":
+        raise InputError(f"lora={path} is an adapter of type {kind}, which servers do not take; give a LoRA adapter")
+    return {file.name: content_digest(file)}
 
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.manifest import adapter_name, read_adapters
+from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity
@@ -271,6 +271,8 @@ def _computation(
 
 def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the hashes of a served variant's adapters (with a router: all adapters) if their folder is given."""
+    if "lora" in variant.model_args:
+        return {"lora": read_lora(variant.model_args["lora"])}
     if "adapters" not in variant.model_args:
         return {}
     known = read_adapters(str(variant.model_args["adapters"]))

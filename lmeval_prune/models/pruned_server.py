@@ -18,7 +18,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.errors import InputError, first_line, print_input_errors
-from lmeval_prune.export.manifest import read_adapters
+from lmeval_prune.export.manifest import read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.models.server_answering import ServerAnswering
 from lmeval_prune.models.server_client import LogLikelihood, ServerClient
-from lmeval_prune.models.server_kinds import DENSE, ServedVariant
+from lmeval_prune.models.server_kinds import ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_probe import Probe, connect, model_name
 from lmeval_prune.tasks.compat import max_length
@@ -52,6 +52,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     Attributes:
         adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
+        lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
         base: digest of the served checkpoint.
 
     Raises:
@@ -72,6 +73,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.arguments = Arguments.of(variant_arguments)
         self._check_arguments(variant_arguments)
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
+        self.lora = read_lora(self.options.lora) if self.options.lora else {}
+        if self.lora and (self.arguments.interventions or self.arguments.router):
+            raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
         self.checkpoint = self._read_checkpoint()
@@ -206,7 +210,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         if not self.adapters:
             return
         adapter_format = "gguf" if self.kind.adapter_list else "peft"
-        names = [name for variant in variants if variant != DENSE for name in self._adapter_names(variant)]
+        names = [name for variant in variants if variant.heads for name in self._adapter_names(variant)]
         for name in names:
             if name not in self.adapters:
                 raise InputError(
@@ -243,7 +247,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return {"adapters": dict(sorted(hashes))}
 
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
-        """Return the hashes of a variant's adapters, as far as they are in the folder `adapters=`."""
+        """Return the hashes of a variant's adapters, as far as they are in the folder `adapters=` or `lora=`."""
+        if variant.name in self.lora:
+            return self.lora
         names = (variant.name,) if variant.name in self.adapters else variant.heads
         return {name: str(self.adapters[name]["hash"]) for name in names if name in self.adapters}
 
@@ -252,6 +258,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         masks: Any = self.arguments.interventions
         heads = [head for mask in masks for head in mask.resolve(self.model_map).heads]
         info: dict[str, Any] = {"created_by": CREATED_BY, **self.identity, "heads": heads}
+        if self.lora:
+            info["lora"] = self.lora
         if self.adapters:
             info["adapters"] = {name: adapter["hash"] for name, adapter in self.adapters.items()}
         if self.arguments.router:

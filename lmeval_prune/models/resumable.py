@@ -1,4 +1,4 @@
-"""`--model resumable`: any lm-eval model with the answer store, so that an evaluation that was killed is resumed.
+"""`--model resumable`: any lm-eval model with the answer store, so that a killed evaluation is resumed.
 
 `--model_args lm=vllm,responses=FOLDER,…` evaluates `--model vllm --model_args …`. Weights behind such a model cannot
 be read in general, so it is identified by its arguments: files and folders by their content, a model of the hub by its
@@ -214,9 +214,8 @@ class StoredAnswering:
     def _group_size(self) -> int:
         """Return how many requests are sampled from one stream of random numbers; see `Answering`."""
         size = getattr(self.lm, "batch_size", None)
-        return (
-            size if isinstance(size, int) else min(AUTO_GROUP_SIZE, getattr(self.lm, "max_batch_size", AUTO_GROUP_SIZE))
-        )
+        largest = getattr(self.lm, "max_batch_size", None) or AUTO_GROUP_SIZE
+        return size if isinstance(size, int) else min(AUTO_GROUP_SIZE, largest)
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Compute the answers to pending requests, and store them as they are reported, or part by part."""
@@ -249,12 +248,16 @@ class StoredAnswering:
         return [self._with_seed(*pair) for pair in zip(pending.requests, pending.repeats, strict=True)]
 
     def _with_seed(self, request: Any, repeat: int) -> Any:
-        """Return a sampled request with the seed of a repeat; neighbouring seeds of runs are not shared."""
+        """Return a sampled request with a seed of its own.
+
+        Questions share the seeds of repeats on a server: lm-eval sends only requests with equal settings side by side.
+        """
         context, settings = request.args
         if not generation.is_sampling(settings) or "seed" in settings:
             return request
-        seed = int(digest([self.seed, repeat]), 16) & 0x7FFFFFFF
-        return replace(request, arguments=(context, {**settings, "seed": seed}))
+        is_served = issubclass(self.lm.model_class, TemplateAPI)
+        key = [self.seed, repeat] if is_served else generation.sampling_key(self.seed, request, repeat)
+        return replace(request, arguments=(context, {**settings, "seed": int(digest(key), 16) & 0x7FFFFFFF}))
 
     def _parts(self, pending: PendingRequests) -> Iterator[tuple[Sequence[int], int | None]]:
         """Yield the indices of each call of the model, and the seed of its random numbers, if it samples."""

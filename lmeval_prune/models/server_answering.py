@@ -37,7 +37,9 @@ class ServerAnswering(Answering):
         return {**parts, "cut": self.lm.client.truncated_length(kind, request), "adapters": adapters}, head
 
     def variant(self, head: str = UNPRUNED) -> ServedVariant:
-        """Return the variant that prunes the head of a try and the heads of the model_args."""
+        """Return the variant that prunes the head of a try and the heads of the model_args, or has a LoRA adapter."""
+        for name in self.lm.lora:
+            return ServedVariant(name)
         mask = self.router.masks[head] if self.router and head != UNPRUNED else None
         masks: Any = combined([*self._applied(), *([mask] if mask else [])])
         heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]

@@ -20,7 +20,7 @@ class ServedVariant:
     """A variant of the model on a server."""
 
     name: str = ""  # of its adapter; empty for the unpruned model
-    heads: tuple[str, ...] = ()  # pruned heads
+    heads: tuple[str, ...] = ()  # pruned heads; none under an ordinary LoRA adapter
 
     def __str__(self) -> str:
         return self.name or "dense"
@@ -111,7 +111,8 @@ class LlamaCpp(ServerKind):
 
         The server's prompt cache is off because it matches tokens only, not the adapters that computed its entries.
         """
-        names: Sequence[str] = [variant.name] if variant.name in listing.adapter_ids else variant.heads
+        is_composed = variant.heads and variant.name not in listing.adapter_ids
+        names: Sequence[str] = variant.heads if is_composed else [variant.name] if variant.name else []
         for name in names:
             if name not in listing.adapter_ids:
                 raise InputError(

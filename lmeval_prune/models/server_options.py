@@ -38,6 +38,7 @@ class ServerOptions(Settings):
     revision: str | None = None
     trust_remote_code: bool = False
     adapters: str | None = None  # folder that `lmeval-prune export adapter` wrote; answers depend on its content
+    lora: str | None = None  # ordinary LoRA adapter, a folder; the server has it under the folder's name
     dtype: str | None = None  # type in which the servers compute; required with `responses=`, or named by `adapters`
     max_length: Count | None = None  # tokens of prompt and answer; at most the servers' limit
     # prompts and answers, as for lm-eval's `local-completions` and `hf`
@@ -106,7 +107,7 @@ class ServerOptions(Settings):
 SERVER_OPTIONS = {each.name for each in fields(ServerOptions)}
 # options that no local model has
 SERVER_ARGUMENTS = {
-    *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "seed"),
+    *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "lora", "seed"),
     *("verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"),
 }
 

@@ -93,7 +93,8 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
     heads, kv_heads = (values.get(own.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
     sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
     if "qk_rope_head_dim" not in values:  # in latent attention, head_dim has another meaning
-        sizes["head_dim"] = _HEAD_DIM
+        is_setting = hasattr(type(config), "head_dim")  # else a cut wrote it, and only some modules may read it
+        sizes["head_dim"] = _HEAD_DIM if is_setting else sizes["hidden_size"] // sizes["num_attention_heads"]
     if kv_heads and heads:
         sizes["num_key_value_heads"] = 2 if kv_heads < heads else 4
     for name, size in sizes.items():

@@ -48,6 +48,7 @@ def test_the_recipe_is_clean(copy: Path, command: tuple[str, ...]) -> None:
     call(copy, "ruff", *command, *PASTED)
 
 
+@pytest.mark.long
 def test_the_recipe_s_row_is_green(copy: Path) -> None:
     call(copy, "tests.arithmetic")  # as the guide says
     call(

@@ -207,7 +207,9 @@ def test_a_program_without_a_guard_runs_once_and_leaves_nothing(way: str, tmp_pa
     assert len(pids.split()) >= 2 and left(pids) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT]
+)
 def test_a_program_that_is_killed_leaves_nothing(number: int, tmp_path: Path) -> None:
     """One worker waits; the other's comparison would go on for ever."""
     (tmp_path / "program.py").write_text(

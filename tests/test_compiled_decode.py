@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmeval_prune.kernels.decode_attention import compiled
@@ -34,7 +34,28 @@ def literal(
     return out, lse
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.fixture(autouse=True)
+def always_release_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LARGE", 0)
+
+
+def test_pytorch_works_on_after_its_waiting_threads_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(variable, raising=False)
+    compiled._openmp.cache_clear()
+    before, x = torch.get_num_threads(), torch.randn(300, 300, dtype=torch.float64)
+    torch.set_num_threads(3)
+    try:
+        product = x @ x
+        for _ in range(3):
+            compiled._release_cores()
+            assert torch.equal(x @ x, product) and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        compiled._openmp.cache_clear()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.sampled_from([(1, 1, 8, 8), (3, 3, 64, 64), (2, 4, 16, 24)]),  # kv heads, group, widths
     rows=st.integers(1, 7),

@@ -376,6 +376,43 @@ def test_without_refill_a_batch_ends_as_a_whole() -> None:
     assert (steps(True), steps(False)) == (29, 29 + 2 + 2)  # the first token comes from the prompt's pass
 
 
+def test_a_small_pass_of_prompts_waits_for_others_that_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end one by one here, and are replaced two at a time; at the end, nothing is waited for."""
+    monkeypatch.setattr("lmeval_prune.decoding.scheduler.FREE_SHARE", 0.25)
+    model, passes = model_of("llama"), []
+    requests = [Request((5, 6, i), params=SamplingParams(3 + i % 8, eos=()), tag=i) for i in range(3, 3 + 8 + 7)]
+    expected = {request.tag: alone(model, request) for request in requests}
+
+    def started(run: Scheduler) -> None:
+        if new := [row for row in run.active if len(row.answer) == 1 and not row.cached - len(row.prompt)]:
+            passes.append(len(new))
+
+    watch(monkeypatch, "_start_leaders", started)
+    engine = Engine(model, max_rows=8, schedule=Schedule(drafts=0))
+    assert answers(engine, requests) == expected
+    assert passes[0] == 8 and set(passes[1:-1]) <= {2, 3} and sum(passes) == len(requests)
+
+
+def test_followers_start_before_their_leaders_end_if_rows_are_free() -> None:
+    model = model_of("llama")
+    masks = [None, *map(HeadMask, ["L1H0", "L1H1", "L2H0", "L2H1", "L3H0"])]
+    prompts = [(5, 6, 3), (5, 6, 4)]
+    requests = [
+        Request(prompt, mask, SamplingParams(20, eos=()), tag=10 * i + j)
+        for i, prompt in enumerate(prompts)
+        for j, mask in enumerate(masks)
+    ]
+    expected = {request.tag: alone(model, request) for request in requests}
+
+    def steps(rows: int) -> int:
+        engine = Engine(model, max_rows=rows, schedule=Schedule(drafts=0))
+        assert answers(engine, requests) == expected
+        return engine.statistics.steps
+
+    assert steps(12) == 19  # all at once; the first token comes from the prompt's pass
+    assert steps(7) <= 2 * 19  # five followers beside both leaders, then the other five
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmeval_prune.decoding.model_runner.PASS", 30)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.decoding.token_tree import common_length
 from lmeval_prune.settings import Natural, Settings
+
+FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
+LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get
 
 
 @dataclass
@@ -113,7 +117,7 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Start requests, or decode the next tokens."""
-        if self.schedule.refill or not self.active:
+        if self._starts_requests():
             self._admit()
         if not any(row.ended for row in self.active):
             self._step()
@@ -127,8 +131,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Fill free slots: first with followers that can start, then with new leaders.
 
-        If no group waits and the followers of all running leaders fit into the free slots, they start at once, before
-        their leaders' answers are complete: steps with few rows would cost more than sharing saves. If rows are
+        If no leader can start, the followers of running leaders start before their leaders' answers are complete, as
+        far as they fit into the free slots: steps with few rows would cost more than sharing saves. If rows are
         running, only one pass with new prompts (and the followers' checks after it) delays them.
         """
         was_running = bool(self.active)
@@ -136,15 +140,40 @@ class Scheduler:
             if self.ready:
                 self._start_followers()
             elif not self._start_leaders():
-                leading = [row.group for row in self.active if row.kept_layers]
-                free = self.capacity - len(self.active)
-                if self.waiting or not leading or sum(len(group.followers) for group in leading) > free:
+                groups = self._groups_that_fit()
+                if not groups:
                     return
-                for group in leading:
+                for group in groups:
                     self._release_followers(group)
                 continue
             if was_running:
                 return
+
+    def _starts_requests(self) -> bool:
+        """Return whether to run prompts now: beside running rows, a small pass waits for requests that can join it."""
+        if not (self.active and self.schedule.refill):
+            return not self.active
+        rows = self._next_rows()
+        if not rows:
+            return bool(self._groups_that_fit())
+        tokens = sum(len(row.prompt) for row in rows)
+        is_full = len(self.active) + len(rows) == self.capacity
+        others_may_join = is_full or any(row.kept_layers for row in self.active)
+        return tokens >= LEAST_PASS or len(rows) >= FREE_SHARE * self.capacity or not others_may_join
+
+    def _next_rows(self) -> list[Sequence]:
+        """Return the requests that can start in the free slots: followers with the same first layer, or leaders."""
+        rows = (group.leader for group in self.waiting)
+        if self.ready:
+            first = self.ready[0].followers[0].first_layer
+            rows = (row for group in self.ready for row in group.followers if row.first_layer == first)
+        return list(islice(rows, self.capacity - len(self.active)))
+
+    def _groups_that_fit(self) -> list[PromptGroup]:
+        """Return groups of running leaders whose followers fit into the free slots."""
+        leading = [row.group for row in self.active if row.kept_layers]
+        rows = accumulate((len(group.followers) for group in leading), initial=len(self.active))
+        return [group for group, end in zip(leading, list(rows)[1:], strict=True) if end <= self.capacity]
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
         """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""

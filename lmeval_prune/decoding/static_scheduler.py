@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lmeval_prune.decoding.sampling import uniforms
-from lmeval_prune.decoding.scheduler import Scheduler
+from lmeval_prune.decoding.scheduler import FREE_SHARE, Scheduler
 from lmeval_prune.decoding.sequence import Sequence
 from lmeval_prune.decoding.static_step import (
     ANSWER,
@@ -28,8 +28,6 @@ from lmeval_prune.decoding.static_step import (
     StaticStep,
     StepResult,
 )
-
-FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 
 
 @dataclass

@@ -48,7 +48,7 @@ def compare(
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name two or more")
     base = runs[_baseline(baseline, words, runs)]
-    runs = {base.name: base, **runs}
+    runs = {name: run if run is base else run.named_as(base) for name, run in {base.name: base, **runs}.items()}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
     rows = rows_of(tables, base.name, seed)
@@ -88,7 +88,7 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
         base: the baseline.
         others: the other runs; one without any of the tasks is refused.
     """
-    chosen = [task for name in names for task in (_leaves(name, base.groups) if name in base.groups else [name])]
+    chosen = [task for name in names for task in _named(name, base)]
     for task in chosen:
         if task not in base.tasks:
             known = [*base.tasks, *base.groups]
@@ -106,9 +106,16 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
         notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
     for run in (base, *others):
         for task in shared:
-            if (count := sum(task in file.samples for file in run.files)) > 1:
+            if (count := len(run.files_of(task))) > 1:
                 notes.append(f"{run.name} on {task}: each question's mean over {count} results files")
     return shared, notes
+
+
+def _named(name: str, run: Run) -> list[str]:
+    """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
+    known = [*run.groups, *run.tasks]
+    names = [name] if name in known else [each for each in known if each.endswith(f"::{name}")] or [name]
+    return [task for each in names for task in _leaves(each, run.groups)]
 
 
 def _evaluations(

@@ -11,9 +11,9 @@ from lmeval_prune.comparison.results_files import ResultsFile
 
 # entries of a task's configuration that its questions and prompts show, or that say nothing about its evaluation
 _IGNORED = {
-    "alias", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "fewshot_split", "group", "metadata",
-    "should_decontaminate", "doc_to_decontamination_query", "tag", "task", "task_alias", "test_split",
-    "training_split", "validation_split", "process_docs", "unsafe_code", "use_prompt", "version",
+    "_qualified_name", "alias", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "fewshot_split",
+    "group", "metadata", "should_decontaminate", "doc_to_decontamination_query", "tag", "task", "task_alias",
+    "test_split", "training_split", "validation_split", "process_docs", "unsafe_code", "use_prompt", "version",
 }  # fmt: skip
 # entries that change nothing but prompts: what differs explains prompts that differ
 _PROMPT = {

@@ -249,6 +249,25 @@ def test_other_layers_are_refused_in_one_line_that_names_the_arguments(name: str
         assert len(layers) > 10 and {layer.heads for layer in layers} == {int(heads)}
 
 
+@pytest.mark.parametrize("name", present(["musicgen", "musicgen_melody"]))
+def test_a_model_of_several_language_models_is_refused_by_their_names(name: str) -> None:
+    (family,) = survey([name])
+    assert family.status == "refused" and re.fullmatch(
+        r"its default configuration builds no model "
+        r"\(transformers' Musicgen\w*ForCausalLM is built from a part of it, a Musicgen\w*DecoderConfig\)",
+        family.detail,
+    )
+    model: Any = nn.Module()
+    model.config = AutoConfig.for_model(name)
+    for described in ({}, {"attention_path": "x.*", "attention_output": "y", "attention_heads": 4}):
+        with pytest.raises(InputError) as error:
+            map_model(model, **described)
+        assert str(error.value) == (
+            f"model family {name!r} is not supported: it has several language models (text_encoder and decoder); load "
+            f"the one to prune as a model of its own"
+        )
+
+
 class NewConfig(LlamaConfig):
     """A configuration that no table names."""
 

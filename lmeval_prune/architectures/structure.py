@@ -21,6 +21,7 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     projection_in,
 )
+from lmeval_prune.architectures.identity import text_config
 from lmeval_prune.architectures.layers import read_blocks
 from lmeval_prune.architectures.proof import refute
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -76,7 +77,7 @@ def recognise(model: Any) -> Fit:
         InputError: no entry does; the message names the family, the reason, and what to give instead.
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     name = getattr(text, "model_type", "") or type(model).__name__
     fits, reasons = _fits(model)
     if getattr(config, "is_encoder_decoder", False):

@@ -59,7 +59,7 @@ _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
 _CHECKED = re.compile(
     rf"(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$", re.IGNORECASE
 )
-_GIVEN = re.compile(rf"\W*(?:by|{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # from x = 3 we see that
+_PREMISE = re.compile(rf"\W*(?:by|{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # from x = 3 we see that
 _APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1.41
     rf"(?<={ATOM})((?:\s+(?!{phrases('refusing')}|{phrases('comparatives')})[A-Za-z²³]{{2,}}){{0,3}})[\s,]*"
     rf"(?:≈|[(,]\s*(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*|roughly|around|nearly))\s*(?:[$£€]?\d|{ATOM}).*$"
@@ -204,17 +204,21 @@ class FormulaReader:
         if self.runs and not re.search(ATOM, sentence):
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
-        sentence = sentence if _GIVEN.match(sentence) else _CHECKED.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
-        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
-        if not lists:
+        sentence = sentence if _PREMISE.match(sentence) else _CHECKED.sub("", sentence)
+        stated = self._last_value(atoms, sentence)
+        if stated is None:
             return None
-        stated = (meant or lists)[-1]
         formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
         if (chosen or _CHOOSES.search(after)) and gives_several(formula):
             return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
+
+    def _last_value(self, atoms: Atoms, sentence: str) -> re.Match[str] | None:
+        """Return the last formulas of a sentence that are values, if possible of no condition."""
+        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
+        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
+        return next(reversed(meant or lists), None)
 
     def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
         """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""

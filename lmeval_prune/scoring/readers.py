@@ -76,6 +76,12 @@ def _main_clause(sentence: str) -> str:
     return clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
 
 
+def _states_nothing(sentence: str) -> bool:
+    """Return whether a sentence calls its own value wrong, plans or denies."""
+    plans = _PLANS.search(sentence) and not _STATES.search(sentence)
+    return mistakes_of_others(sentence) or bool(plans or DENIED.search(_main_clause(sentence)))
+
+
 def _beside(sentence: str, rejection: re.Match[str]) -> str:
     """Return what a sentence says before it rejects a value, unless that is a condition, or else after it."""
     before = sentence[: rejection.start()]
@@ -121,25 +127,27 @@ class NumberReader:
         for sentence in concluding_sentences(text):
             words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
             words = _NOT_BUT.sub("", plain(words))
-            plans = _PLANS.search(words) and not _STATES.search(words)
-            if mistakes_of_others(words):
-                if _DIGIT.search(words):
-                    return None
+            if mistakes_of_others(words) and not _DIGIT.search(words):
                 continue
-            if plans or DENIED.search(_main_clause(words)):
+            if _states_nothing(words):
                 return None
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
                 words = _beside(words, rejection)
-            words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
-            if self.algebra and len(PROSE.findall(words)) > 1:
-                words = re.sub(r"(?<=\d)!\s*$", "", words)  # It is 9!
+            words = self._without_remarks(words)
             if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
                 return None
             if _DIGIT.search(words):
                 number = self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
                 return None if number in rejected else number
         return None
+
+    def _without_remarks(self, sentence: str) -> str:
+        """Return a sentence without approximations of an exact value, and the exclamation mark of an answer in words."""
+        sentence = _APPROXIMATION.sub(r"\1", sentence) if self.exact else sentence
+        if self.algebra and len(PROSE.findall(sentence)) > 1:
+            return re.sub(r"(?<=\d)!\s*$", "", sentence)  # It is 9!
+        return sentence
 
     def _number(self, text: str, last: bool = False) -> str | None:
         reading = read_number(text, last)

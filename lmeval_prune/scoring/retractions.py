@@ -50,6 +50,14 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
         content: what was stated: a number that is called wrong must be in it.
     """
     near = following[:WINDOW]
+    first = _first_sign(near, content)
+    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
+        return None
+    return _last_sign(near, first)
+
+
+def _first_sign(near: str, content: str) -> re.Match[str] | None:
+    """Return the first words that call `content` wrong, or turn to something that is computed or said."""
     numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
     others = [mistake.end() for mistake in _OF_OTHERS.finditer(near)]
     called = (
@@ -60,10 +68,7 @@ def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
     turns = (turn for turn in turns if not _WONDERS.search(near, 0, turn.start()))
     candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
-    first = min(candidates, key=lambda sign: sign.start(), default=None)
-    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
-        return None
-    return _last_sign(near, first)
+    return min(candidates, key=lambda sign: sign.start(), default=None)
 
 
 def mistakes_of_others(sentence: str) -> bool:

@@ -22,9 +22,11 @@ from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
 from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
-from lmeval_prune.comparison.rows import _linearized, rows_of
+from lmeval_prune.comparison.report import write
+from lmeval_prune.comparison.rows import Comparison, _linearized, rows_of
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
+from tests.conftest import strict_json
 from tests.lm_eval_runs import evaluate, write_tasks
 from tests.stub_server import Stub
 
@@ -194,6 +196,15 @@ def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:
     assert 0.95 - 3 * (0.95 * 0.05 / 600) ** 0.5 < inside < 0.98
     naive_low, naive_high = difference_interval(differences, np.inf, ps)  # the lengths' spread counts as an error
     assert (high - low).mean() < 0.99 * (naive_high - naive_low).mean()
+
+
+def test_a_perplexity_that_no_number_holds_is_null_in_json(tmp_path: Path) -> None:
+    table = weighted(np.array([[1.0, 5000.0], [2.0, 5001.0], [3.0, 5003.0]]), np.ones(3))
+    rows = rows_of({"t": table}, "x", 0)
+    assert rows["y", "t"].mean == math.inf
+    write(Comparison("x and y", "x", ["x", "y"], {"t": table}, rows, answers=lambda *_: {}), tmp_path)
+    row = strict_json(tmp_path / "comparison.json")["rows"][1]
+    assert row["mean"] is row["difference"] is None and row["worse"] == 3
 
 
 def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

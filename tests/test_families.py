@@ -30,6 +30,7 @@ from tests.test_decoding import Letters, alone, answers, some_requests
 from tests.test_docs import section
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
+from tests.tiny_models import family_folder
 
 # families of transformers 5.23 that are not in the table, by their default configurations
 LISTED = json.loads(Path(__file__).with_name("families.json").read_text())
@@ -373,38 +374,11 @@ def test_flops_are_counted_where_every_layer_is_attention() -> None:
     assert formula_flops(map_model(small("qwen3_next")), 24) is None
 
 
-def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:
-    """A tiny random model of a family, saved as a user would have it."""
-    config = AutoConfig.for_model(
-        name,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=259,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", present(["ministral3", "seed_oss", "exaone4"]))
 def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Log-likelihoods and texts are those of lm-eval's own model whose columns are zero on disk."""
     assert name not in FAMILIES
-    folder = lm_eval_folder(name, tiny_folder, tmp_path / name)
+    folder = family_folder(name, tiny_folder, tmp_path / name)
     zeroed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     zeroed.model.layers[0].self_attn.o_proj.weight.data[:, 8:16] = 0
     zeroed.save_pretrained(tmp_path / "zeroed")

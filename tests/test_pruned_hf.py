@@ -24,7 +24,7 @@ from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
-from tests.tiny_models import output, tiny, tokens
+from tests.tiny_models import family_folder, output, tiny, tokens
 
 HEADS = "L0H1+L1H2-3"
 PROMPTS = [
@@ -436,20 +436,7 @@ def test_heads_and_those_of_tries_are_checked_together(tiny_folder: Path, tmp_pa
 
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    folder = tmp_path / "newcomer"
-    config = AutoConfig.for_model(
-        "bitnet",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=259,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    folder = family_folder("bitnet", tiny_folder, tmp_path / "newcomer")
     with pytest.raises(InputError, match=r"model family 'bitnet' is not supported: .* give attention_path="):
         model(folder, heads="L0H1")
     described = {

@@ -33,7 +33,7 @@ def text_config(model: Any) -> Any:
     Raises:
         InputError: the model has several language models.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return config
     try:

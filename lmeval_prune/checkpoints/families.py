@@ -61,7 +61,7 @@ def default_model(name: str) -> Any:
 
 def _why_unbuilt(name: str) -> str:
     """Return which part of its configuration a family's causal model is built from; empty if it is all of it."""
-    model_class = getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]), None)
+    model_class: Any = getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]), None)
     config_class = getattr(model_class, "config_class", None)
     if config_class is None or config_class is type(AutoConfig.for_model(name)):
         return ""

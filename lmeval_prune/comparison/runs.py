@@ -73,7 +73,7 @@ class Run:
     def about(self) -> str:
         """Describe the run in a line."""
         first = self.files[0]
-        arguments = ",".join(f"{name}={value}" for name, value in first.model_args.items() if name != "seed")
+        arguments = ",".join(f"{name}={value}" for name, value in _arguments(first).items())
         seeds = [text for text in dict.fromkeys(map(seed_text, self.files)) if text]
         dates = sorted(file.results["date"] for file in self.files if isinstance(file.results.get("date"), float))
         parts = [f"{first.config.get('model', 'a model')} ({arguments})"]
@@ -188,17 +188,11 @@ def find_runs(words: Sequence[str]) -> list[Run]:
 
 def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     """Return the runs in a folder, with names from what differs."""
-    by_model: dict[str, list[ResultsFile]] = {}
-    for file in files:
-        arguments = {name: value for name, value in file.model_args.items() if name != "seed"}
-        identity = [str(file.path.parent), file.config.get("model"), arguments]
-        by_model.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
-    groups = list(by_model.values())
+    groups = _by_model(files)
     if len(groups) == 1:
         return [Run(label, groups[0])]
-    own = [{"--model": group[0].config.get("model")} | group[0].model_args for group in groups]
-    names = dict.fromkeys(name for arguments in own for name in arguments if name != "seed")
-    varying = [name for name in names if len({str(arguments.get(name)) for arguments in own}) > 1]
+    own = [{"--model": group[0].config.get("model")} | _arguments(group[0]) for group in groups]
+    varying = _different_arguments(own)
     folders = [str(group[0].path.parent.relative_to(path)) for group in groups]
     runs = []
     for folder, group, arguments in zip(folders, groups, own, strict=True):
@@ -207,3 +201,23 @@ def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
             parts += [f"{name}={arguments[name]}" for name in varying if name in arguments] or ["no further arguments"]
         runs.append(Run(" ".join(parts), group))
     return runs
+
+
+def _by_model(files: list[ResultsFile]) -> list[list[ResultsFile]]:
+    """Group results files of the same folder whose model and arguments agree but for the seed."""
+    groups: dict[str, list[ResultsFile]] = {}
+    for file in files:
+        identity = [str(file.path.parent), file.config.get("model"), _arguments(file)]
+        groups.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
+    return list(groups.values())
+
+
+def _arguments(file: ResultsFile) -> dict[str, Any]:
+    """Return the arguments of a model without the seed."""
+    return {name: value for name, value in file.model_args.items() if name != "seed"}
+
+
+def _different_arguments(models: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the arguments in which models differ."""
+    names = dict.fromkeys(name for arguments in models for name in arguments)
+    return [name for name in names if len({str(arguments.get(name)) for arguments in models}) > 1]

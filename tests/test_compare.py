@@ -245,6 +245,10 @@ def with_groups_in_names(run: Path, target: Path, group: str) -> Path:
     }
     for task in new.values():
         results["configs"][task]["_qualified_name"] = task
+    for config in results["configs"].values():
+        config["metric_list"] = [{**each, **({"kwargs": {}} if group else {})} for each in config["metric_list"]]
+        for each in config.get("filter_list") or []:
+            each |= {"metric_list": config["metric_list"]} if group else {}
     path.write_text(json.dumps({"results": results.pop("results"), **results}))
     for file in list(target.rglob("samples_*")):
         task = file.name.removeprefix("samples_").rpartition("_")[0]

@@ -17,7 +17,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models.likelihood import loglikelihoods
-from lmeval_prune.tasks import data
+from lmeval_prune.tasks import compat, data
 
 CHOICES = 4
 Values = list[tuple[float, bool]]  # of all choices of all questions
@@ -34,9 +34,9 @@ def requests(questions: int, shots: int) -> list[Instance]:
         own = rng.sample([i for i in range(questions + 100) if i != doc], CHOICES - 1)
         own.insert(rng.randrange(CHOICES), doc)
         context = f"{examples}Question: {rows[doc]['question']}\nAnswer:"
-        for number, choice in enumerate(own):
+        for choice in own:
             arguments = (context, f" {steps[choice]}")
-            instances.append(Instance("loglikelihood", {}, arguments, number, ("choice", doc, 1)))
+            instances.append(compat.request("loglikelihood", arguments, "choice", doc))
     return instances
 
 

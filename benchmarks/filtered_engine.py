@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from _record import environment, timed, write
-from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.tasks import data
+from lmeval_prune.tasks import compat, data
 
 RATIO = 0.2
 
@@ -48,9 +47,7 @@ def decoding(options: Any) -> dict[str, Any]:
             filtered = {"token_filter": ratio} if ratio else {}
             lm = PrunedHFLM(folder, device="cpu", dtype="float32", **filtered, **{"batch_size": 1, **arguments})
             chats = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
-            asked = [
-                Instance("generate_until", {}, (chat, dict(settings)), 0, ("t", i, 1)) for i, chat in enumerate(chats)
-            ]
+            asked = [compat.request("generate_until", (chat, dict(settings)), "t", i) for i, chat in enumerate(chats)]
             lm.generate_until(asked[:1], disable_tqdm=True)  # compiles, and checks itself
             for _ in range(1 if arguments.get("batch_size") == 1 else options.rounds):
                 start = time.process_time()

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from _engines import Server
 from _record import environment, timed, write
-from lm_eval.api.instance import Instance
 from sweep_speed import SWEEP, Pairs, Work
 
 from lmeval_prune.artefacts import write_text
@@ -34,7 +33,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.export.commands import adapter
 from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.tasks import data
+from lmeval_prune.tasks import compat, data
 
 Texts = dict[tuple[int, str | None], str]
 HF_BATCH = 16
@@ -83,7 +82,7 @@ class Routes:
             )
             variants = 1 + len(self.heads)
             requests = [
-                Instance("generate_until", {}, (prompt, dict(self.work.generate)), 0, ("g", i, variants))
+                compat.request("generate_until", (prompt, dict(self.work.generate)), "g", i, variants)
                 for i, prompt in enumerate(self.work.prompts)
             ]
             asked = [request for request in requests for _ in range(variants)]

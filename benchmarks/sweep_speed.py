@@ -39,7 +39,7 @@ from lmeval_prune.decoding import Engine, Schedule, attention
 from lmeval_prune.decoding.prefixes import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.tasks import data
+from lmeval_prune.tasks import compat, data
 
 SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]
 POOL = [f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9)]
@@ -68,7 +68,7 @@ class Work:
         self.generate["until"] = config["generation_kwargs"]["until"]
 
     def instances(self, places: list[int]) -> list[Instance]:
-        return [Instance("generate_until", {}, (self.prompts[i], dict(self.generate)), 0, ("g", i, 1)) for i in places]
+        return [compat.request("generate_until", (self.prompts[i], dict(self.generate)), "g", i) for i in places]
 
     def by_hf(self, pairs: Pairs, batch: int) -> dict[tuple[int, str | None], str]:
         """lm-eval's `hf`, one mask at a time."""

@@ -14,12 +14,11 @@ import time
 
 import torch
 from _record import environment, write
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.tasks import data
+from lmeval_prune.tasks import compat, data
 
 HEADS = "L5H3+L15H0"
 
@@ -46,11 +45,10 @@ def main() -> None:
 
     def run(model: HFLM) -> tuple[list, list, dict[str, float]]:
         generate = [
-            Instance("generate_until", {}, (row["question"], dict(settings)), 0, ("t", i, 1))
-            for i, row in enumerate(words)
+            compat.request("generate_until", (row["question"], dict(settings)), "t", i) for i, row in enumerate(words)
         ]
         score = [
-            Instance("loglikelihood", {}, (f"Question: {row['question']}\nAnswer:", f" {option}"), 0, ("c", i, 1))
+            compat.request("loglikelihood", (f"Question: {row['question']}\nAnswer:", f" {option}"), "c", i)
             for i, row in enumerate(choice)
             for option in row["choices"]
         ]

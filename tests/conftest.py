@@ -1,6 +1,7 @@
 """Tests run on one thread, offline, and keep everything they write in temporary folders."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -47,6 +48,15 @@ def task_manager(metadata: dict[str, Any] | None = None) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=str(ROOT / "tasks"), include_defaults=False, metadata=metadata)
+
+
+def strict_json(path: Path) -> Any:
+    """Return the content of a JSON file; NaN and infinity, which JSON lacks and Python reads, are errors."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,9 @@ def lm_eval(*words: str, cwd: Path) -> int:
         patch.chdir(cwd)
         patch.setattr(sys, "argv", ["lm_eval", *words])
         patch.setattr(sys, "excepthook", sys.__excepthook__)
+        # lm-eval adds a handler once per process, which keeps the standard error of that time
+        patch.setattr("lm_eval.utils._LOGGING_CONFIGURED", False)
+        patch.setattr(logging.getLogger("lm_eval"), "handlers", [])
         try:
             cli_evaluate()
         except InputError as error:

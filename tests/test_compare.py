@@ -22,9 +22,11 @@ from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
 from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
-from lmeval_prune.comparison.rows import _linearized, rows_of
+from lmeval_prune.comparison.report import write
+from lmeval_prune.comparison.rows import Comparison, _linearized, rows_of
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
+from tests.conftest import strict_json
 from tests.lm_eval_runs import evaluate, write_tasks
 from tests.stub_server import Stub
 
@@ -196,6 +198,15 @@ def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:
     assert (high - low).mean() < 0.99 * (naive_high - naive_low).mean()
 
 
+def test_a_perplexity_that_no_number_holds_is_null_in_json(tmp_path: Path) -> None:
+    table = weighted(np.array([[1.0, 5000.0], [2.0, 5001.0], [3.0, 5003.0]]), np.ones(3))
+    rows = rows_of({"t": table}, "x", 0)
+    assert rows["y", "t"].mean == math.inf
+    write(Comparison("x and y", "x", ["x", "y"], {"t": table}, rows, answers=lambda *_: {}), tmp_path)
+    row = strict_json(tmp_path / "comparison.json")["rows"][1]
+    assert row["mean"] is row["difference"] is None and row["worse"] == 3
+
+
 def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = compare(words(runs), "a", by=["level"])
     evaluated = ["tiny_colours", "tiny_last", "tiny_more", "tiny_texts", "tiny_words"]
@@ -218,6 +229,87 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.M
     with pytest.raises(InputError, match="by: question has 40 values in tiny_colours, more than 3"):
         monkeypatch.setattr("lmeval_prune.comparison.compare.MAX_PARTS", 3)
         compare(words(runs), by=["question"])
+
+
+def with_groups_in_names(run: Path, target: Path, group: str) -> Path:
+    """A copy that names the members of `tiny_group` as lm-eval 0.5 does (GROUP::TASK), or as 0.4 (without a group)."""
+    copy_of(run, target)
+    (path,) = target.rglob("results_*.json")
+    new = {f"{old}{task}": group + task for task in ("tiny_words", "tiny_more") for old in ("", "tiny_group::")}
+    results = json.loads(path.read_text())
+    for name, section in results.items():
+        if isinstance(section, dict):
+            results[name] = {new.get(key, key): value for key, value in section.items()}
+    results["group_subtasks"] = {
+        name: [new.get(member, member) for member in members] for name, members in results["group_subtasks"].items()
+    }
+    for task in new.values():
+        results["configs"][task]["_qualified_name"] = task
+    for config in results["configs"].values():
+        config["metric_list"] = [{**each, **({"kwargs": {}} if group else {})} for each in config["metric_list"]]
+        for each in config.get("filter_list") or []:
+            each |= {"metric_list": config["metric_list"]} if group else {}
+    path.write_text(json.dumps({"results": results.pop("results"), **results}))
+    for file in list(target.rglob("samples_*")):
+        task = file.name.removeprefix("samples_").rpartition("_")[0]
+        file.rename(file.with_name(file.name.replace(f"_{task}_", f"_{new.get(task, task)}_")))
+
+    def with_context(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for row in rows:
+            text = list(row["arguments"]["gen_args_0"].values())[-1]
+            row["arguments"] = {"gen_args_0": {"arg_0": "", "arg_1": text} if group else {"arg_0": text}}
+        return rows
+
+    change_samples(target, "tiny_texts", with_context)
+    return target
+
+
+def test_tasks_that_0_5_names_by_their_groups_are_those_of_0_4(runs: dict[str, Path], tmp_path: Path) -> None:
+    for name in "ab":
+        with_groups_in_names(runs[name], tmp_path / f"old {name}", "")
+        with_groups_in_names(runs[name], tmp_path / f"new {name}", "tiny_group::")
+
+    def rows(first: str, second: str, **options: Any) -> dict[str, Any]:
+        paths = [str(tmp_path / f"{first} a"), str(tmp_path / f"{second} b")]
+        comparison = compare(paths, **options)
+        assert not comparison.missing and not any("left out" in note for note in comparison.notes)
+        return {
+            task: (row.mean, row.difference, row.p, row.same_answers)
+            for (variant, task), row in comparison.rows.items()
+            if variant != comparison.baseline
+        }
+
+    expected = rows("old", "old")
+    assert {"tiny_words", "tiny_more", "tiny_group", "tiny_texts"} <= expected.keys()
+    assert rows("old", "new") == expected
+    named = {f"tiny_group::{task}" if task in ("tiny_words", "tiny_more") else task for task in expected}
+    for second in ("old", "new"):
+        found = rows("new", second)
+        assert found.keys() == named and {task.rpartition("::")[2]: row for task, row in found.items()} == expected
+    assert rows("new", "old", tasks=["tiny_words"]) == {"tiny_group::tiny_words": expected["tiny_words"]}
+    assert [*rows("new", "old", tasks=["tiny_group"])] == [
+        "tiny_group::tiny_words",
+        "tiny_group::tiny_more",
+        "tiny_group",
+    ]
+
+
+def test_a_task_in_two_groups_has_no_other_name(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Which of the two a run of 0.4 has evaluated is not known."""
+    old = with_groups_in_names(runs["a"], tmp_path / "old", "")
+    new = with_groups_in_names(runs["b"], tmp_path / "new", "tiny_group::")
+    (path,) = new.rglob("results_*.json")
+    results = json.loads(path.read_text())
+    for name in ("results", "configs"):
+        results[name]["other::tiny_words"] = results[name]["tiny_group::tiny_words"]
+    path.write_text(json.dumps(results))
+    (file,) = new.rglob("samples_tiny_group::tiny_words_*")
+    shutil.copy(file, file.with_name(file.name.replace("tiny_group::", "other::")))
+    comparison = compare([str(old), str(new)])
+    assert "tiny_words" not in comparison.tasks and "tiny_more" in comparison.tasks
+    assert any("tiny_group::tiny_words, other::tiny_words left out" in note for note in comparison.notes)
+    with pytest.raises(InputError, match="has no samples of 'tiny_wrods'; did you mean"):
+        compare([str(old), str(new)], tasks=["tiny_wrods"])
 
 
 def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:

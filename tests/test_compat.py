@@ -1,5 +1,6 @@
 """What stands in for functions that not every supported lm-eval has gives what the installed lm-eval gives."""
 
+import re
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from lm_eval import evaluator_utils, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.tasks import compat
-from tests.conftest import task_manager
+from tests.conftest import ROOT, task_manager
 from tests.test_pass_at import Scripted
 
 
@@ -49,3 +50,11 @@ def test_a_scored_task_has_the_metrics_of_its_own_alone() -> None:
     """lm-eval 0.5 would add the default metrics of its type of requests."""
     task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
     assert "exact_match" not in task.aggregation() and not list(compat.metrics(task))
+
+
+def test_requests_are_built_by_one_function() -> None:
+    """lm-eval's class of requests takes other arguments in 0.4 than in 0.5."""
+    folders = ("benchmarks", "lmeval_prune", "tasks", "tests")
+    paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    built = {path.resolve() for path in paths if re.search(r"\bInstance\(", path.read_text())}
+    assert built == {(ROOT / "tasks" / "compat.py").resolve()}

@@ -229,12 +229,12 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 14, "max_window_layers": 1},
-            "sliding-window attention without a window size",
+            "a sliding window whose size it does not pass",
         ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "scaled by the longest row",
+            "scales the positions of a batch by its longest row",
         ),
         (
             "phi3",
@@ -247,7 +247,7 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
                     "long_factor": [4.0] * 4,
                 },
             },
-            "scaled by the longest row",
+            "scales the positions of a batch by its longest row",
         ),
     ],
 )

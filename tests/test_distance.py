@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 import re
@@ -25,10 +24,13 @@ from transformers import AutoTokenizer
 from lmeval_prune import HeadMask, InputError, Plan, cut, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine, LikelihoodRequest
+from lmeval_prune.distance.options import DistanceOptions
+from lmeval_prune.distance.report import write
 from lmeval_prune.distance.summary import first_difference, summarize_answers, summarize_tokens
 from lmeval_prune.distance.tokens import COLUMNS, Text, logits_of, pass_distances, reduce_distances, token_distances
+from lmeval_prune.distance.variants import Distances
 from lmeval_prune.reporting.statistics import clustered_means
-from tests.conftest import task_manager
+from tests.conftest import strict_json, task_manager
 
 
 def some_masks(model: nn.Module, count: int, seed: int = 0) -> dict[str, HeadMask]:
@@ -241,7 +243,35 @@ def measured(folder: Path, *words: str) -> dict[str, Any]:
     output = folder / "d.json"
     model_args = "dtype=float64,device=cpu"
     assert main(["distance", *words, "--output", str(output), "--model_args", model_args]) == 0
-    return {**json.loads(output.read_text()), "table": (folder / "d.md").read_text()}
+    return {**strict_json(output), "table": (folder / "d.md").read_text()}
+
+
+def test_what_is_infinite_or_undefined_is_null(tmp_path: Path) -> None:
+    """Of a variant that gives the first token probability 0, and of one whose logits are NaN."""
+    text = Text((5,), (7, 8), ("text", 0))
+    texts = [text, text._replace(document=("text", 1))]
+    finite = torch.tensor([[0.1, 1, 0, 0], [0.2, 1, 0, 0]], dtype=torch.float64)
+    infinite, undefined = finite.clone(), torch.full_like(finite, torch.nan)
+    infinite[0, 0], infinite[0, 3] = torch.inf, -torch.inf
+    tokens = {"finite": [finite] * 2, "infinite": [infinite, finite], "undefined": [undefined, finite]}
+    options = DistanceOptions(text="text.txt")
+    write(str(tmp_path / "d.json"), "model", options, Distances(texts, tokens, {}))
+    variants = strict_json(tmp_path / "d.json")["variants"]
+    for name in ("infinite", "undefined"):
+        row, (first, second) = variants[name], variants[name]["texts"]
+        assert row["mean_kld"] is row["ppl_ratio"] is row["max_kld"] is first["kld"] is first["log_ratio"] is None
+        assert second == variants["finite"]["texts"][1]
+    assert variants["infinite"]["same_top"] == 1 and variants["undefined"]["same_top"] is None
+    assert None not in variants["finite"].values() and variants["finite"]["mean_kld"] == pytest.approx(0.15)
+
+
+def test_probability_zero_is_an_infinite_divergence() -> None:
+    """Of the variant, where the dense model's is not; of the dense model it adds nothing."""
+    every, two = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
+    (row,) = next(reduce_distances(torch.tensor([2]), iter([every, two]))).tolist()
+    assert row == pytest.approx([math.inf, 1, -1 / 3, -math.inf])
+    (row,) = next(reduce_distances(torch.tensor([0]), iter([two, every]))).tolist()
+    assert row[0] == pytest.approx(math.log(3 / 2))
 
 
 def test_variants_on_greedy_answers(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`engine=auto`: each request by the engine or by lm-eval's `hf`, with the texts, keys and reports of `hf` alone."""
 
+import ast
 import json
 import logging
 import re
@@ -15,17 +16,20 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
-from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding import Engine, Request, SamplingParams, attention
 from lmeval_prune.decoding.memory import InsufficientMemoryError
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.interventions.unsupported import REASONS
 from lmeval_prune.models import engine_choice
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
+from tests.conftest import ROOT
 from tests.test_command_line import call, lm_eval
 from tests.test_decoding import BY_GENERATE
+from tests.test_docs import section
 from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import CAUSAL, tiny, tokens
@@ -194,7 +198,53 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     lm = PrunedHFLM(network, tokenizer=tokenizer)
     request = compat.request("generate_until", ("x", dict(GREEDY[0])), "t", 0)
     assert lm.engine_choice.by_engine([request]) == []
-    assert "sliding window of 4096 tokens is too large" in next(iter(lm.engine_choice._logged))
+    assert "sliding window of 4096 tokens is too large to check" in next(iter(lm.engine_choice._logged))
+
+
+class Broken(LlamaForCausalLM):
+    """Its feed-forward blocks run one text at a time, and no packed one."""
+
+    def forward(self, *args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
+        if "logits_to_keep" not in kwargs:
+            return super().forward(*args, use_cache=use_cache, **kwargs)
+        hook = self.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda *_: {}[0])
+        try:
+            return super().forward(*args, use_cache=use_cache, **kwargs)
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize("family", sorted(BY_GENERATE))
+def test_a_reason_is_a_sentence_about_the_model(family: str) -> None:
+    reason = str(Engine(tiny(family)).unsupported)
+    assert reason.startswith("the model") and "Error" not in reason
+    assert ("sinks" in reason) == (family == "gpt_oss")
+
+
+def test_an_error_of_the_check_is_told_with_the_module_that_it_came_from() -> None:
+    network = tiny("llama")
+    network.__class__ = Broken
+    assert Engine(network).unsupported == (
+        "the engine does not know how to run LlamaMLP of the model; its check ended with KeyError: 0"
+    )
+
+
+def test_every_reason_is_in_the_table_of_the_page() -> None:
+    """And every refusal of the code has one of them."""
+    used = {"error", *attention._UNKNOWN_OPTIONS.values()}
+    for path in (ROOT / "lmeval_prune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_refusal = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UnsupportedAttention"
+            if is_refusal and isinstance(node.args[0], ast.Constant):
+                used.add(node.args[0].value)
+    assert used == REASONS.keys()
+    rows = re.findall(
+        r"^\| (the model|the method|a method|under|the engine)(.*?) \|",
+        section(ROOT / "docs/decoding.md", "Why a model falls back"),
+        re.M,
+    )
+    listed = {re.sub(r"`[A-Z]+`", "…", "".join(row)) for row in rows}
+    assert listed == {re.sub(r"\{.*?\}", "…", reason) for reason in REASONS.values()}
 
 
 def test_every_family_of_the_table_is_compared_with_generate() -> None:

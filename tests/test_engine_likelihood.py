@@ -216,7 +216,7 @@ def test_refusals(run: Any, message: str) -> None:
 
 def test_a_wrong_tree_is_noticed_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmeval_prune.decoding.tree_attention.join_attention", lambda parts: parts[0][0])
-    assert "its logits would differ by" in str(Engine(model_of("llama")).unscored)
+    assert "the model's logits would differ by" in str(Engine(model_of("llama")).unscored)
 
 
 def test_a_model_in_use_is_refused() -> None:

@@ -30,6 +30,7 @@ from tests.test_decoding import Letters, alone, answers, some_requests
 from tests.test_docs import section
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
+from tests.tiny_models import family_folder
 
 # families of transformers 5.23 that are not in the table, by their default configurations
 LISTED = json.loads(Path(__file__).with_name("families.json").read_text())
@@ -249,6 +250,25 @@ def test_other_layers_are_refused_in_one_line_that_names_the_arguments(name: str
         assert len(layers) > 10 and {layer.heads for layer in layers} == {int(heads)}
 
 
+@pytest.mark.parametrize("name", present(["musicgen", "musicgen_melody"]))
+def test_a_model_of_several_language_models_is_refused_by_their_names(name: str) -> None:
+    (family,) = survey([name])
+    assert family.status == "refused" and re.fullmatch(
+        r"its default configuration builds no model "
+        r"\(transformers' Musicgen\w*ForCausalLM is built from a part of it, a Musicgen\w*DecoderConfig\)",
+        family.detail,
+    )
+    model: Any = nn.Module()
+    model.config = AutoConfig.for_model(name)
+    for described in ({}, {"attention_path": "x.*", "attention_output": "y", "attention_heads": 4}):
+        with pytest.raises(InputError) as error:
+            map_model(model, **described)
+        assert str(error.value) == (
+            f"model family {name!r} is not supported: it has several language models (text_encoder and decoder); load "
+            f"the one to prune as a model of its own"
+        )
+
+
 class NewConfig(LlamaConfig):
     """A configuration that no table names."""
 
@@ -354,38 +374,11 @@ def test_flops_are_counted_where_every_layer_is_attention() -> None:
     assert formula_flops(map_model(small("qwen3_next")), 24) is None
 
 
-def lm_eval_folder(name: str, tiny_folder: Path, folder: Path) -> Path:
-    """A tiny random model of a family, saved as a user would have it."""
-    config = AutoConfig.for_model(
-        name,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=259,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", present(["ministral3", "seed_oss", "exaone4"]))
 def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Log-likelihoods and texts are those of lm-eval's own model whose columns are zero on disk."""
     assert name not in FAMILIES
-    folder = lm_eval_folder(name, tiny_folder, tmp_path / name)
+    folder = family_folder(name, tiny_folder, tmp_path / name)
     zeroed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     zeroed.model.layers[0].self_attn.o_proj.weight.data[:, 8:16] = 0
     zeroed.save_pretrained(tmp_path / "zeroed")

@@ -22,30 +22,24 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from tests.conftest import task_manager
+from tests.test_grid import described
 
-
-def described(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": {"pretrained": str(folder), "dtype": "float64"},
-        "variants": {
-            "dense": {},
-            "head {heads}": {"heads": {"each": ["L0H1", "L1H2"]}},
-            "random": {"prepare": {"random_heads": {"share": 0.4, "seed": 0}}},
-            "filter": {"token_filter": {"ratio": 0.4, "warmup": 3}},
-        },
-        "tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 8}}, "prune_tiny_choice"],
-        "limit": 3,
-        "device": "cpu",
-        "measure": False,
-        "distance": 2,
-        **changes,
-    }
+SETTINGS: dict[str, Any] = {
+    "variants": {
+        "dense": {},
+        "head {heads}": {"heads": {"each": ["L0H1", "L1H2"]}},
+        "random": {"prepare": {"random_heads": {"share": 0.4, "seed": 0}}},
+        "filter": {"token_filter": {"ratio": 0.4, "warmup": 3}},
+    },
+    "limit": 3,
+    "distance": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def grid(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grids") / "grid"
-    assert run(Grid.of(described(tiny_folder)), str(folder)).failed == []
+    assert run(Grid.of(described(tiny_folder, **SETTINGS)), str(folder)).failed == []
     return folder
 
 
@@ -89,13 +83,13 @@ def test_masks_share_a_pass_and_what_is_measured_is_kept(
         return measure(lm, requests, variants)
 
     monkeypatch.setattr(worker, "measure_distances", counted)
-    assert run(Grid.of(described(tiny_folder)), str(grid)).new == 0
+    assert run(Grid.of(described(tiny_folder, **SETTINGS)), str(grid)).new == 0
     assert calls == []
     missing = [cells[f"head {head}", "prune_tiny_words"]["distance"] for head in ("L0H1", "L1H2")]
     before = [GridFolder(grid).distances(key) for key in missing]
     for key in missing:
         (grid / "distances" / f"{key}.parquet").unlink()
-    assert run(Grid.of(described(tiny_folder)), str(grid)).new == 0
+    assert run(Grid.of(described(tiny_folder, **SETTINGS)), str(grid)).new == 0
     assert calls == [sorted(missing)]
     for key, frame in zip(missing, before, strict=True):
         pd.testing.assert_frame_equal(GridFolder(grid).distances(key), frame)
@@ -146,7 +140,7 @@ def test_a_failure_is_a_note(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(worker, "measure_distances", fail)
     variants, tasks = {"dense": {}, "head": {"heads": "L0H1"}}, ["prune_tiny_choice"]
-    grid = Grid.of(described(tiny_folder, variants=variants, tasks=tasks))
+    grid = Grid.of(described(tiny_folder, **{**SETTINGS, "variants": variants, "tasks": tasks}))
     assert run(grid, str(tmp_path / "g")).failed == []
     assert main(["grid", "compare", str(tmp_path / "g")]) == 0
     notes = json.loads((tmp_path / "g" / "compare" / "comparison.json").read_text())["notes"]

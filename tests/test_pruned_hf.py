@@ -24,7 +24,7 @@ from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
-from tests.tiny_models import output, tiny, tokens
+from tests.tiny_models import family_folder, output, tiny, tokens
 
 HEADS = "L0H1+L1H2-3"
 PROMPTS = [
@@ -299,6 +299,9 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"batch_size": "abc"}, "batch_size=abc is neither"),
         ({"batch_size": 0}, "batch_size=0 is neither"),
         ({"dtype": 5}, "dtype=5 is not a torch dtype"),
+        ({"max_length": 0}, "max_length=0 must be"),
+        ({"max_length": -5}, "max_length=-5 must be"),
+        ({"max_length": "long"}, "max_length=.long. must be"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
@@ -327,6 +330,34 @@ def test_a_model_that_is_not_there_is_said_in_one_line(name: object, message: st
         PrunedHFLM(name, device="cpu", responses=str(tmp_path / "answers"))
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
+def test_more_tokens_than_a_table_of_positions_has_are_refused_before_loading(
+    family: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name, and by a live model; as many tokens as positions are scored."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    network = tiny(family, vocab_size=len(tokenizer))
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    long = [request("loglikelihood_rolling", ("x" * 300,), 0)]
+    assert PrunedHFLM(network, tokenizer=tokenizer, max_length=128).loglikelihood_rolling(long)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    for pretrained in (str(tmp_path), network):
+        with pytest.raises(InputError, match="max_length=129, but the model has only 128 positions; give at most 128"):
+            PrunedHFLM(pretrained, tokenizer=tokenizer, device="cpu", max_length=129)
+
+
+def test_more_tokens_than_rotary_positions_are_said_in_a_warning(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model computes them, as under `hf`."""
+    long = [request("loglikelihood_rolling", ("x" * 900,), 0)]
+    scores = model(tiny_folder, max_length="600").loglikelihood_rolling(long)
+    assert scores == model(tiny_folder, HFLM, max_length=600).loglikelihood_rolling(long)
+    warnings = [record.getMessage() for record in caplog.records if "max_length" in record.getMessage()]
+    assert warnings == ["max_length=600 is more than the 512 positions that the model's configuration names"]
 
 
 def test_a_folder_without_a_model_is_said_in_one_line(tmp_path: Path) -> None:
@@ -405,20 +436,7 @@ def test_heads_and_those_of_tries_are_checked_together(tiny_folder: Path, tmp_pa
 
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    folder = tmp_path / "newcomer"
-    config = AutoConfig.for_model(
-        "bitnet",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=259,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    folder = family_folder("bitnet", tiny_folder, tmp_path / "newcomer")
     with pytest.raises(InputError, match=r"model family 'bitnet' is not supported: .* give attention_path="):
         model(folder, heads="L0H1")
     described = {

@@ -93,6 +93,8 @@ def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_
                 ):
                     assert own == pytest.approx(expected, abs=1e-9)
         assert len(stub.payloads) == count
+        lines = map(json.loads, (tmp_path / "r" / "rank-0.jsonl").read_text().splitlines())
+        assert {line["head"] for line in lines} == {heads or "dense"}
         lm.close()
         expected = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())[
             "results"

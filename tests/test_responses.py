@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
 from lmeval_prune.artefacts import digest
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import Plan, interventions_on
 from lmeval_prune.models import answer_store, answering, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.tasks import compat
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
 from tests.tiny_models import tiny
 
@@ -297,6 +298,34 @@ def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> 
     assert not list(tmp_path.glob("rank-*.jsonl"))
     first.close()
     assert AnswerStore(tmp_path).responses == {"a": "x", "b": "y", "c": "z", "d": "w"}
+
+
+def stored_heads(folder: Path) -> list[str]:
+    return [json.loads(line)["head"] for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+
+
+def test_a_stored_answer_names_the_heads_that_were_pruned(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of a mask, a plan, both, a router on a masked model, masks answered ahead, and a `with` block."""
+    names, plan = "L0H1+L1H2+L1H3", str(tmp_path / "plan.json")
+    Plan("L1H2-3").save(plan, model(tiny_folder).model_map)
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, ["dense"]),
+        ({"heads": HEADS}, [names]),
+        ({"plan": plan}, ["L1H2+L1H3"]),
+        ({"plan": plan, "heads": "L0H1"}, [names]),
+        ({"token_filter": 0.5}, ["dense"]),
+        ({"heads": "L1H0", "router": "random", "router_pool": "L0H1+dense"}, ["L0H1+L1H0", "L1H0"]),
+    ]
+    for number, (arguments, expected) in enumerate(cases):
+        lm = model(tiny_folder, responses=str(tmp_path / str(number)), **arguments)
+        instance = compat.request("generate_until", ("a", dict(GENERATE)), "toy", 0, 2, doc={"question": "a"})
+        lm.generate_until([instance] * 2)
+        assert sorted(stored_heads(tmp_path / str(number))) == expected
+    lm = model(tiny_folder, heads="L0H0", engine="batched", responses=str(tmp_path / "ahead"))
+    lm.answering.answer_ahead("generate_until", requests("generate_until")[:1], [None, HeadMask("L1H2-3")])
+    with HeadMask("L1H1").applied_to(lm.model):
+        lm.generate_until(requests("generate_until")[:1])
+    assert sorted(stored_heads(tmp_path / "ahead")) == ["L0H0", "L0H0+L1H1", "L0H0+L1H2+L1H3"]
 
 
 def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lmeval_prune.architectures import FAMILIES
 
@@ -161,6 +162,28 @@ def tiny(
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
     return model
+
+
+def family_folder(family: str, tokenizer: Path, folder: Path) -> Path:
+    """Save a tiny random model of any family with the tokenizer in a folder, as a user would have it."""
+    config = AutoConfig.for_model(
+        family,
+        **{**_HEADS, "max_position_embeddings": 512},
+        head_dim=8,
+        vocab_size=259,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
 
 
 def output(model: nn.Module, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Draw the folders of the package and their imports: `python docs/pictures/house.py` writes house.png beside it."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -31,12 +32,24 @@ BESIDE = [
 ]
 
 
-def box(axes: object, x: float, y: float, width: float, height: float, name: str, about: str, colour: str) -> None:
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=colour, ec="0.35")
-    )
-    axes.text(x + 0.16, y + height - 0.3, name, fontsize=10, weight="bold", va="center")
-    axes.text(x + 0.16, y + (height - 0.3) / 2 - 0.02, about, fontsize=8.5, va="center", color="0.25")
+def box(axes: Any, x: float, y: float, width: float, height: float, name: str, about: str, colour: str) -> None:
+    """Draw a box with a name and a line about it; a text that does not fit ends the program."""
+    patch = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=colour, ec="0.35")
+    axes.add_patch(patch)
+    texts = [
+        axes.text(x + 0.16, y + height - 0.3, name, fontsize=10, weight="bold", va="center"),
+        axes.text(x + 0.16, y + (height - 0.3) / 2 - 0.02, about, fontsize=8.5, va="center", color="0.25"),
+    ]
+    axes.figure.draw_without_rendering()
+    for text in texts:
+        if text.get_window_extent().x1 > patch.get_window_extent().x1:
+            raise SystemExit(f"{text.get_text()!r} is wider than its box")
+
+
+def widths(rooms: list[tuple[str, str]]) -> list[float]:
+    """Return the widths of a floor's boxes, in proportion to their texts."""
+    lengths = [max(1.3 * len(name), len(about)) + 4 for name, about in rooms]
+    return [(8.0 - 0.15 * (len(rooms) - 1)) * length / sum(lengths) for length in lengths]
 
 
 def main() -> None:
@@ -45,18 +58,10 @@ def main() -> None:
     axes.set_axis_off()
     axes.set(xlim=(-0.1, 12.2), ylim=(-1.0, 7.75))
     for number, rooms in enumerate(FLOORS):
-        y, width = 6.75 - 1.08 * number, 8.0 / len(rooms)
-        for column, (name, about) in enumerate(rooms):
-            box(
-                axes,
-                column * width,
-                y,
-                width - 0.15 * (column + 1 < len(rooms)),
-                0.86,
-                name,
-                about,
-                "#dcebf7" if number < 2 else "#eef4e6",
-            )
+        x, y = 0.0, 6.75 - 1.08 * number
+        for (name, about), width in zip(rooms, widths(rooms), strict=True):
+            box(axes, x, y, width, 0.86, name, about, "#dcebf7" if number < 2 else "#eef4e6")
+            x += width + 0.15
         if number:
             arrow = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.2}
             axes.annotate("", (4, y + 0.88), (4, y + 1.07), arrowprops=arrow)

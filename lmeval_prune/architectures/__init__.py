@@ -11,6 +11,7 @@ from lmeval_prune.architectures.identity import (
     loadable_fingerprints,
     nonfinite_tensor,
     tensor_in_layer,
+    text_config,
     weights_fingerprint,
 )
 from lmeval_prune.architectures.model_map import ModelMap, map_model, position_limit
@@ -22,6 +23,6 @@ from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, unit
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "adapters_of", "check_unit", "head_names", "is_dispatched", "loadable_fingerprints", "map_model",
-    "nonfinite_tensor", "position_limit", "recognise", "tensor_in_layer", "tiny_model", "uncuttable", "units_of",
-    "weights_fingerprint",
+    "nonfinite_tensor", "position_limit", "recognise", "tensor_in_layer", "text_config", "tiny_model", "uncuttable",
+    "units_of", "weights_fingerprint",
 ]  # fmt: skip

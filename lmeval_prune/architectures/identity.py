@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lmeval_prune.errors import InputError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -23,6 +25,26 @@ def model_name(name_or_path: str) -> str:
         return parts[-3].rpartition("--")[2]
     generic = len(parts) > 1 and re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
     return "/".join(parts[-2:]) if generic else parts[-1] if parts else ""
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of a model's language model; None if the model has none.
+
+    Raises:
+        InputError: the model has several language models.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError as error:  # transformers chooses none of them
+        parts = ("text_encoder", "decoder", "generator", "text_config")
+        names = " and ".join(name for name in parts if getattr(config, name, None) is not None)
+        raise InputError(
+            f"model family {config.model_type!r} is not supported: it has several language models ({names}); load the "
+            f"one to prune as a model of its own"
+        ) from error
 
 
 def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward
-from lmeval_prune.architectures.identity import model_name, weights_fingerprint
+from lmeval_prune.architectures.identity import model_name, text_config, weights_fingerprint
 from lmeval_prune.architectures.layers import layers_in, read_blocks
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -117,8 +117,7 @@ def map_model(
         InputError: the family is not supported, or the description does not fit the model.
     """
     config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    model_type = getattr(text_config, "model_type", "") or ""
+    model_type = getattr(text_config(model), "model_type", "") or ""
     described = (attention_path, attention_output, attention_heads)
     if described != (None, None, None):
         family = _described(*described)
@@ -145,7 +144,7 @@ def position_limit(model: Any) -> int | None:
 
     RoBERTa reserves its first positions for padding; they do not count.
     """
-    config = model.config.get_text_config()
+    config = text_config(model)
     values = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the latter: MPT
     limit = next((value for value in values if isinstance(value, int)), None)
     if limit is None or limit < 1:

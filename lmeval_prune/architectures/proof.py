@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,12 @@ _SIZES = {
     "mamba_d_ssm": 64,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
+}
+_LIMITS = {  # of numbers whose names match a pattern; the first match counts
+    r"chunk_size$": 8,
+    r"_token_id$": 2,
+    r"^(num_experts_per_tok|top_k_experts|moe_topk|moe_top_k|moe_k)$": 2,
+    r"^(?!.*(size|dim)).*expert": 4,
 }
 _DEPTHS = ("num_hidden_layers", "decoder_layers", "encoder_layers", "n_layer")
 _HEAD_DIM = 16
@@ -90,13 +97,7 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
     """Return a model's configuration with few layers and small sizes; a size without a usual name stays as it is."""
     values, own = config.to_dict(), config.attribute_map or {}
     depth = next((values[name] for name in _DEPTHS if name in values), 0)
-    heads, kv_heads = (values.get(own.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
-    sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
-    if "qk_rope_head_dim" not in values:  # in latent attention, head_dim has another meaning
-        is_setting = hasattr(type(config), "head_dim")  # else a cut wrote it, and only some modules may read it
-        sizes["head_dim"] = _HEAD_DIM if is_setting else sizes["hidden_size"] // sizes["num_attention_heads"]
-    if kv_heads and heads:
-        sizes["num_key_value_heads"] = 2 if kv_heads < heads else 4
+    sizes = _tiny_sizes(config, values, layers)
     for name, size in sizes.items():
         if isinstance(values.get(own.get(name, name)), int):
             values[own.get(name, name)] = size
@@ -106,6 +107,19 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
     if layer_configs and not hasattr(config, "pruned_modules"):  # else a cut wrote them
         values["per_layer_config"] = layer_configs
     return {name: _shrunk(name, value, depth, layers) for name, value in values.items()}
+
+
+def _tiny_sizes(config: Any, values: dict[str, Any], layers: int) -> dict[str, int]:
+    """Return the sizes of a tiny model by their usual names; `values` are the model's own settings."""
+    own = config.attribute_map or {}
+    heads, kv_heads = (values.get(own.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
+    if "qk_rope_head_dim" not in values:  # in latent attention, head_dim has another meaning
+        is_setting = hasattr(type(config), "head_dim")  # else a cut wrote it, and only some modules may read it
+        sizes["head_dim"] = _HEAD_DIM if is_setting else sizes["hidden_size"] // sizes["num_attention_heads"]
+    if kv_heads and heads:
+        sizes["num_key_value_heads"] = 2 if kv_heads < heads else 4
+    return sizes
 
 
 def _layer_configs(layer_configs: dict[str, Any], sizes: dict[str, int], layers: int) -> dict[str, Any]:
@@ -127,13 +141,7 @@ def _shrunk(name: str, value: Any, depth: int, layers: int) -> Any:
         return {key: _shrunk(key, each, depth, layers) for key, each in value.items()}
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if name.endswith("chunk_size"):
-        return min(value, 8)
-    if name.endswith("_token_id"):
-        return min(value, 2)
-    if name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
-        return min(value, 2)
-    return min(value, 4) if "expert" in name and "size" not in name and "dim" not in name else value
+    return min(value, next((limit for pattern, limit in _LIMITS.items() if re.search(pattern, name)), value))
 
 
 def _text_class(model: Any) -> tuple[Any, Any]:
@@ -175,12 +183,11 @@ def _refute(model_class: Any, config_class: Any, values: str, family: Family) ->
     blocks = {block.label: block for block in feed_forward}
     for layer in attention:
         block = None if layer.stack == "cross" else blocks.get(layer.label)
-        parts = {part: layer.heads if part == "q" else layer.kv_heads for part in "qkv"}
-        rows = [(part, index, layer.rows(part, index)) for part, count in parts.items() for index in range(count)]
+        kv_heads = range(layer.kv_heads)
+        rows = _numbered_rows(layer, {"q": range(layer.heads), "k": kv_heads, "v": kv_heads})
         inputs = {layer.o_proj: rows}
         if block:
-            numbers = (0, 5, block.channels - 1)
-            inputs[block.down] = [(part, c, block.rows(part, c)) for part in block.parts for c in numbers]
+            inputs[block.down] = _numbered_rows(block, dict.fromkeys(block.parts, (0, 5, block.channels - 1)))
         changed = _changed_inputs(model, inputs)
         heads = heads or _refute_heads(layer, rows, changed[layer.o_proj])
         if block:
@@ -189,6 +196,11 @@ def _refute(model_class: Any, config_class: Any, values: str, family: Family) ->
 
 
 _Numbered = tuple[str, int, Rows]  # part, number of the head or channel, its rows
+
+
+def _numbered_rows(owner: AttentionLayer | FeedForward, numbers: Mapping[str, Iterable[int]]) -> list[_Numbered]:
+    """Return the rows of some heads or channels, whose numbers are given by part."""
+    return [(part, number, owner.rows(part, number)) for part, each in numbers.items() for number in each]
 
 
 def _refute_heads(layer: AttentionLayer, rows: Sequence[_Numbered], changed: Tensor) -> str:

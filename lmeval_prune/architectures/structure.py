@@ -21,6 +21,7 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     projection_in,
 )
+from lmeval_prune.architectures.identity import text_config
 from lmeval_prune.architectures.layers import read_blocks
 from lmeval_prune.architectures.proof import refute
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -76,7 +77,7 @@ def recognise(model: Any) -> Fit:
         InputError: no entry does; the message names the family, the reason, and what to give instead.
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     name = getattr(text, "model_type", "") or type(model).__name__
     fits, reasons = _fits(model)
     if getattr(config, "is_encoder_decoder", False):
@@ -162,24 +163,26 @@ def _has_shapes(layer: AttentionLayer, query: nn.Module, key: nn.Module, value: 
 def _why_uncuttable(layer: AttentionLayer) -> str:
     """Return which parameter of an attention module has rows of several heads that surgery does not know."""
     family, module = layer.family, layer.module
-    is_shared = projection_in(module, family.key) is projection_in(module, family.value)
-    if is_shared and not family.fused and not family.key_value_pairs:
+    query, key, value = (projection_in(module, name) for name in (family.query, family.key, family.value))
+    if key is value and not family.fused and not family.key_value_pairs:
         return "its keys are its values, too"
-    known = {layer.o_proj, *(projection_in(module, name) for name in (family.query, family.key, family.value))}
-    known |= {part for each in known if each is not None for part in each.modules()}
-    own = [path for path, _ in family.head_parameters]
+    known = {part for each in (layer.o_proj, query, key, value) if each is not None for part in each.modules()}
     for name, parameter in module.named_parameters():
-        path, _, _ = name.rpartition(".")
-        if name in own or module.get_submodule(path) in known:
-            continue
-        if family.key_value_pairs and path.split(".")[0] in _LATENT:
-            continue
-        if "." in family.output and path.startswith(f"{family.output.rpartition('.')[0]}."):  # after the projection
-            continue
-        is_norm_of_each_head = path and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
-        if not is_norm_of_each_head and parameter.numel() > 1:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if owner not in known and not _is_cuttable(layer, name, parameter):
             return f"{name} of its attention is not known to surgery"
     return ""
+
+
+def _is_cuttable(layer: AttentionLayer, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether surgery knows a parameter outside the projections, or can keep it whole."""
+    family, path = layer.family, name.rpartition(".")[0]
+    is_latent = family.key_value_pairs and path.split(".")[0] in _LATENT
+    is_after_projection = path.startswith(f"{family.output.rpartition('.')[0]}.")
+    is_norm_of_each_head = path != "" and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
+    is_scalar = parameter.numel() <= 1
+    is_named = name in dict(family.head_parameters)
+    return is_latent or is_after_projection or is_norm_of_each_head or is_scalar or is_named
 
 
 def _has_channels(block: FeedForward) -> bool:

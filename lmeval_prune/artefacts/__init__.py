@@ -32,6 +32,7 @@ from lmeval_prune.artefacts.writing import (
     new_file,
     new_folder,
     open_append,
+    without_nan,
     write_artefact,
     write_bytes,
     write_text,
@@ -41,5 +42,5 @@ __all__ = [
     "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "check_finite", "check_writable", "content_digest",
     "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path", "new_file",
     "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
-    "read_table", "read_tensors", "validate_json", "write_artefact", "write_bytes", "write_text",
+    "read_table", "read_tensors", "validate_json", "without_nan", "write_artefact", "write_bytes", "write_text",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,6 +25,15 @@ def write_artefact(path: PathLike, schema: str, version: int, content: dict[str,
     """Write a JSON artefact: `content`, its schema and schema version, and the version of this package."""
     envelope = {"schema": schema, "schema_version": version, "created_by": CREATED_BY, **content}
     write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """Return a JSON value with None instead of NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: PathLike, text: str) -> None:

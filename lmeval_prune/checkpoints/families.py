@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lmeval_prune.architectures import FAMILIES, recognise
+from lmeval_prune.architectures import FAMILIES, recognise, text_config
 from lmeval_prune.errors import InputError, first_line
 
 # settings that default configurations lack, and checkpoints have
@@ -47,7 +48,7 @@ def survey(names: list[str]) -> Iterator[SurveyedFamily]:
         except InputError as error:
             yield SurveyedFamily(name, "refused", str(error))
         except Exception as error:  # configurations and classes raise errors of any type
-            reason = f"its default configuration builds no model ({first_line(error)})"
+            reason = f"its default configuration builds no model ({_why_unbuilt(name) or first_line(error)})"
             yield SurveyedFamily(name, "refused", reason)
 
 
@@ -58,9 +59,18 @@ def default_model(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
+def _why_unbuilt(name: str) -> str:
+    """Return which part of its configuration a family's causal model is built from; empty if it is all of it."""
+    model_class: Any = getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]), None)
+    config_class = getattr(model_class, "config_class", None)
+    if config_class is None or config_class is type(AutoConfig.for_model(name)):
+        return ""
+    return f"transformers' {model_class.__name__} is built from a part of it, a {config_class.__name__}"
+
+
 def _surveyed(name: str) -> SurveyedFamily:
     model = default_model(name)
-    text = model.config.get_text_config().model_type
+    text = text_config(model).model_type
     if text in FAMILIES:
         return SurveyedFamily(name, "known", f"its language model is a {text}")
     return SurveyedFamily(name, "recognised", recognise(model).summary())

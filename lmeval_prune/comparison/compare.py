@@ -48,7 +48,7 @@ def compare(
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name two or more")
     base = runs[_baseline(baseline, words, runs)]
-    runs = {base.name: base, **runs}
+    runs = {name: run if run is base else run.named_as(base) for name, run in {base.name: base, **runs}.items()}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
     rows = rows_of(tables, base.name, seed)
@@ -88,27 +88,40 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
         base: the baseline.
         others: the other runs; one without any of the tasks is refused.
     """
-    chosen = [task for name in names for task in (_leaves(name, base.groups) if name in base.groups else [name])]
-    for task in chosen:
-        if task not in base.tasks:
-            known = [*base.tasks, *base.groups]
-            hint = did_you_mean(task, known) or f"; it has {first_few(known)}"
-            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-    chosen = list(dict.fromkeys(chosen)) or base.tasks
-    notes = []
+    chosen, notes = _named_tasks(names, base), []
     for run in others:
-        if not set(run.tasks) & set(chosen):
+        if set(chosen).isdisjoint(run.tasks):
             raise InputError(f"{run.name} has none of the tasks {first_few(chosen)}; it has {first_few(run.tasks)}")
         if extra := [task for task in run.tasks if task not in base.tasks]:
             notes.append(f"{run.name}: {first_few(extra)} left out, which the baseline lacks")
     shared = [task for task in chosen if any(task in run.tasks for run in others)]
     if alone := [task for task in chosen if task not in shared]:
         notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
-    for run in (base, *others):
-        for task in shared:
-            if (count := sum(task in file.samples for file in run.files)) > 1:
-                notes.append(f"{run.name} on {task}: each question's mean over {count} results files")
+    notes += [
+        f"{run.name} on {task}: each question's mean over {count} results files"
+        for run in (base, *others)
+        for task in shared
+        if (count := len(run.files_of(task))) > 1
+    ]
     return shared, notes
+
+
+def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
+    """Return the tasks that are named, directly or by their groups; without names, all of the baseline."""
+    named = list(dict.fromkeys(task for name in names for task in _named(name, base)))
+    for task in named:
+        if task not in base.tasks:
+            known = [*base.tasks, *base.groups]
+            hint = did_you_mean(task, known) or f"; it has {first_few(known)}"
+            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
+    return named or base.tasks
+
+
+def _named(name: str, run: Run) -> list[str]:
+    """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
+    known = [*run.groups, *run.tasks]
+    names = [name] if name in known else [each for each in known if each.endswith(f"::{name}")] or [name]
+    return [task for each in names for task in _leaves(each, run.groups)]
 
 
 def _evaluations(
@@ -262,10 +275,10 @@ def _groups(tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]]) ->
     merged_tables: dict[str, Table] = {}
     notes, seen = [], set()
     for name in ordered:
-        table = merged([tables[task] for task in leaves[name]])
         if frozenset(leaves[name]) in seen:
             continue
         seen.add(frozenset(leaves[name]))
+        table = merged([tables[task] for task in leaves[name]])
         if table is None:
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue

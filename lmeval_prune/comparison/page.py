@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.rows import Comparison
 from lmeval_prune.comparison.tables import POOLED, Table
@@ -37,7 +37,7 @@ def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] 
         "pooled": POOLED,
         "parts": [task for task, table in comparison.tables.items() if table.is_part],
         "metrics": {task: table.columns for task, table in comparison.tables.items()},
-        "made": f"Made by {CREATED_BY}.",
+        "created_by": f"Made by {CREATED_BY}.",
         "missing": comparison.missing,
         "notes": comparison.notes,
         "costs": [
@@ -55,7 +55,7 @@ def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] 
         "questions": tasks,
         "questions_total": sum(len(task["shown"]) for task in tasks.values()),
     }
-    text = json.dumps(_without_nan(data), ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
     template = Path(__file__).with_name("page.html.jinja")
     write_text(path, render(template, title=comparison.title, data=packed))
@@ -135,12 +135,3 @@ def shortened(text: Any) -> str:
         return text
     half = MAX_TEXT // 2 - 20
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

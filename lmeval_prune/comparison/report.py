@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import Comparison, Row
@@ -64,7 +64,7 @@ def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
         "about": comparison.about,
         "metrics": {task: table.columns for task, table in comparison.tables.items() if task != POOLED},
     }
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _missing(cells: list[tuple[str, str, str]]) -> str:
@@ -85,15 +85,20 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         tests=sum(row.p is not None for row in rows),
         parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
         has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),
-        has_choices=any(row.choice_kld is not None for row in rows),
+        has_choices=_any_has(rows, "choice_kld"),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
-        distances=any(row.mean_kld is not None for row in rows),
+        distances=_any_has(rows, "mean_kld"),
         costs=_costs_table(comparison, costs) if costs else "",
         timed=any(COSTS[key].timed for key in costs),
         front_of_speeds=any(COSTS[key].timed for key in fronts),
-        devices=", ".join(sorted({_device_text(figures) for figures in comparison.costs.values() if figures})),
+        devices=_devices(comparison.costs.values()),
     )
+
+
+def _devices(costs: Iterable[dict[str, Any]]) -> str:
+    """Name the devices on which costs were measured."""
+    return ", ".join(sorted({_device_text(figures) for figures in costs if figures}))
 
 
 def _device_text(costs: dict[str, Any]) -> str:
@@ -121,18 +126,23 @@ def task_table(comparison: Comparison, task: str) -> str:
     """Return the Markdown table of a task: a row for each variant."""
     rows = [comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows]
     frame = pd.DataFrame([_row_cells(row) for row in rows])
-    if any(row.mean_tokens is not None for row in rows):
-        frame["tokens"] = ["" if row.mean_tokens is None else f"{row.mean_tokens:.0f}" for row in rows]
+    if _any_has(rows, "mean_tokens"):
+        frame["tokens"] = [_with_error(row.mean_tokens, None, 1, 0) for row in rows]
         frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
-    if any(row.mean_kld is not None for row in rows):
+    if _any_has(rows, "mean_kld"):
         distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
         frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
         frame = frame.loc[:, (frame != "").any()]  # choices have no answers
-    elif any(row.same_answers is not None for row in rows):
+    elif _any_has(rows, "same_answers"):
         frame["same answers"] = [_with_error(row.same_answers, row.same_answers_se, 100, 1) for row in rows]
-    if any(row.choice_kld is not None for row in rows):
+    if _any_has(rows, "choice_kld"):
         frame["KLD of choices"] = [_with_error(row.choice_kld, row.choice_kld_se, 1, 4) for row in rows]
     return markdown(frame, TEXT_COLUMNS)
+
+
+def _any_has(rows: Iterable[Row], name: str) -> bool:
+    """Return whether a value of this name is known of any row."""
+    return any(getattr(row, name) is not None for row in rows)
 
 
 def _with_error(value: float | None, error: float | None, factor: int, digits: int) -> str:

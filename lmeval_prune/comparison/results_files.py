@@ -87,6 +87,7 @@ class ResultsFile:
     def read_samples(self, task: str) -> list[dict[str, Any]]:
         """Read the samples of a task in the layout of today's lm-eval, with `arguments` as a list of lists."""
         filters = _filters(self.results, task)
+        is_rolling = self.results["configs"][task].get("output_type") == "loglikelihood_rolling"
         rows: list[dict[str, Any]] = []
         seen: Counter[int] = Counter()
         for name, row in _rows(self.samples[task]):
@@ -100,6 +101,8 @@ class ResultsFile:
             if isinstance(row["arguments"], dict):
                 row["arguments"] = list(row["arguments"].values())
             row["arguments"] = [list(each.values()) if isinstance(each, dict) else each for each in row["arguments"]]
+            if is_rolling:  # 0.5 puts an empty context before the text
+                row["arguments"] = [each[-1:] for each in row["arguments"]]
             row.setdefault("doc_hash", _hash(row["doc"]))
             rows.append(row)
         self._check_count(task, rows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +39,26 @@ class Run:
 
     name: str
     files: list[ResultsFile]
+    own_names: Mapping[str, str] = field(default_factory=dict)  # names in the files, of tasks with another name here
 
     @property
     def tasks(self) -> list[str]:
         """Return the tasks with samples."""
-        return list(dict.fromkeys(task for file in self.files for task in file.samples))
+        names = {own: name for name, own in self.own_names.items()}
+        return list(dict.fromkeys(names.get(task, task) for file in self.files for task in file.samples))
+
+    def files_of(self, task: str) -> list[ResultsFile]:
+        """Return the results files with samples of a task."""
+        return [file for file in self.files if self.own_names.get(task, task) in file.samples]
+
+    def named_as(self, base: Run) -> Run:
+        """Return the run with the names that another run has for its tasks: `GROUP::TASK` and `TASK` are one task.
+
+        lm-eval 0.5 puts a task's groups before its name. A task whose last name is that of several is not renamed.
+        """
+        names, own = _by_last_name(base.tasks), _by_last_name(self.tasks)
+        pairs = {names[last]: own[last] for last in names if last in own}
+        return replace(self, own_names={name: task for name, task in pairs.items() if name != task})
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -58,7 +73,7 @@ class Run:
     def about(self) -> str:
         """Describe the run in a line."""
         first = self.files[0]
-        arguments = ",".join(f"{name}={value}" for name, value in first.model_args.items() if name != "seed")
+        arguments = ",".join(f"{name}={value}" for name, value in _arguments(first).items())
         seeds = [text for text in dict.fromkeys(map(seed_text, self.files)) if text]
         dates = sorted(file.results["date"] for file in self.files if isinstance(file.results.get("date"), float))
         parts = [f"{first.config.get('model', 'a model')} ({arguments})"]
@@ -74,8 +89,8 @@ class Run:
             task: name of the task.
             columns: columns of the documents to add to the outcomes.
         """
-        files = [file for file in self.files if task in file.samples]
-        settings = [settings_of(file, task) for file in files]
+        files, own_name = self.files_of(task), self.own_names.get(task, task)
+        settings = [settings_of(file, own_name) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
             is_one_version = settings[0].lm_eval == other.lm_eval
             if reasons := different(settings[0].of_repeats, other.of_repeats, is_one_version):
@@ -83,8 +98,16 @@ class Run:
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"
                 )
-        parts = [_read(file, task, columns, setting) for file, setting in zip(files, settings, strict=True)]
+        parts = [_read(file, own_name, columns, setting) for file, setting in zip(files, settings, strict=True)]
+        for part in parts:
+            part.outcomes["task"] = part.answers["task"] = task
         return parts[0] if len(parts) == 1 else _mean(self.name, task, parts)
+
+
+def _by_last_name(tasks: Sequence[str]) -> dict[str, str]:
+    """Return tasks by the last part of `GROUP::TASK`, without those whose last part is not unique."""
+    last = [task.rpartition("::")[2] for task in tasks]
+    return {name: task for name, task in zip(last, tasks, strict=True) if last.count(name) == 1}
 
 
 def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settings) -> Evaluation:
@@ -165,17 +188,11 @@ def find_runs(words: Sequence[str]) -> list[Run]:
 
 def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     """Return the runs in a folder, with names from what differs."""
-    by_model: dict[str, list[ResultsFile]] = {}
-    for file in files:
-        arguments = {name: value for name, value in file.model_args.items() if name != "seed"}
-        identity = [str(file.path.parent), file.config.get("model"), arguments]
-        by_model.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
-    groups = list(by_model.values())
+    groups = _by_model(files)
     if len(groups) == 1:
         return [Run(label, groups[0])]
-    own = [{"--model": group[0].config.get("model")} | group[0].model_args for group in groups]
-    names = dict.fromkeys(name for arguments in own for name in arguments if name != "seed")
-    varying = [name for name in names if len({str(arguments.get(name)) for arguments in own}) > 1]
+    own = [{"--model": group[0].config.get("model")} | _arguments(group[0]) for group in groups]
+    varying = _different_arguments(own)
     folders = [str(group[0].path.parent.relative_to(path)) for group in groups]
     runs = []
     for folder, group, arguments in zip(folders, groups, own, strict=True):
@@ -184,3 +201,23 @@ def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
             parts += [f"{name}={arguments[name]}" for name in varying if name in arguments] or ["no further arguments"]
         runs.append(Run(" ".join(parts), group))
     return runs
+
+
+def _by_model(files: list[ResultsFile]) -> list[list[ResultsFile]]:
+    """Group results files of the same folder whose model and arguments agree but for the seed."""
+    groups: dict[str, list[ResultsFile]] = {}
+    for file in files:
+        identity = [str(file.path.parent), file.config.get("model"), _arguments(file)]
+        groups.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
+    return list(groups.values())
+
+
+def _arguments(file: ResultsFile) -> dict[str, Any]:
+    """Return the arguments of a model without the seed."""
+    return {name: value for name, value in file.model_args.items() if name != "seed"}
+
+
+def _different_arguments(models: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the arguments in which models differ."""
+    names = dict.fromkeys(name for arguments in models for name in arguments)
+    return [name for name in names if len({str(arguments.get(name)) for arguments in models}) > 1]

@@ -11,9 +11,9 @@ from lmeval_prune.comparison.results_files import ResultsFile
 
 # entries of a task's configuration that its questions and prompts show, or that say nothing about its evaluation
 _IGNORED = {
-    "alias", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "fewshot_split", "group", "metadata",
-    "should_decontaminate", "doc_to_decontamination_query", "tag", "task", "task_alias", "test_split",
-    "training_split", "validation_split", "process_docs", "unsafe_code", "use_prompt", "version",
+    "_qualified_name", "alias", "custom_dataset", "dataset_kwargs", "dataset_name", "dataset_path", "fewshot_split",
+    "group", "metadata", "should_decontaminate", "doc_to_decontamination_query", "tag", "task", "task_alias",
+    "test_split", "training_split", "validation_split", "process_docs", "unsafe_code", "use_prompt", "version",
 }  # fmt: skip
 # entries that change nothing but prompts: what differs explains prompts that differ
 _PROMPT = {
@@ -39,7 +39,10 @@ class Settings(NamedTuple):
 def settings_of(file: ResultsFile, task: str) -> Settings:
     """Return the settings of a task in a results file."""
     results = file.results
-    config = {name: value for name, value in results["configs"][task].items() if name not in _IGNORED}
+    config = {name: _compact(value) for name, value in results["configs"][task].items() if name not in _IGNORED}
+    for each in config.get("filter_list") or []:
+        if each.get("metric_list") == config.get("metric_list"):  # 0.5 repeats the task's metrics in each filter
+            each.pop("metric_list", None)
     prompt = {
         "system_instruction": results.get("system_instruction"),
         "apply_chat_template": results.get("chat_template_sha") is not None,
@@ -76,6 +79,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
             flat[prefix + name] = re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text, str) else text
     return flat
+
+
+def _compact(value: Any) -> Any:
+    """Return a setting without empty entries of the dictionaries in it: 0.5 writes `kwargs: {}` for each metric."""
+    if isinstance(value, Mapping):
+        return {name: _compact(entry) for name, entry in value.items() if entry not in (None, "", [], {})}
+    return [_compact(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

@@ -137,12 +137,11 @@ def merged(tables: Sequence[Table]) -> Table | None:
 
     Shares can be averaged with each other, other metrics only with the same metric of another task.
     """
-    names = [name for name in tables[0].variants if all(name in table.variants for table in tables)]
     aggregations = {metric.aggregation for table in tables for metric in table.metrics.values()}
     columns = {column for table in tables for column in table.columns}
     if not all(table.are_shares for table in tables) and max(len(columns), len(aggregations)) > 1:
         return None
-    values = np.concatenate([table.values_of(names) for table in tables])
+    names, values = _stacked(tables, tables[0].variants)
     each = [np.ones(len(table.values)) if table.weights is None else table.weights for table in tables]
     metrics = {task: metric for table in tables for task, metric in table.metrics.items()}
     texts = [text for table in tables for text in table.texts]
@@ -154,8 +153,7 @@ def pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[s
     shares = [table for table in tables.values() if table.are_shares]
     if len(shares) < 2:
         return {}, []
-    names = [name for name in variants if all(name in table.variants for table in shares)]
-    stacked = np.concatenate([table.values_of(names) for table in shares])
+    names, stacked = _stacked(shares, variants)
     texts, values = _mean_by_text([repeat for table in shares for repeat in table.repeats()], stacked)
     lower = [task for task, table in tables.items() if table.lower_is_better]
     other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
@@ -166,6 +164,12 @@ def pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[s
             f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; a question of several tasks counts once"
         )
     return {POOLED: Table(names, values, texts)}, notes
+
+
+def _stacked(tables: Sequence[Table], variants: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Return those of the variants that all tables have, and their values on the questions of all tables."""
+    names = [name for name in variants if all(name in table.variants for table in tables)]
+    return names, np.concatenate([table.values_of(names) for table in tables])
 
 
 def _mean_by_text(repeats: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:

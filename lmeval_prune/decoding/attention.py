@@ -10,9 +10,11 @@ import torch
 from torch.nn import functional
 
 from lmeval_prune.decoding.attention_layout import Layout, Part
-from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention
+from lmeval_prune.interventions.attention_call import AttentionCall
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
+_UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}
 Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
 
 
@@ -29,14 +31,14 @@ class AttentionOptions:
         """Read the options of a call; refuse unsupported ones."""
         module: Any = call.module
         options, window = call.options, call.options.get("sliding_window")
-        for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
+        for name, reason in _UNKNOWN_OPTIONS.items():
             if options.get(name) is not None:
-                raise UnsupportedAttention(name)
+                raise UnsupportedAttention(reason)
         layer_types = getattr(getattr(module, "config", None), "layer_types", None)
         if layer_types and layer_types[module.layer_idx] == "sliding_attention" and window is None:
-            raise UnsupportedAttention("sliding-window attention without a window size")
+            raise UnsupportedAttention("window")
         if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
-            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
+            raise UnsupportedAttention("mask")
         scaling = options.get("scaling")
         return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
 

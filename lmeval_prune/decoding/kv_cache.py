@@ -29,8 +29,8 @@ from lmeval_prune.interventions.attention_call import (
     State,
     StepRows,
     StoredTokens,
-    UnsupportedAttention,
 )
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 
 @dataclass
@@ -76,7 +76,7 @@ class KVCache:
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
-            raise UnsupportedAttention("a forward pass that is not the engine's")
+            raise UnsupportedAttention("pass")
         module: Any = call.module
         layer, (query, key, value) = int(module.layer_idx), (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
@@ -91,7 +91,7 @@ class KVCache:
                 return attend_with_prefixes(options, layout, query, keys, values, layer).unsqueeze(0), None
             return attend_slots(options, layout, query, keys, values).unsqueeze(0), None
         if layout.prefixes:
-            raise UnsupportedAttention("an intervention that skips tokens after a common prefix")
+            raise UnsupportedAttention("prefix")
         offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
         stored_tokens = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)

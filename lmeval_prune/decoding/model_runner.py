@@ -17,10 +17,11 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
+from lmeval_prune.interventions.attention_call import Packed, replace_attention
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 PASS, GPU_PASS = 2048, 8192  # `ModelRunner.largest_pass`: it bounds how long new prompts delay running rows
 _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
@@ -163,7 +164,7 @@ class ModelRunner:
                 logits_to_keep=to_keep,
             )
         if len(out.logits[0]) != len(with_logits):
-            raise UnsupportedAttention("it does not know logits_to_keep")
+            raise UnsupportedAttention("logits_to_keep")
         logits: torch.Tensor = out.logits[0]
         return logits
 

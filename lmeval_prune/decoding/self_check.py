@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from inspect import signature
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
 from lmeval_prune.decoding.kv_cache import KVCache
@@ -18,7 +21,7 @@ from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import HeadMask, interventions_on
-from lmeval_prune.interventions.attention_call import UnsupportedAttention
+from lmeval_prune.interventions.unsupported import REASONS, UnsupportedAttention
 
 logger = logging.getLogger(__name__)
 MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family without tests goes beyond
@@ -36,9 +39,19 @@ def _failure(check: Callable[..., None], *arguments: Any) -> str | None:
         check(*arguments)
     except torch.OutOfMemoryError:
         raise
+    except UnsupportedAttention as error:
+        return str(error)
     except Exception as error:  # any error of a model that works otherwise, or what a graph cannot capture
-        return first_line(error).removeprefix("UnsupportedAttention: ")
+        return REASONS["error"].format(module=_failed_module(error), error=first_line(error))
     return None
+
+
+def _failed_module(error: Exception) -> str:
+    """Return the class of the innermost module, other than torch's own, in which an error was raised."""
+    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    modules = [type(each) for each in callers if isinstance(each, nn.Module)]
+    own = [kind.__name__ for kind in modules if not kind.__module__.startswith("torch.")]
+    return own[-1] if own else "the layers"
 
 
 def is_tested(model_map: ModelMap) -> bool:
@@ -86,7 +99,17 @@ def _check(model_map: ModelMap) -> None:
                 return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max())
 
             # a token filter skips one token of the first pass, and the only token of the third
-            differences = [difference(0, n - 4, keep=middle), difference(n - 4, n - 2, 1)]
+            try:
+                differences = [difference(0, n - 4, keep=middle)]
+            except (UnsupportedAttention, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if cache.keys or getattr(model, "_supports_attention_backend", True):
+                    raise
+                raise UnsupportedAttention("interface") from error
+            if not cache.keys:
+                raise UnsupportedAttention("interface")
+            differences.append(difference(n - 4, n - 2, 1))
             differences += [difference(n - 2, n - 1), difference(n - 1, n)]
             differences.append(difference(0, n - 4, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
             if all(intervention.tokenwise for intervention in interventions_on(model)):
@@ -95,7 +118,20 @@ def _check(model_map: ModelMap) -> None:
                 differences += [
                     _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
                 ]
-    _compare(model, differences, [expected])
+    try:
+        _compare(model, differences, [expected])
+    except UnsupportedAttention:
+        _explain_difference(model_map)
+        raise
+
+
+def _explain_difference(model_map: ModelMap) -> None:
+    """Refuse a model with other logits by a cause that its modules name."""
+    if not model_map.is_causal:
+        raise UnsupportedAttention("causal")
+    parameters = signature(model_map.model.forward).parameters
+    if not {"position_ids", "args"} & parameters.keys():  # with `*args` a wrapper passes what it gets
+        raise UnsupportedAttention("positions")
 
 
 def _prefixed_difference(
@@ -111,7 +147,7 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
     tolerance = 0.05 if next(model.parameters()).element_size() < 4 else 1e-3
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
-        raise UnsupportedAttention(f"its logits would differ by {max(differences):.2g}")
+        raise UnsupportedAttention("logits", difference=max(differences))
 
 
 def why_unscored(model_map: ModelMap) -> str | None:
@@ -153,7 +189,7 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
     model: Any = model_map.model
     for intervention in interventions_on(model):
         if not intervention.capturable:
-            raise UnsupportedAttention(f"{type(intervention).__name__} is not capturable")
+            raise UnsupportedAttention("not_capturable", method=type(intervention).__name__)
     device = next(model.parameters()).device
     tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(12)]
     pruned = HeadMask("+".join(f"{layer.label}H0" for layer in model_map.attention if layer.heads > 1))
@@ -189,19 +225,19 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
 def _check_interventions(model: Any) -> None:
     for intervention in interventions_on(model):
         if intervention.needs_order:
-            raise UnsupportedAttention(f"answers under {type(intervention).__name__} depend on earlier answers")
+            raise UnsupportedAttention("order", method=type(intervention).__name__)
         if not (intervention.tokenwise or intervention.by_sequence):
-            raise UnsupportedAttention(f"{type(intervention).__name__} declares neither tokenwise nor by_sequence")
+            raise UnsupportedAttention("not_declared", method=type(intervention).__name__)
 
 
 def _check_config(model: Any) -> None:
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        raise UnsupportedAttention("its layers are on several devices")
+        raise UnsupportedAttention("devices")
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
-        raise UnsupportedAttention(f"it has layers of type {', '.join(sorted(others))}")
+        raise UnsupportedAttention("layers", types=", ".join(sorted(others)))
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):  # scales the positions of every row by the longest row
-            raise UnsupportedAttention(f"its positions are scaled by the longest row ({rope['rope_type']})")
+            raise UnsupportedAttention("rope", rope_type=rope["rope_type"])

@@ -27,8 +27,8 @@ from lmeval_prune.interventions.attention_call import (
     State,
     StepRows,
     StoredTokens,
-    UnsupportedAttention,
 )
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 BLOCK = 128  # tokens of neighbouring subtrees that attend together, with a mask
 
@@ -170,8 +170,10 @@ class TreeCache:
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
         options, layout = AttentionOptions.of(call), self.layout
-        if layout is None or call.stored_mask is not None or call.query_mask is not None:
-            raise UnsupportedAttention("a forward pass that is not the engine's, or a method that filters tokens")
+        if layout is None:
+            raise UnsupportedAttention("pass")
+        if call.stored_mask is not None or call.query_mask is not None:
+            raise UnsupportedAttention("filtered")
         module: Any = call.module
         query, key, value = (x[0] for x in (call.query, call.key, call.value))
         stored = self.stored.setdefault(int(module.layer_idx), {})
@@ -196,8 +198,8 @@ class TreeCache:
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Refuse methods with a state of each sequence."""
-        raise UnsupportedAttention("a method whose effect depends on earlier tokens")
+        raise UnsupportedAttention("state")
 
     def stored_tokens(self, call: AttentionCall) -> StoredTokens:
         """Refuse: no layer stores only some tokens."""
-        raise UnsupportedAttention("a method that filters tokens")
+        raise UnsupportedAttention("filtered")

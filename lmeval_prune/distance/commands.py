@@ -35,9 +35,7 @@ def distance(
         raise InputError("name what is compared with the model: --heads, --mask or --checkpoint")
     if settings.text:
         check_exists(settings.text, file=True)
-    names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
-    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
-        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
+    names = _names(heads, mask, checkpoint)
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.distance.report import write
     from lmeval_prune.distance.texts import check_models, load, read_windows, task_requests
@@ -45,15 +43,23 @@ def distance(
     from lmeval_prune.models.arguments import Arguments
 
     check_writable(output)
-    values = [*(("heads", each) for each in heads), *(("mask", each) for each in mask)]
-    pairs = zip(names, values, strict=False)
-    variants = {name: Arguments.of({argument: value}).interventions for name, (argument, value) in pairs}
+    arguments = [*({"heads": each} for each in heads), *({"mask": each} for each in mask)]
+    pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
+    variants = {name: Arguments.of(own).interventions for name, own in pairs}
     check_models(pretrained, settings, [each for several in variants.values() for each in several], checkpoint)
     lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
     texts = read_windows(lm, settings) if settings.text else ()
     requests = task_requests(lm, settings) if settings.task else {}
     print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
     return 0
+
+
+def _names(heads: Sequence[str], mask: Sequence[str], checkpoint: Sequence[str]) -> list[str]:
+    """Return the names of the variants, which differ from each other and from that of the dense model."""
+    names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
+    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
+        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
+    return names
 
 
 def _name(value: str) -> str:

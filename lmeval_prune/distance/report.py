@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmeval_prune.artefacts import write_artefact, write_text
+from lmeval_prune.artefacts import without_nan, write_artefact, write_text
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distance.summary import COLUMNS, Summary, summarize, summarize_answers, table
 from lmeval_prune.distance.variants import Distances
@@ -40,4 +40,4 @@ def _texts(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a variant's texts for JSON, with the means over their tokens."""
     means = {name: [float(values.mean()) for values in frame[name]] for name in COLUMNS}
     rows = frame.assign(tokens=frame["kld"].map(len), **means).to_dict("records")
-    return [{name: None if value is pd.NA else value for name, value in row.items()} for row in rows]
+    return [{name: None if value is pd.NA else without_nan(value) for name, value in row.items()} for row in rows]

@@ -16,6 +16,7 @@ QUANTILES = {"median_kld": 0.5, "kld_90": 0.9, "kld_95": 0.95, "kld_99": 0.99, "
 Summary = dict[str, float | None]
 
 
+@np.errstate(all="ignore")  # a divergence may be infinite
 def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summary:
     """Summarise distances of tokens.
 
@@ -25,7 +26,7 @@ def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summa
 
     Returns:
         Means with their standard errors (`…_se`; None for a single document), quantiles, and the numbers of tokens and
-        documents. Shares and probabilities are between 0 and 1.
+        documents. Shares and probabilities are between 0 and 1. What is infinite or undefined is None.
     """
     kld, same_top, delta_p, log_ratio = tokens.T
     means, errors = clustered_means(np.stack([kld, same_top, delta_p, delta_p**2, log_ratio], 1), documents)
@@ -86,8 +87,8 @@ def _with_errors(estimates: Mapping[str, tuple[Any, Any]]) -> Summary:
 
 
 def _plain(values: Mapping[str, Any]) -> Summary:
-    """Convert numbers of NumPy for JSON: NaN becomes None."""
-    return {name: None if np.isnan(value) else float(value) for name, value in values.items()}
+    """Convert numbers of NumPy for JSON, which lacks NaN and infinity: they become None."""
+    return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 
 # ---------------------------------------------------------------------- table

@@ -38,9 +38,8 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     all_tasks, pooling_notes = pooled(tables, variants)
     tables |= all_tasks
     rows = rows_of(tables, baseline, seed)
-    for row in rows.values():
-        row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
-    length_notes = _add_lengths(rows, {names: folder.cell(entry["key"]) for names, entry in done.items()})
+    _add_selected(rows, tables, selected)
+    length_notes = _add_lengths(folder, rows, done)
     distance_notes = _add_distances(folder, rows, done)
     costs = _costs(folder, cells, variants)
     return Comparison(
@@ -56,7 +55,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
             (*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done
         ],
         commands={names: entry["command"] for names, entry in cells.items()},
-        hooked=[name for name in variants if any(_has_hooks(cells[names]) for names in cells if names[0] == name)],
+        hooked=list(dict.fromkeys(variant for (variant, _), entry in cells.items() if _has_hooks(entry))),
         notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes, *distance_notes])),
     )
 
@@ -141,11 +140,21 @@ def _selected_on(
     return selected, notes
 
 
-def _add_lengths(rows: Mapping[tuple[str, str], Row], folders: Mapping[tuple[str, str], Path]) -> list[str]:
+def _add_selected(
+    rows: Mapping[tuple[str, str], Row], tables: Mapping[str, Table], selected: Mapping[str, set[str]]
+) -> None:
+    """Add to the rows how many of their questions the variant was selected on."""
+    for row in rows.values():
+        row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
+
+
+def _add_lengths(
+    folder: GridFolder, rows: Mapping[tuple[str, str], Row], done: Mapping[tuple[str, str], Any]
+) -> list[str]:
     """Add the lengths of answers to the rows of single tasks, and return notes on many cut-off answers."""
     notes = []
     for names, row in rows.items():
-        if names in folders and (parts := read_lengths(folders[names])):
+        if names in done and (parts := read_lengths(folder.cell(done[names]["key"]))):
             lengths = merge_lengths(parts)
             row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
             if reason := cut_off_note(lengths):

@@ -20,15 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
 WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can intercept
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, not a failure
-    """The attention of a model needs a feature that the engine lacks."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ def _attend(
     if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
     if wire is None or wire.layer is None:
-        raise UnsupportedAttention("its attention is computed by modules that are not known")
+        raise UnsupportedAttention("modules")
     wiring, store = wire.wiring, wire.wiring.stores[-1] if wire.wiring.stores else None
     attend: Attend = store.attend if store else _original_attention
     for handler in wiring.handlers:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from lmeval_prune.artefacts import digest
 from lmeval_prune.decoding.memory import InsufficientMemoryError
 from lmeval_prune.errors import InputError
+from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation, likelihood
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests, repeat_indices
@@ -105,8 +106,7 @@ class Answering:
 
             def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
                 repeat, number = divmod(index, count)
-                parts = self._parts(kind, request, repeat, identities[number])
-                return parts, str(masks[number] or DENSE)
+                return self._parts(kind, request, repeat, identities[number]), _pruned_heads(identities[number])
 
             def run(pending: PendingRequests) -> list[Any]:
                 row_masks = [masks[index % count] for index in pending.repeats]
@@ -136,6 +136,10 @@ class Answering:
             self._identities[heads] = self._identity(mask)
         return self._identities[heads]
 
+    def routed_heads(self, request: Any, repeat: int) -> str:
+        """Return the entry of the router's pool for an attempt; `dense` without a router."""
+        return self.router.head(request, repeat) if self.router else DENSE
+
     def _identity(self, mask: HeadMask | None) -> list[Any]:
         interventions = combined([*self._interventions, *([mask] if mask else [])])
         identities: list[Any] = [each.identity(self.lm.model_map) for each in interventions]
@@ -156,9 +160,9 @@ class Answering:
         return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        """Return everything that determines an answer, as JSON, and the router's heads."""
-        heads = self.router.head(request, repeat) if self.router else DENSE
-        return self._parts(kind, request, repeat, self.interventions(heads)), heads
+        """Return everything that determines an answer, as JSON, and the names of the pruned heads."""
+        identities = self.interventions(self.routed_heads(request, repeat))
+        return self._parts(kind, request, repeat, identities), _pruned_heads(identities)
 
     def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> dict[str, Any]:
         arguments, sampling_key = list(request.args), []
@@ -226,8 +230,8 @@ class Answering:
             return {}
         part, masks = pending.part(indices), None
         if self.router:
-            pairs = zip(part.requests, part.repeats, strict=True)
-            masks = [self.router.masks[self.router.head(request, repeat)] for request, repeat in pairs]
+            entries = map(self.routed_heads, part.requests, part.repeats)
+            masks = [self.router.masks[entry] for entry in entries]
         try:
             return dict(zip(indices, self._decode(part, part.repeats, masks, disable_tqdm), strict=True))
         except InsufficientMemoryError as error:
@@ -358,6 +362,13 @@ class Answering:
             columns["lengths"] = [ending and ending.length for _, _, ending in several]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in several]
             request.arguments = (context, {**generation.without_sampling(settings), **columns})
+
+
+def _pruned_heads(identities: list[Any]) -> str:
+    """Return the heads that interventions prune in the notation of `heads=`, many as a digest; `dense` if none."""
+    heads = [each.get("heads", ()) for each in identities if isinstance(each, dict)]
+    names = [name for several in heads if isinstance(several, list | tuple) for name in several]
+    return adapter_name(names) if names else DENSE
 
 
 def _is_sampled(request: Any) -> bool:

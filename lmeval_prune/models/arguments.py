@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,6 +14,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from lmeval_prune.architectures import position_limit
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
@@ -19,6 +22,8 @@ from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.head_router import HeadRouter
 from lmeval_prune.models.registered import load_registered
 from lmeval_prune.settings import Count, Settings, parse_value
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Arguments(Settings):
         names = argument_names()
         refuse_empty(values, names)
         others = {name: value for name, value in values.items() if value is not None or name not in names}
+        if others.get("max_length") is not None:
+            others["max_length"] = parse_value("max_length", others["max_length"], Count)
         own = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
         methods = {name: own.pop(name) for name in METHODS if name in own}
         if "router" not in own and (stray := _ROUTER_SETTINGS & own.keys()):
@@ -184,6 +191,7 @@ class Arguments(Settings):
 _ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
+_POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
 _INTERNAL = {"pretrained", "interventions", "others"}
 
 
@@ -202,6 +210,20 @@ def check_batch_size(size: Any) -> None:
     """Refuse a malformed batch size."""
     if size is not None and not re.fullmatch(r"auto(:\d+(\.\d*)?)?|0*[1-9]\d*", str(size)):
         raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
+
+
+def check_max_length(length: int | None, model: Any) -> None:
+    """Refuse more tokens than a model's table of positions has, and warn of more than its configuration names.
+
+    The model may have no weights yet. Rotary positions and ALiBi have no table: such a model computes any length.
+    """
+    limit = position_limit(model)
+    if length is None or limit is None or length <= limit:
+        return
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if any(_POSITIONS.search(name) and tensor.ndim > 1 and len(tensor) >= limit for name, tensor in tensors):
+        raise InputError(f"max_length={length}, but the model has only {limit} positions; give at most {limit}")
+    logger.warning("max_length=%d is more than the %d positions that the model's configuration names", length, limit)
 
 
 def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -104,7 +104,7 @@ class EngineChoice:
         assert self.engine
         window = sliding_window(self.engine.model_map)
         if window > MAX_CHECKED_WINDOW and not is_tested(self.engine.model_map):
-            return f"its family is not tested, and its sliding window of {window} tokens is too large to be checked"
+            return f"the model's family is not tested, and its sliding window of {window} tokens is too large to check"
         return self.engine.unsupported
 
     def _why_settings(self, settings: dict[str, Any]) -> str | None:

@@ -31,7 +31,7 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments, unknown_argument
+from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_argument
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
@@ -87,6 +87,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if isinstance(pretrained, torch.nn.Module):
             arguments.refuse_misspelt(_HF_ARGUMENTS, None)
             self.manifest = manifest_of(pretrained)
+            check_max_length(arguments.others.get("max_length"), pretrained)
             interventions = (*interventions_on(pretrained), *interventions)
         else:
             if arguments.others.get("device") is not None:
@@ -200,6 +201,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             eval_logger.info("methods are checked after loading: the model cannot be built without weights (%s)", error)
             return
         check_language_model(self.config, bare)
+        check_max_length(self.arguments.others.get("max_length"), bare)
         if not self.arguments.interventions and not router:
             return
         model_map = map_model(bare, **self.arguments.description)

@@ -32,7 +32,6 @@ from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
 from lmeval_prune.models.answering import AUTO_GROUP_SIZE
-from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
 from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
 from lmeval_prune.models.logs import use_lm_eval_logging
@@ -202,7 +201,7 @@ class StoredAnswering:
         sampled = kind == "generate_until" and generation.is_sampling(request.args[1])
         drawn = generation.sampling_key(self.seed, request, repeat) if sampled else []
         parts = {"model": self._model, "request": list(request.args), "drawn": drawn, "versions": self.versions}
-        return parts, DENSE
+        return parts, ""  # the heads of a model that is not this package's are unknown
 
     # ------------------------------------------------------------------ answering
 

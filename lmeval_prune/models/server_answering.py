@@ -32,9 +32,10 @@ class ServerAnswering(Answering):
         return [sampling_seed(self.lm.seed, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        parts, head = super()._key_parts(kind, request, repeat)
-        adapters = self.lm.adapter_hashes(self.variant(head))
-        return {**parts, "cut": self.lm.client.truncated_length(kind, request), "adapters": adapters}, head
+        parts, _ = super()._key_parts(kind, request, repeat)
+        variant = self.variant(self.routed_heads(request, repeat))
+        cut, adapters = self.lm.client.truncated_length(kind, request), self.lm.adapter_hashes(variant)
+        return {**parts, "cut": cut, "adapters": adapters}, str(variant)
 
     def variant(self, head: str = UNPRUNED) -> ServedVariant:
         """Return the variant that prunes the head of a try and the heads of the model_args, or has a LoRA adapter."""

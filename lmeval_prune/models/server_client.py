@@ -16,7 +16,6 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
-from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.http_client import RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.tasks import compat
@@ -115,11 +114,11 @@ class ServerClient:
     # ------------------------------------------------------------------ generation
 
     def _generation_job(self, request: Any, repeat: int, index: int) -> Job:
-        lm, name, router = self.lm, _request_name(request), self.lm.arguments.router
+        lm, name = self.lm, _request_name(request)
         context, settings = request.args[:2]
         if len(request.args) > 2:
             raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
-        if router or not generation.is_sampling(settings):
+        if lm.arguments.router or not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
@@ -140,7 +139,7 @@ class ServerClient:
             return text
 
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
-        variant = lm.answering.variant(router.head(request, repeat) if router else DENSE)
+        variant = lm.answering.variant(lm.answering.routed_heads(request, repeat))
         return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
 
     def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:

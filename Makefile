@@ -14,13 +14,11 @@ LM_EVAL_VENV ?= .venv-lm-eval
 LM_EVAL_TESTS ?= compat tasks pass_at scorers sweep served_sweep routing responses grid grid_comparison command_line pruned_hf
 # The lowest versions that pyproject.toml allows, with the build of torch that TORCH names (some GB).
 LOWEST_VENV ?= .venv-lowest
-# GSM8K for the demo: a folder of local data files, if there is one.
-LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
 .PHONY: demo test test-long test-lm-eval test-lowest test-vllm test-llamacpp lint format bench scoring-report scoring-generality clean
 
 demo: $(VENV)/.installed
-	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
+	$(BIN)/lmeval-prune demo
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -21,7 +21,7 @@ from lmeval_prune.options import as_typed, read_options, summary
 
 COMMANDS = {
     "run": "lmeval_prune.commands:run",
-    "demo": "lmeval_prune.demo:demo",
+    "demo": "lmeval_prune.demo.commands:demo",
     "models": "lmeval_prune.commands:models",
     "heads": "lmeval_prune.commands:heads",
     "families": "lmeval_prune.commands:families",

@@ -210,6 +210,9 @@ DATA: dict[str, DataSet] = {
     ),
     "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}, None, dict, packaged=True),
     "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}, None, dict, packaged=True),
+    "tiny_cloze": DataSet(
+        {"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, None, dict, packaged=True
+    ),
 }
 
 

@@ -30,6 +30,8 @@ SIZES = {
     ("math23k", "test"): 1000,
     ("tiny_words", "test"): 24,
     ("tiny_choice", "test"): 24,
+    ("tiny_cloze", "train"): 114,
+    ("tiny_cloze", "test"): 113,
 }
 
 

@@ -1,0 +1,140 @@
+"""The demo's figures as curves and tables: distance and accuracy by share of pruned heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from lmeval_prune.demo.run import DRAWS, drawn_name, ranked_name, standard_error
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured value and the ends of its band."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity by share of pruned heads: the least important ones, and random ones.
+
+    Attributes:
+        title: name of the quantity, with its unit.
+        short: the same for a column of a table.
+        ranked: by share; the band is a standard error over texts or problems.
+        random: by share, the mean of the draws; the band reaches from the lowest draw to the highest.
+        percent: whether values are shares.
+    """
+
+    title: str
+    short: str
+    ranked: Mapping[float, Point]
+    random: Mapping[float, Point]
+    percent: bool
+
+
+def curves(results: Mapping[str, Any]) -> list[Curve]:
+    """Return KL divergence, agreement of the top token, and accuracy."""
+    distances, right = results["distances"], results["accuracy"]
+    dense = sum(right["dense"]) / len(right["dense"]), standard_error(right["dense"])
+
+    def distance(name: str, key: str) -> tuple[float, float]:
+        return distances[name][key], distances[name][f"{key}_se"] or 0.0
+
+    def accuracy(name: str) -> tuple[float, float]:
+        return sum(right[name]) / len(right[name]), standard_error(right[name])
+
+    kld, same_top = (partial(distance, key=key) for key in ("mean_kld", "same_top"))
+    return [
+        _curve(results, ("KL divergence to the dense model, nats", "KL"), kld, (0.0, 0.0), False),
+        _curve(results, ("same top token as the dense model", "same top"), same_top, (1.0, 0.0), True),
+        _curve(results, ("problems solved", "solved"), accuracy, dense, True),
+    ]
+
+
+def _curve(
+    results: Mapping[str, Any],
+    titles: tuple[str, str],
+    measured: Callable[[str], tuple[float, float]],
+    dense: tuple[float, float],
+    percent: bool,
+) -> Curve:
+    start = Point(dense[0], dense[0] - dense[1], dense[0] + dense[1])
+    ranked, random = {0.0: start}, {0.0: start}
+    for share in results["shares"]:
+        value, error = measured(ranked_name(share))
+        ranked[share] = Point(value, value - error, value + error)
+        draws = [measured(drawn_name(share, draw))[0] for draw in range(DRAWS)]
+        random[share] = Point(sum(draws) / len(draws), min(draws), max(draws))
+    return Curve(*titles, ranked, random, percent)
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """Return the tables that the command prints."""
+    return [_curves_table(results), _costs_table(results)]
+
+
+def _curves_table(results: Mapping[str, Any]) -> Table:
+    shown = curves(results)
+    table = Table(title=f"{results['model']}, {results['problems']} problems: heads pruned, the least important or random ones",
+                  title_justify="left", box=SIMPLE_HEAD)  # fmt: skip
+    table.add_column("heads\npruned")
+    for curve in shown:
+        for kind in ("least", "random"):
+            table.add_column(f"{curve.short}\n{kind}", justify="right", no_wrap=True)
+    for share in (0.0, *results["shares"]):
+        cells = [_cell(curve, kind[share]) for curve in shown for kind in (curve.ranked, curve.random)]
+        table.add_row(f"{share:.0%}" if share else "none", *cells)
+    return table
+
+
+def _cell(curve: Curve, point: Point) -> str:
+    return f"{point.value:.0%}" if curve.percent else f"{point.value:.2f}"
+
+
+def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return rows of what was measured of the engine and of the cut model: name, before, after, and change."""
+    answers, cut = results["answers"], results["cut"]
+    before, after = cut["parameters"]
+    slow, fast = cut["tokens_per_second"]
+    dense, smaller = results["accuracy"]["dense"], cut["accuracy"]
+    ratio = answers["generate_seconds"] / answers["engine_seconds"]
+    return [
+        (
+            f"{answers['prompts']} prompts × {answers['masks']} masks: generate, engine",
+            f"{answers['generate_seconds']:.1f} s",
+            f"{answers['engine_seconds']:.1f} s",
+            f"{ratio:.1f} × as fast",
+        ),
+        ("texts that are equal", f"{answers['texts']}", f"{answers['identical']}", ""),
+        (
+            f"{cut['removed']:.0%} of heads and channels cut: parameters",
+            f"{before / 1e6:.1f} million",
+            f"{after / 1e6:.1f} million",
+            f"{after / before - 1:+.0%}",
+        ),
+        ("  size of the file", f"{4 * before / 1e6:.0f} MB", f"{cut['bytes'] / 1e6:.0f} MB", f"{cut['bytes'] / 4 / before - 1:+.0%}"),
+        ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
+        ("  problems solved, not trained since", _share(dense), _share(smaller), ""),
+    ]
+
+
+def _share(right: Sequence[bool]) -> str:
+    return f"{sum(right) / len(right):.0%}"
+
+
+def _costs_table(results: Mapping[str, Any]) -> Table:
+    table = Table(title="Speed and size", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("", "before", "after", "change"):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in costs(results):
+        table.add_row(*row)
+    return table

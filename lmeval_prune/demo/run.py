@@ -1,0 +1,389 @@
+"""The measurements of the demo."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
+from lmeval_prune.distance.summary import summarize_tokens
+from lmeval_prune.distance.tokens import Text, token_distances
+from lmeval_prune.interventions import HeadMask, Plan
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.tasks import data
+
+SHARES = (0.03, 0.1, 0.2)  # of all heads
+DRAWS = 3  # of random heads
+SHOWN = 0.1  # the share of the answers that the page shows
+WINDOWS, WINDOW = 16, 64  # of the text that the scores of heads read, and their tokens
+PROMPTS, MASKS, NEW_TOKENS = 8, 9, 16
+CUT = 0.25  # of the parameters of heads and channels
+STAGES = {"scores of heads": 6, "distances": 35, "accuracy": 30, "answers": 25, "cut": 14}  # rough seconds
+
+
+@dataclass
+class Subject:
+    """The dense model and what is measured on it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    model_map: ModelMap
+    engine: Engine
+
+    @classmethod
+    def load(cls, pretrained: str) -> Self:
+        """Load the model in float32."""
+        path = embedded.resolve(pretrained)
+        model = load_pretrained(path, dtype=torch.float32)
+        tokenizer = _tokenizer(path)
+        model_map = map_model(model)
+        return cls(pretrained, model, tokenizer, model_map, Engine(model, tokenizer, model_map=model_map))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text without special tokens."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass
+class Variants:
+    """Head masks by name: the least important heads, and random ones.
+
+    Attributes:
+        ranked: by share of the heads.
+        drawn: by share, one for each draw.
+        scores: importance of the heads, by layer.
+    """
+
+    ranked: dict[float, HeadMask]
+    drawn: dict[float, list[HeadMask]]
+    scores: dict[str, list[float]]
+
+    @property
+    def masks(self) -> dict[str, HeadMask]:
+        """Return all masks by name."""
+        ranked = {ranked_name(share): mask for share, mask in self.ranked.items()}
+        return ranked | {drawn_name(share, n): m for share, masks in self.drawn.items() for n, m in enumerate(masks)}
+
+
+def ranked_name(share: float) -> str:
+    """Return the name of the mask of the least important heads."""
+    return f"{share:.0%} least important"
+
+
+def drawn_name(share: float, draw: int) -> str:
+    """Return the name of a draw of random heads."""
+    return f"{share:.0%} random, draw {draw + 1}"
+
+
+class Steps:
+    """One progress line over the stages of the demo, whose weights are rough seconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bar = progress.add_task("loading", total=sum(STAGES.values()))
+        self._done = 0.0
+        self._began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, stage: str) -> None:
+        """Show the name of a stage."""
+        now = time.perf_counter()
+        self.seconds[stage], self._began = now, now
+        self._weight = STAGES[stage]
+        self._progress.update(self._bar, description=stage)
+
+    def advance(self, share: float) -> None:
+        """Set the share of the stage that is complete."""
+        self._progress.update(self._bar, completed=self._done + share * self._weight)
+        if share >= 1:
+            self._done += self._weight
+
+
+def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
+    """Measure everything, write `demo.json`, and return it."""
+    began = time.perf_counter()
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        steps = Steps(progress)
+        subject = Subject.load(pretrained)
+        first, second = (data.load("tiny_cloze", split).to_list() for split in ("train", "test"))
+        steps.begin("scores of heads")
+        text = calibration(subject, [sentence(problem) for problem in first])
+        variants = make_variants(subject, text)
+        steps.advance(1)
+        results: dict[str, Any] = {
+            "created_by": CREATED_BY,
+            "model": pretrained,
+            "threads": torch.get_num_threads(),
+            "heads": subject.model_map.total_heads,
+            "problems": len(second),
+            "shares": SHARES,
+            "scores": variants.scores,
+            "masks": {name: list(mask.heads) for name, mask in variants.masks.items()},
+        }
+        steps.begin("distances")
+        results["distances"] = distances(subject, variants.masks, second, steps)
+        steps.begin("accuracy")
+        results["accuracy"] = accuracies(subject.engine, subject, {"dense": None, **variants.masks}, second, steps)
+        steps.begin("answers")
+        results["answers"] = answers(subject, variants, steps)
+        steps.begin("cut")
+        results["cut"] = cut_quarter(subject, text, folder / "cut", second)
+        steps.advance(1)
+    results["stage_seconds"] = steps.seconds
+    results["seconds"] = round(time.perf_counter() - began, 1)
+    write_text(folder / "demo.json", json.dumps(without_nan(results), indent=1) + "\n")
+    return results
+
+
+# --------------------------------------------------------------------------- problems
+
+
+def right_answer(problem: Mapping[str, Any]) -> str:
+    """Return the right answer of a problem, with the space before it."""
+    return f" {problem['choices'][problem['gold']]}"
+
+
+def sentence(problem: Mapping[str, Any]) -> str:
+    """Return a problem completed by its right answer."""
+    return f"{problem['question']}{right_answer(problem)}."
+
+
+# --------------------------------------------------------------------------- masks
+
+
+def calibration(subject: Subject, sentences: Sequence[str]) -> CalibrationText:
+    """Return windows of the sentences, one after another."""
+    ids = subject.encode(" ".join(sentences))
+    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)[:WINDOWS]
+    return CalibrationText.from_windows("the packaged problems of the first half", windows)
+
+
+def make_variants(subject: Subject, text: CalibrationText) -> Variants:
+    """Choose heads by norm + entropy, and at random."""
+    ranked: dict[float, HeadMask] = {}
+    drawn: dict[float, list[HeadMask]] = {}
+    scores: Mapping[str, torch.Tensor] = {}
+    for share in SHARES:
+        plan = _plan(subject, "norm_entropy", {}, share, text, scores)
+        scores = plan.scores
+        ranked[share] = plan.mask
+        drawn[share] = [_plan(subject, "random", {"seed": draw}, share).mask for draw in range(DRAWS)]
+    return Variants(ranked, drawn, {key: value.tolist() for key, value in scores.items()})
+
+
+def _plan(
+    subject: Subject,
+    method: str,
+    options: dict[str, Any],
+    share: float,
+    text: CalibrationText | None = None,
+    scores: Mapping[str, torch.Tensor] | None = None,
+) -> Plan:
+    """Return the plan that removes a share of all heads."""
+    pruning = PruneOptions(ratio=share, budget="heads", unit="head", allocation="global", allow_empty_layer=True)
+    return list(stages(make_pruner(method, options), subject.model_map, pruning, text, scores=scores or {}))[-1]
+
+
+# --------------------------------------------------------------------------- distance and accuracy
+
+
+def distances(
+    subject: Subject, masks: Mapping[str, HeadMask], problems: Sequence[Mapping[str, Any]], steps: Steps
+) -> dict[str, dict[str, float | None]]:
+    """Return mean KL divergence and agreement of the top token over the completed problems, by mask."""
+    texts = [_text(subject, problem, number) for number, problem in enumerate(problems)]
+    tokens: dict[str, list[torch.Tensor]] = {name: [] for name in masks}
+    size = 16  # texts of a run of the engine, so that progress is seen
+    for begin in range(0, len(texts), size):
+        part = token_distances(subject.engine, {n: [m] for n, m in masks.items()}, texts[begin : begin + size])
+        for name, each in part.items():
+            tokens[name] += each
+        steps.advance(min(1.0, (begin + size) / len(texts)))
+    return {name: _summary(each) for name, each in tokens.items()}
+
+
+def _text(subject: Subject, problem: Mapping[str, Any], number: int) -> Text:
+    """Return a completed problem, all tokens of which but the first are compared."""
+    ids = subject.encode(sentence(problem))
+    return Text(ids[:1], ids[1:], ("tiny_cloze", number))
+
+
+def _summary(texts: Sequence[torch.Tensor]) -> dict[str, float | None]:
+    """Return the means over the tokens of texts, with standard errors over texts."""
+    documents = [number for number, rows in enumerate(texts) for _ in rows]
+    summary = summarize_tokens(torch.cat(list(texts)).numpy(), documents)
+    return {key: summary[key] for key in ("mean_kld", "mean_kld_se", "same_top", "same_top_se")}
+
+
+def accuracies(
+    engine: Engine,
+    subject: Subject,
+    masks: Mapping[str, HeadMask | None],
+    problems: Sequence[Mapping[str, Any]],
+    steps: Steps | None = None,
+) -> dict[str, list[bool]]:
+    """Return, by mask, whether each problem's most probable choice is the right one."""
+    requests = [
+        LikelihoodRequest(subject.encode(problem["question"]), subject.encode(f" {choice}"), mask, (name, i, j))
+        for i, problem in enumerate(problems)
+        for j, choice in enumerate(problem["choices"])
+        for name, mask in masks.items()
+    ]
+    values: dict[tuple[str, int], dict[int, float]] = {}
+    for done, (request, result) in enumerate(engine.score(requests), 1):
+        name, i, j = request.tag
+        values.setdefault((name, i), {})[j] = float(result.logprobs.sum())
+        if steps and (done % 100 == 0 or done == len(requests)):
+            steps.advance(done / len(requests))
+    best = {key: max(each, key=each.__getitem__) for key, each in values.items()}
+    return {name: [best[name, i] == problem["gold"] for i, problem in enumerate(problems)] for name in masks}
+
+
+# --------------------------------------------------------------------------- answers
+
+
+def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any]:
+    """Decode some prompts under nine masks by the engine, and by `generate` one mask at a time, and compare the texts."""
+    questions = data.load("tiny_words", "test")["question"][:PROMPTS]
+    prompts = [_chat(subject, question) for question in questions]
+    masks: dict[str, HeadMask | None] = {"dense": None}
+    masks |= {ranked_name(share): variants.ranked[share] for share in SHARES}
+    masks |= {drawn_name(share, n): m for share in SHARES[1:] for n, m in enumerate(variants.drawn[share])}
+    masks = dict(list(masks.items())[:MASKS])
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    requests = [
+        Request(prompt, mask, params, tag=(name, i)) for i, prompt in enumerate(prompts) for name, mask in masks.items()
+    ]
+    list(subject.engine.decode(requests[:2]))  # what is slow only once
+    began = time.perf_counter()
+    texts = {request.tag: subject.tokenizer.decode(tokens) for request, tokens in subject.engine.decode(requests)}
+    engine = time.perf_counter() - began
+    steps.advance(0.3)
+    began = time.perf_counter()
+    others: dict[tuple[str, int], str] = {}
+    for number, (name, mask) in enumerate(masks.items(), 1):
+        others |= {(name, i): text for i, text in enumerate(_generate(subject, prompts, mask))}
+        steps.advance(0.3 + 0.7 * number / len(masks))
+    generate = time.perf_counter() - began
+    shown = ["dense", ranked_name(SHOWN), drawn_name(SHOWN, 0)]
+    return {
+        "prompts": len(prompts),
+        "masks": len(masks),
+        "new_tokens": NEW_TOKENS,
+        "identical": sum(texts[key] == others[key] for key in others),
+        "texts": len(others),
+        "engine_seconds": engine,
+        "generate_seconds": generate,
+        "shown": [
+            {"question": questions[i], "answers": {name: _plain(subject, texts[name, i]) for name in shown}}
+            for i in range(3)
+        ],
+    }
+
+
+def _plain(subject: Subject, text: str) -> str:
+    """Return an answer without its end token."""
+    for token in subject.tokenizer.all_special_tokens:
+        text = text.removesuffix(token)
+    return text.strip()
+
+
+def _chat(subject: Subject, question: str) -> tuple[int, ...]:
+    """Return the tokens of a question in the chat template, if the model has one."""
+    if not subject.tokenizer.chat_template:
+        return subject.encode(question)
+    messages = [{"role": "user", "content": question}]
+    return subject.encode(
+        subject.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    )
+
+
+def _generate(subject: Subject, prompts: Sequence[tuple[int, ...]], mask: HeadMask | None) -> Iterator[str]:
+    """Yield the answers of transformers' `generate` to prompts in one batch, under a mask."""
+    tokenizer, longest = subject.tokenizer, max(map(len, prompts))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": pad}
+    applied = mask.applied_to(subject.model, subject.model_map) if mask else nullcontext()
+    with torch.inference_mode(), applied:
+        rows = subject.model.generate(ids, attention_mask=real, **options)[:, longest:].tolist()
+    ends = subject.model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    for row in rows:
+        last = next((i for i, token in enumerate(row) if token in ends), len(row))
+        yield tokenizer.decode(row[: last + 1])
+
+
+# --------------------------------------------------------------------------- cut
+
+
+def cut_quarter(
+    subject: Subject, text: CalibrationText, folder: Path, problems: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Cut a quarter of the parameters of heads and channels, and measure the smaller checkpoint."""
+    pruning = PruneOptions(ratio=CUT, parts="both")
+    plan = list(stages(make_pruner("flap", {}), subject.model_map, pruning, text))[-1]
+    cut_to(folder, subject.model, plan, subject.tokenizer)
+    smaller = load_pretrained(str(folder), dtype=torch.float32)
+    engine = Engine(smaller, subject.tokenizer)
+    return {
+        "folder": str(folder),
+        "removed": CUT,
+        "parameters": [_parameters(subject.model), _parameters(smaller)],
+        "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        "tokens_per_second": _speeds(subject, smaller),
+        "accuracy": accuracies(engine, subject, {"cut": None}, problems)["cut"],
+    }
+
+
+def _parameters(model: Any) -> int:
+    """Return the number of parameters; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> list[float]:
+    """Return new tokens a second of both models, through `generate` in a batch of `PROMPTS`, the median of some rounds."""
+    ids = torch.full((PROMPTS, 32), subject.encode("the")[0])
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    times: list[list[float]] = [[], []]
+    for turn in range(rounds + 1):
+        for seconds, model in zip(times, (subject.model, smaller), strict=True):
+            began = time.perf_counter()
+            with torch.inference_mode():
+                model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            if turn:  # the first round is slower
+                seconds.append(time.perf_counter() - began)
+    return [PROMPTS * NEW_TOKENS / statistics.median(seconds) for seconds in times]
+
+
+def standard_error(right: Sequence[bool]) -> float:
+    """Return the standard error of a share of right answers."""
+    return float(np.std(np.asarray(right, float), ddof=1) / len(right) ** 0.5)
+
+
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)

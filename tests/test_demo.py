@@ -43,7 +43,9 @@ def test_distances_and_accuracies_are_those_of_plain_passes(tiny_folder: Path, o
     problems = data.load("tiny_cloze", "test").to_list()[:24]
 
     def logits(text: str) -> torch.Tensor:
-        return model(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0].double().log_softmax(-1)
+        return (
+            model(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0].double().log_softmax(-1)
+        )
 
     assert len(results["masks"]) == 2 * (1 + run.DRAWS) and len(results["accuracy"]) == len(results["masks"]) + 1
     for name, heads in results["masks"].items():

@@ -18,11 +18,11 @@ NEXT_STEPS = """Next, with a model of your own:
 
 
 def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
-    """Show on packaged problems what pruning heads does to a model, how fast variants are decoded, and what a cut saves.
+    """Show what pruning heads does to a model, how fast variants are decoded, and what a cut saves.
 
-    Measures the distance from the dense model and the accuracy with the least important and with random heads pruned;
-    decodes eight prompts under nine masks together and one mask at a time; and cuts a quarter of the parameters of heads
-    and channels for good. Writes `page.html`, `demo.json` and the cut model.
+    Measures the distance from the dense model and the accuracy on packaged problems, with the least important and with
+    random heads pruned; decodes eight prompts under nine masks together and one mask at a time; and cuts a quarter of
+    the parameters of heads and channels for good. Writes `page.html`, `demo.json` and the cut model.
 
     Args:
         pretrained: a causal language model, as for lm_eval
@@ -40,9 +40,9 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
     screen, errors = Console(file=sys.stdout), Console(file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     with _messages_to(folder / "demo.log"):
+        from lmeval_prune.demo.figures import tables
         from lmeval_prune.demo.page import write_page
         from lmeval_prune.demo.run import run
-        from lmeval_prune.demo.figures import tables
 
         results = run(pretrained, folder, errors)
         write_page(results, page)

@@ -84,8 +84,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 def _curves_table(results: Mapping[str, Any]) -> Table:
     shown = curves(results)
-    table = Table(title=f"{results['model']}, {results['problems']} problems: heads pruned, the least important or random ones",
-                  title_justify="left", box=SIMPLE_HEAD)  # fmt: skip
+    title = f"{results['model']}, {results['problems']} problems: the least important or random heads pruned"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("heads\npruned")
     for curve in shown:
         for kind in ("least", "random"):
@@ -105,6 +105,7 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     answers, cut = results["answers"], results["cut"]
     before, after = cut["parameters"]
     slow, fast = cut["tokens_per_second"]
+    size = 4 * before  # bytes in float32, in which the cut model is written
     dense, smaller = results["accuracy"]["dense"], cut["accuracy"]
     ratio = answers["generate_seconds"] / answers["engine_seconds"]
     return [
@@ -121,7 +122,12 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             f"{after / 1e6:.1f} million",
             f"{after / before - 1:+.0%}",
         ),
-        ("  size of the file", f"{4 * before / 1e6:.0f} MB", f"{cut['bytes'] / 1e6:.0f} MB", f"{cut['bytes'] / 4 / before - 1:+.0%}"),
+        (
+            "  size of the file",
+            f"{4 * before / 1e6:.0f} MB",
+            f"{cut['bytes'] / 1e6:.0f} MB",
+            f"{cut['bytes'] / 4 / before - 1:+.0%}",
+        ),
         ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
         ("  problems solved, not trained since", _share(dense), _share(smaller), ""),
     ]

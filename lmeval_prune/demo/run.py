@@ -24,10 +24,10 @@ from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingPa
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
 from lmeval_prune.interventions import HeadMask, Plan
+from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks import data
 
@@ -187,8 +187,8 @@ def make_variants(subject: Subject, text: CalibrationText) -> Variants:
     for share in SHARES:
         plan = _plan(subject, "norm_entropy", {}, share, text, scores)
         scores = plan.scores
-        ranked[share] = plan.mask
-        drawn[share] = [_plan(subject, "random", {"seed": draw}, share).mask for draw in range(DRAWS)]
+        ranked[share] = _mask(plan)
+        drawn[share] = [_mask(_plan(subject, "random", {"seed": draw}, share)) for draw in range(DRAWS)]
     return Variants(ranked, drawn, {key: value.tolist() for key, value in scores.items()})
 
 
@@ -203,6 +203,12 @@ def _plan(
     """Return the plan that removes a share of all heads."""
     pruning = PruneOptions(ratio=share, budget="heads", unit="head", allocation="global", allow_empty_layer=True)
     return list(stages(make_pruner(method, options), subject.model_map, pruning, text, scores=scores or {}))[-1]
+
+
+def _mask(plan: Plan) -> HeadMask:
+    """Return the heads of a plan, of which there is at least one."""
+    assert plan.mask
+    return plan.mask
 
 
 # --------------------------------------------------------------------------- distance and accuracy
@@ -264,7 +270,7 @@ def accuracies(
 
 
 def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any]:
-    """Decode some prompts under nine masks by the engine, and by `generate` one mask at a time, and compare the texts."""
+    """Decode prompts under nine masks by the engine, and by `generate` one mask at a time, and compare the texts."""
     questions = data.load("tiny_words", "test")["question"][:PROMPTS]
     prompts = [_chat(subject, question) for question in questions]
     masks: dict[str, HeadMask | None] = {"dense": None}
@@ -314,9 +320,7 @@ def _chat(subject: Subject, question: str) -> tuple[int, ...]:
     if not subject.tokenizer.chat_template:
         return subject.encode(question)
     messages = [{"role": "user", "content": question}]
-    return subject.encode(
-        subject.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    )
+    return subject.encode(subject.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _generate(subject: Subject, prompts: Sequence[tuple[int, ...]], mask: HeadMask | None) -> Iterator[str]:
@@ -364,7 +368,7 @@ def _parameters(model: Any) -> int:
 
 
 def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> list[float]:
-    """Return new tokens a second of both models, through `generate` in a batch of `PROMPTS`, the median of some rounds."""
+    """Return new tokens a second of both models, through `generate` in a batch: the median of some rounds."""
     ids = torch.full((PROMPTS, 32), subject.encode("the")[0])
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     times: list[list[float]] = [[], []]

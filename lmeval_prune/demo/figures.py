@@ -124,9 +124,9 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ),
         (
             "  size of the file",
-            f"{4 * before / 1e6:.0f} MB",
+            f"{size / 1e6:.0f} MB",
             f"{cut['bytes'] / 1e6:.0f} MB",
-            f"{cut['bytes'] / 4 / before - 1:+.0%}",
+            f"{cut['bytes'] / size - 1:+.0%}",
         ),
         ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
         ("  problems solved, not trained since", _share(dense), _share(smaller), ""),

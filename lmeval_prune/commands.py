@@ -1,4 +1,4 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `filter-map` and `profile`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `filter-map`, `profile` and `costs`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Len
 
 from lmeval_prune.errors import InputError, check_exists, did_you_mean
-from lmeval_prune.settings import Count
+from lmeval_prune.settings import Count, resolve_device
 
 
 def run(*words: str) -> int:
@@ -104,31 +104,47 @@ def families(only: str | None = None) -> int:
     return 0
 
 
-def mask(pretrained: str, heads: str, output: str, revision: str | None = None, allow_empty_layer: bool = False) -> int:
-    """Write a mask artefact for a model.
+def mask(
+    pretrained: str,
+    output: str,
+    heads: str | None = None,
+    blocks: str | None = None,
+    revision: str | None = None,
+    allow_empty_layer: bool = False,
+) -> int:
+    """Write a mask artefact for a model; with blocks, a plan.
 
-    The heads are checked against the model's configuration before its weights are loaded. The artefact contains a
-    fingerprint of the weights and is refused for other models.
+    Heads and blocks are checked against the model's configuration before its weights are loaded. The artefact contains
+    a fingerprint of the weights and is refused for other models.
 
     Args:
         pretrained: model, as for lm_eval
-        heads: e.g. L5H3+L15H0, L5H*, L5H0-3
         output: path of the JSON file
+        heads: e.g. L5H3+L15H0, L5H*, L5H0-3
+        blocks: attention and feed-forward blocks, and whole layers, e.g. L20+L22.attention+L7.feed_forward
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
     """
+    if not heads and not blocks:
+        raise InputError("name what to remove: --heads L5H3+L15H0, or --blocks L5+L7.attention")
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-    from lmeval_prune.interventions import HeadMask
+    from lmeval_prune.interventions import HeadMask, Plan
 
-    head_mask = HeadMask(heads, allow_empty_layer=allow_empty_layer)
+    removal: HeadMask | Plan = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer)
+    if heads and not blocks:
+        removal = HeadMask(heads, allow_empty_layer=allow_empty_layer)
     skeleton = skeleton_of(pretrained, revision)
-    pruned = head_mask.heads_of(map_model(skeleton))
+    removal.fit_to(map_model(skeleton))
     check_writable(output)
     model_map = map_model(with_weights(skeleton, pretrained, revision))
-    head_mask.save(output, model_map)
-    print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
+    removal.save(output, model_map)
+    if isinstance(removal, Plan):
+        print(f"{output}: {removal.summary(model_map)} of {model_map.name}")
+    else:
+        pruned = removal.heads_of(model_map)
+        print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
     return 0
 
 
@@ -198,10 +214,12 @@ def profile(
     output: str = "out/profile",
     prompt: Annotated[int, Ge(2)] = 128,
     new: Count = 32,
-    batches: Annotated[tuple[Count, ...], Len(1)] = (1, 8),
+    batches: Annotated[tuple[Count, ...], Len(1)] = (1, 8, 32),
     rounds: Count = 5,
     threads: Count = 1,
     clock: Literal["wall", "processor"] = "wall",
+    answers: tuple[Literal["generate", "engine"], ...] = ("generate", "engine"),
+    device: str | None = None,
     text: str | None = None,
 ) -> int:
     """Compare the costs of models: parameters, FLOPs, speed and memory; with a text, also their distance.
@@ -215,6 +233,9 @@ def profile(
         rounds: measurements of each model; medians are shown
         threads: number of CPU threads
         clock: wall, or processor (CPU time of this process, for busy machines, with one thread)
+        answers: who answers whole batches of prompts, besides the passes of prefill and decoding: generate
+            (transformers) and engine (the decoding engine of this package)
+        device: cpu or cuda; default: a GPU if there is one
         text: text file on which the distance of the models from the first one is measured, as by `distance`; their
             tokenizers must be the same
     """
@@ -226,12 +247,13 @@ def profile(
         check_exists(text, file=True)
     from lmeval_prune.artefacts import check_writable
 
-    folder = Path(output)
+    folder, torch_device = Path(output), resolve_device(device)
     check_writable(folder / "profile.json")
     import torch
 
+    from lmeval_prune.decoding.speed import EngineSpeed
     from lmeval_prune.profiling.models import measure_models, write
-    from lmeval_prune.profiling.speed import Workload
+    from lmeval_prune.profiling.speed import Workload, environment, generate_rate
 
     torch.set_num_threads(threads)
     summaries, cells = {}, {}
@@ -242,10 +264,65 @@ def profile(
         summaries = measure_checkpoints(names, text)
         cells = {name: summary.cells(each) for name, each in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
-    rows = measure_models(names, work)
+    answerers = {"generate": generate_rate, "engine": EngineSpeed()}
+    rows = measure_models(names, work, {name: answerers[name] for name in answers}, torch_device)
     for name, each in summaries.items():
         rows[name]["distance"] = each
-    write(folder, rows, {"workload": vars(work), "threads": threads}, cells)
+    settings = {"workload": vars(work), "threads": threads, "environment": environment(torch_device, threads)}
+    write(folder, rows, settings, cells)
+    return 0
+
+
+def costs(
+    pretrained: str,
+    output: str,
+    batch: Count = 8,
+    prompt: Annotated[int, Ge(2)] = 128,
+    new: Count = 32,
+    rounds: Count = 7,
+    levels: Count = 16,
+    threads: Count = 1,
+    clock: Literal["wall", "processor"] = "wall",
+    device: str | None = None,
+    revision: str | None = None,
+) -> int:
+    """Measure what attention and feed-forward blocks of some sizes cost, for plans with a budget of latency.
+
+    Small models of the model's class, with random weights and a few layers, answer prompts; the cost of a block is the
+    difference to the same model without it. A killed measurement goes on with the same command.
+
+    Args:
+        pretrained: model, as for lm_eval; its weights are not read
+        output: JSON file for the table
+        batch: batch size
+        prompt: tokens of a prompt
+        new: tokens decoded after it
+        rounds: measurements of each size; medians count
+        levels: number of measured sizes of a feed-forward block, equally far apart; as many of heads, at most
+        threads: number of CPU threads
+        clock: wall, or processor (CPU time of this process, for busy machines, with one thread)
+        device: cpu or cuda; default: a GPU if there is one
+        revision: of the model
+    """
+    if not output.endswith(".json"):
+        raise InputError(f"--output {output} must end in .json")
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
+
+    torch_device = resolve_device(device)
+    check_writable(output)
+    import torch
+
+    from lmeval_prune.profiling.speed import Workload
+    from lmeval_prune.surgery.block_costs import measure_costs
+
+    torch.set_num_threads(threads)
+    work = Workload(prompt, new, (batch,), rounds, clock)
+    table = measure_costs(Path(output), skeleton_of(pretrained, revision), work, levels, threads, torch_device)
+    for kind in ("attention", "feed_forward"):
+        sizes = {size: table.cost(kind, size) or 0.0 for size in table.sizes(kind)}
+        print(f"{kind.replace('_', '-')}: " + ", ".join(f"{size} {1000 * cost:.3g} ms" for size, cost in sizes.items()))
+    print(f"{output}: seconds of one block for {batch} prompts of {prompt} tokens and {new} new ones")
     return 0
 
 

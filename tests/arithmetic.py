@@ -53,9 +53,10 @@ def _of_pruner(name: str) -> dict[str, Any]:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     pruner = make_pruner(name, {"alpha": 0.5} if name == "norm_entropy" else {})
     text = CalibrationText.from_windows("test", tokens(8, 16), 2)
-    options = PruneOptions(0.25, parts="heads" if pruner.heads_only else "both")
-    *_, plan = stages(pruner, model_map, options, text)
+    parts: Any = "blocks" if pruner.depth_only else "heads" if pruner.heads_only else "both"
+    *_, plan = stages(pruner, model_map, PruneOptions(0.25, parts=parts), text)
     removed = {"heads": list(plan.heads), "channels": dict(plan.channels)}
+    removed |= {"blocks": list(plan.blocks)} if plan.blocks else {}
     figures = _summary({**plan.scores, **plan.compensation})
     return {"version": pruner.version, "removed": removed, "figures": figures}
 

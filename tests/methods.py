@@ -99,7 +99,12 @@ ROWS = [
     Row(
         "plan",
         {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9", "L1": [3]}},
-        others=("L0H1", {"heads": "L0H1+L1H2-3"}, {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9"}}),
+        others=(
+            "L0H1",
+            {"heads": "L0H1+L1H2-3"},
+            {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9"}},
+            {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9", "L1": [3]}, "blocks": "L1.attention"},
+        ),
         same=({"heads": ["L1H2-3", [0, 1]], "channels": {"L1": "3", "L0": [9, 8, 7, 6, 5, 0]}, "tensors": ""},),
         wrong=(
             ("L9H0", "no attention in layer 9"),
@@ -109,6 +114,9 @@ ROWS = [
             ({"channels": {"L0": "0-47"}}, "all 48 channels of layer L0"),
             ({"channels": {"L0": "5-3"}}, "runs backwards"),
             ({"channels": "L0"}, "cannot be read"),
+            ({"blocks": "L7"}, "the layers are 0 to 1"),
+            ({"blocks": "L0-1"}, "no attention would be left"),
+            ({"blocks": "L0.mlp"}, "cannot be read"),
             ({"head": "L0H1"}, "no setting"),
             ("nowhere/plan.json", "no such file"),
         ),

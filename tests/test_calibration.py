@@ -208,7 +208,11 @@ def refuse(*_: Any) -> None:
     raise Called
 
 
-READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name, {}).reads_text]
+READING = [
+    name
+    for name in PRUNERS
+    if name != "llm_pruner" and (pruner := make_pruner(name, {})).reads_text and not pruner.depth_only
+]
 
 
 @pytest.mark.parametrize("name", READING)  # llm_pruner reads the loss

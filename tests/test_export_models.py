@@ -239,7 +239,15 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
         block = f"blk.{layer}"
         heads = of_layer(settings["attention.head_count"], layer)
         kv_heads = of_layer(settings["attention.head_count_kv"], layer)
-        assert len(arrays[f"{block}.ffn_up.weight"]) == of_layer(settings["feed_forward_length"], layer)
+        channels = of_layer(settings["feed_forward_length"], layer)
+        assert len(arrays[f"{block}.ffn_up.weight"]) == channels > 0  # else `deci` drops the layer's attention
+        if not heads:
+            assert layer and not kv_heads and f"{block}.attn_norm.weight" not in arrays
+            inner = normed(x, f"{block}.ffn_norm")
+            x = x + times(
+                silu(times(inner, f"{block}.ffn_gate")) * times(inner, f"{block}.ffn_up"), f"{block}.ffn_down"
+            )
+            continue
         inner = normed(x, f"{block}.attn_norm")
         q = times(inner, f"{block}.attn_q").reshape(len(ids), heads, width)
         k = times(inner, f"{block}.attn_k").reshape(len(ids), kv_heads, width)
@@ -288,6 +296,16 @@ EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
         ("qwen2", UNEVEN, "deci", {}),
         ("qwen2", None, "llama", {"rope_parameters": LLAMA3}),
         ("qwen3", EVEN, "qwen3", {}),
+        ("llama", ((), {}, "L1"), "llama", {}),
+        ("qwen3", ((), {}, "L1"), "qwen3", {}),
+        ("qwen2", ((), {}, "L0.attention"), "deci", {}),
+        ("mistral", ((), {}, "L1.attention+L2.attention+L2.feed_forward"), "deci", {"num_hidden_layers": 4}),
+        (
+            "llama",
+            ("L2H0-1", {"L3": "3"}, "L0.feed_forward+L1.attention+L3.attention"),
+            "deci",
+            {"num_hidden_layers": 4},
+        ),
     ],
 )
 def test_a_gguf_file_computes_the_plan(
@@ -324,6 +342,20 @@ def test_a_gguf_file_says_what_stays_and_nothing_of_classes(tmp_path: Path, caps
         shown = capsys.readouterr().out.splitlines()
         assert shown == [first, *(f"  {note}" for note in notes), "", f"llama-server -m {file}"]
         assert json.loads(read(file)[0]["lmeval_prune.manifest"])["notes"] == notes
+
+
+def test_a_gguf_file_says_what_stands_in_for_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that is left out as a whole needs nothing; a Qwen3 can lose whole layers only."""
+    head, channel = "has one head of zeros instead of attention", "has one channel of zeros instead of a feed-forward"
+    for blocks, notes in (("L1", []), ("L0.attention", [head]), ("L1.attention", []), ("L1.feed_forward", [channel])):
+        saved("llama", tmp_path / "model", dtype=torch.float32)
+        assert export(tmp_path / "model", tmp_path / "a.gguf", "--format", "gguf", "--blocks", blocks) == 0
+        shown = [line for line in capsys.readouterr().out.splitlines() if "instead of" in line]
+        assert len(shown) == len(notes) and all(note in line for note, line in zip(notes, shown, strict=True))
+    saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
+    words = ("--format", "gguf", "--blocks", "L1.attention")
+    assert export(tmp_path / "qwen3", tmp_path / "b.gguf", *words) == 2
+    assert "qwen3 does not support a model whose layers differ" in capsys.readouterr().err
 
 
 def rows_one_by_one(rows: torch.Tensor, heads: int) -> torch.Tensor:

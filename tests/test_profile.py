@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import AutoTokenizer
 from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
 from lmeval_prune.cli import main
+from lmeval_prune.decoding.speed import EngineSpeed
 from lmeval_prune.profiling.costs import cost_columns, counted_flops, formula_flops, parameters
-from lmeval_prune.profiling.speed import Workload, measure, peak_memory
+from lmeval_prune.profiling.speed import Workload, generate_rate, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, output, tiny, tokens
 
@@ -30,6 +32,7 @@ def test_the_formula_counts_what_torch_counts(family: str) -> None:
     for model in (
         tiny(family),
         *([cut(tiny(family), Plan("L1H0-1", {"L0": "3-9"})).model] if family in ("llama", "phi3") else []),
+        *([cut(tiny(family), Plan(blocks="L1.attention")).model] if family in ("llama", "gpt2") else []),
     ):
         assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
 
@@ -61,6 +64,27 @@ def test_speed_is_measured_in_turn() -> None:
     speeds = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
     assert list(speeds["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
     assert list(speeds["c"]) == ["forward_1", "forward_2"]
+    assert all(speed > 0 for one in speeds.values() for speed in one.values())
+
+
+def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
+    """All new tokens count, also after an end token; a model that the engine does not run has no value."""
+    types = ["sliding_attention", "full_attention"] * 2
+    gemma = tiny("gemma3_text", num_hidden_layers=4, layer_types=types, sliding_window=3)
+    models = {"a": tiny("llama"), "b": cut(gemma, Plan(blocks="L0.attention")).model, "c": tiny("bert")}
+    seen: list[tuple[int, ...]] = []
+
+    def answer(model: Any, ids: torch.Tensor, new: int, clock: str) -> float:
+        seen.append((*ids.shape, new))
+        return 7.0
+
+    answerers = {"generate": generate_rate, "engine": EngineSpeed(), "other": answer}
+    speeds = measure(models, Workload(prompt=6, new=3, batches=(1, 2), rounds=1), answerers=answerers)
+    kinds = ["prefill", "decode", "generate", "engine", "other"]
+    assert list(speeds["a"]) == [f"{kind}_{batch}" for batch in (1, 2) for kind in kinds]
+    assert list(speeds["b"]) == [name for name in speeds["a"] if "engine" not in name]
+    assert list(speeds["c"]) == ["forward_1", "forward_2"] and speeds["a"]["other_2"] == 7
+    assert seen == [(1, 6, 2)] * 2 + [(1, 6, 3)] * 2 + [(2, 6, 3)] * 2
     assert all(speed > 0 for one in speeds.values() for speed in one.values())
 
 

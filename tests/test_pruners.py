@@ -19,7 +19,7 @@ from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
-from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
+from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner, pruner_class
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
 from lmeval_prune.pruners.confidence import Confidence, confidences
 from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
@@ -37,6 +37,7 @@ EVERYDAY = {
 FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 
 
+WIDTH = [name for name in PRUNERS if not pruner_class(name).depth_only]  # others: `test_depth_pruners.py`
 by_heads = partial(PruneOptions, budget="heads")
 Labelled = dict[str, Any]  # by layer, `L0`
 
@@ -468,7 +469,7 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
         list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", WIDTH)
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     """All methods remove the same share of the parameters; the plan describes it in words."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
@@ -486,7 +487,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
         assert first.provenance["removes"] == f"25% of the parameters of {words}"
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", WIDTH)
 def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
     """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""
     model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
@@ -499,7 +500,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
         torch.testing.assert_close(first[part.key], second[part.key])
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", WIDTH)
 def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     """With a second method for channels, both kinds are removed."""
     model_map, text, pruner = map_model(tiny("llama", num_hidden_layers=4)), text_of(), make_pruner(name, {})

@@ -112,6 +112,16 @@ class FeedForward(Block):
         return Rows(self.parts[part], start + channel, start + channel + 1)
 
 
+def is_absent(module: Any) -> bool:
+    """Return whether a module stands in for a block that was cut out of the model."""
+    return bool(getattr(module, "is_absent", False))
+
+
+def has_absent(layer: nn.Module) -> bool:
+    """Return whether a block was cut out of a layer."""
+    return any(map(is_absent, layer.modules()))
+
+
 def columns_of(block: AttentionLayer | FeedForward, members: Iterable[int]) -> list[int]:
     """Return the input columns of several heads or channels, in order."""
     slices = map(block.columns, members)

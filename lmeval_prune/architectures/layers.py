@@ -13,7 +13,9 @@ from lmeval_prune.architectures.blocks import (
     FeedForward,
     attribute_of,
     find_in,
+    has_absent,
     in_features,
+    is_absent,
     out_features,
     projection_in,
 )
@@ -42,7 +44,8 @@ def read_blocks(
                     f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
                 )
         channels = _read_feed_forward(layer, family.feed_forward)
-        if self_attention and channels:  # a layer without attention belongs to another tower, e.g. an image encoder
+        # a layer without attention belongs to another tower, e.g. an image encoder, unless the attention was cut out
+        if channels and (self_attention or has_absent(layer.module)):
             feed_forward.append(channels)
     return sorted(attention.values(), key=_position), sorted(feed_forward, key=_position)
 
@@ -59,7 +62,7 @@ def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
             yield Block(match.groupdict().get("stack") or "", int(match["layer"]), name, module)
 
 
-def _at(layer: Block, path: str) -> Block | None:
+def submodule_at(layer: Block, path: str) -> Block | None:
     """Return the submodule at a path in a layer; the layer itself for an empty path."""
     if not path:
         return layer
@@ -68,9 +71,9 @@ def _at(layer: Block, path: str) -> Block | None:
 
 
 def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
-    block = None if path is None else _at(layer, path)
+    block = None if path is None else submodule_at(layer, path)
     output = None if block is None else projection_in(block.module, family.output)
-    if block is None or output is None:
+    if block is None or output is None or is_absent(output):
         return None
     module, inputs = block.module, in_features(output)
     width = inputs // count if count else attribute_of(module, family.width)
@@ -97,10 +100,10 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
 
 
 def _read_feed_forward(layer: Block, names: FeedForwardNames | None) -> FeedForward | None:
-    block = None if names is None else _at(layer, names.block)
+    block = None if names is None else submodule_at(layer, names.block)
     if names is None or block is None:
         return None
     gate, up, down = (projection_in(block.module, path) for path in (names.gate, names.up, names.down))
-    if up is None or down is None:
+    if up is None or down is None or is_absent(down):
         return None
     return FeedForward(block.stack, block.index, block.name, block.module, gate, up, down, in_features(down))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward
 from lmeval_prune.architectures.identity import model_name, text_config, weights_fingerprint
-from lmeval_prune.architectures.layers import layers_in, read_blocks
+from lmeval_prune.architectures.layers import read_blocks
+from lmeval_prune.architectures.proof import refute_depth
 from lmeval_prune.architectures.structure import recognise
+from lmeval_prune.architectures.sublayers import Sublayer, read_sublayers
 from lmeval_prune.architectures.table import FAMILIES, Family
 from lmeval_prune.errors import InputError
 
@@ -64,6 +66,24 @@ class ModelMap:
     def weights(self) -> str | None:
         """`weights_fingerprint` of the model, computed at first use."""
         return weights_fingerprint(self.model)
+
+    @cached_property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """Attention and feed-forward blocks in the order of the layers; experts count as a feed-forward block."""
+        return tuple(read_sublayers(self.model, self.attention[0].family, self.attention, self.feed_forward))
+
+    @cached_property
+    def layers(self) -> dict[str, Any]:
+        """Modules of the layers that hold a block, by label, in order; attention may be cut out of some."""
+        return {each.label: self.model.get_submodule(each.layer) for each in self.sublayers}
+
+    @cached_property
+    def why_no_depth(self) -> str:
+        """Why blocks and layers cannot be left out of this model; empty if they can."""
+        if self.model_type in FAMILIES:
+            return ""
+        family, depth = self.attention[0].family, recognise(self.model).depth
+        return refute_depth(self.model, lambda tiny: read_sublayers(tiny, family, *read_blocks(tiny, family)), depth)
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -165,10 +185,3 @@ def _described(path: str | None, output: str | None, heads: int | None) -> Famil
     before, _, after = path.partition("{i}")
     layer, _, attention = after.partition(".")
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
-
-
-def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
-    """Return the layer modules that hold attention, in order."""
-    names = [f"{layer.name}." for layer in model_map.attention]
-    layers = layers_in(model_map.model, model_map.attention[0].family)
-    return [layer.module for layer in layers if any(name.startswith(f"{layer.name}.") for name in names)]

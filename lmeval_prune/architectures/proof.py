@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from lmeval_prune.errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from lmeval_prune.architectures.sublayers import Sublayer
 
 VOCABULARY = 64
 _MAX_PARAMETERS = 60_000_000  # of the tiny model: a class with more ignores sizes in its configuration
@@ -169,6 +171,43 @@ def _built(model_class: Any, config: Any) -> Any:
             if parameter.dim() > 1 or name.endswith("bias"):
                 parameter.normal_(0, 0.2)
     return model
+
+
+def refute_depth(model: Any, read: Callable[[Any], Iterable[Sublayer]], layers: int) -> str:
+    """Return why a layer does more than add the outputs of its blocks to the residual stream; empty if it does not.
+
+    Without the outputs of its blocks, each layer of a tiny random model of the same class must return its input.
+
+    Args:
+        model: a live model; its weights may be on the meta device.
+        read: returns the blocks of a model.
+        layers: number of layers of the tiny model.
+    """
+    import torch
+
+    changed: list[str] = []
+
+    def zero(_: nn.Module, __: Any, output: Any) -> Any:
+        is_tuple = isinstance(output, tuple)
+        return (torch.zeros_like(output[0]), *output[1:]) if is_tuple else torch.zeros_like(output)
+
+    def compare(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        before = inputs[0] if inputs else next(iter(named.values()))
+        if not torch.equal(output[0] if isinstance(output, tuple) else output, before):
+            changed.append(type(layer).__name__)
+
+    try:
+        tiny = tiny_model(model, layers)
+        sublayers = list(read(tiny))
+        for sublayer in sublayers:
+            sublayer.output.register_forward_hook(zero)
+        for name in {each.layer for each in sublayers}:
+            tiny.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
+        with torch.no_grad():
+            tiny(torch.arange(3, 10)[None], use_cache=False)
+    except Exception as error:  # model classes raise errors of any type
+        return f"no tiny model of its class can be built and run to prove its blocks ({first_line(error)})"
+    return f"a {changed[0]} without its blocks does not return its input" if changed else ""
 
 
 @lru_cache(maxsize=256)

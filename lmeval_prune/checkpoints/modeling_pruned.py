@@ -1,8 +1,9 @@
-"""A stock transformers model whose layers have different numbers of heads or channels.
+"""A stock transformers model whose layers have different numbers of heads or channels, or lack blocks.
 
 This file is part of lmeval-prune and is copied into the checkpoints that need it. There it is loaded with
-`trust_remote_code=True` and imports only torch and transformers. It builds the stock model, then changes the shapes of
-parameters and the head counts of modules that the configuration lists under `pruned_modules`. The files of the weights
+`trust_remote_code=True` and imports only torch and transformers. It builds the stock model, then replaces the modules
+that are absent, and changes the shapes of parameters and the counts of modules, as the configuration says under
+`pruned_modules`. The files of the weights
 have names that no stock class looks for, because a stock class would load the weights that fit and draw the others.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+LAYER_NUMBERS = ("layer_idx", "layer_id")  # attributes in which attention keeps its layer of the cache
 VARIANT = "pruned"  # file name of the weights: model.pruned.safetensors
 
 
@@ -33,6 +35,33 @@ class LayerConfig:
         setattr(self._config, name, value)
 
 
+class Absent(nn.Module):
+    """Stands in for a module that was cut out: returns its own inputs, zeros like them, and None.
+
+    Args:
+        outputs: source of each output: `[name, position, is_zero]` of an argument of `forward`, or None.
+        is_tuple: whether the module returned a tuple.
+    """
+
+    is_absent = True
+
+    def __init__(self, outputs: list[Any], is_tuple: bool) -> None:
+        super().__init__()
+        self.outputs, self.is_tuple = [None if source is None else tuple(source) for source in outputs], is_tuple
+        for source in filter(None, self.outputs):
+            if [*map(type, source)] != [str, int, bool]:
+                raise TypeError(f"{source!r} is no argument of a module")
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the outputs."""
+        values = tuple(None if source is None else self._value(*source, inputs, named) for source in self.outputs)
+        return values if self.is_tuple else values[0]
+
+    def _value(self, name: str, position: int, is_zero: bool, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        value = named[name] if name in named else inputs[position] if position < len(inputs) else None
+        return torch.zeros_like(value) if is_zero else value
+
+
 class Pruned:
     """Mixin for a stock model class whose layers may differ: `class PrunedX(Pruned, X)`."""
 
@@ -42,8 +71,12 @@ class Pruned:
         prefix = f"{model.base_model_prefix}."
         # without a head, the names of the base model's modules lack the prefix
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
-        with _checked_entries("shapes", "attributes"):
+        with _checked_entries("shapes", "attributes", "absent"):
             shapes, attributes = (config.pruned_modules[part].items() for part in ("shapes", "attributes"))
+            absent = config.pruned_modules.get("absent", {}).items()  # checkpoints of 0.1 lack it
+        for name, arguments in absent:
+            with _checked_entries(name):
+                _remove(model, name.removeprefix(removed), Absent(*arguments))
         for name, shape in shapes:
             path, _, parameter = name.removeprefix(removed).rpartition(".")
             with _checked_entries(name):
@@ -82,13 +115,23 @@ def _set_count(module: Any, name: str, value: Any) -> None:
             _check_count(getattr(module.config, own), count)
         module.config = LayerConfig(module.config, value)
     else:
-        _check_count(getattr(module, name), value)
+        _check_count(getattr(module, name), value, smallest=int(name not in LAYER_NUMBERS))
         setattr(module, name, value)
 
 
-def _check_count(before: Any, value: Any) -> None:
-    if type(before) is not int or type(value) is not int or value < 1:
+def _check_count(before: Any, value: Any, smallest: int = 1) -> None:
+    if type(before) is not int or type(value) is not int or value < smallest:
         raise TypeError(f"{value!r} cannot replace {before!r}: it is no count")
+
+
+def _remove(model: Any, name: str, absent: Absent) -> None:
+    """Replace a module by an absent one, which has the numbers and names that the module has of its layer."""
+    parent, _, child = name.rpartition(".")
+    before = model.get_submodule(name)
+    for attribute, value in vars(before).items():  # the model may read the kind of attention from a layer
+        if not attribute.startswith("_") and isinstance(value, str | int | float) and attribute != "training":
+            setattr(absent, attribute, value)
+    setattr(model.get_submodule(parent), child, absent)
 
 
 def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:

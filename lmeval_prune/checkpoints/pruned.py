@@ -36,6 +36,8 @@ class Removed(TypedDict):
     kv_heads: int
     channels: int
     fillers: dict[str, list[int]]
+    blocks: NotRequired[int]
+    layers: NotRequired[int]
 
 
 class Parent(TypedDict):
@@ -206,7 +208,9 @@ def valid_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the results file's entry about a cut checkpoint: its parent, and what all stages removed."""
     stages = manifest["stages"]
-    total = {name: sum(stage["removed"][name] for stage in stages) for name in ("heads", "kv_heads", "channels")}
+    names = ("heads", "kv_heads", "channels", "blocks", "layers")
+    total = {name: sum(stage["removed"].get(name, 0) for stage in stages) for name in names}
+    total = {name: count for name, count in total.items() if count or name in names[:3]}
     parent = {name: stages[0]["parent"][name] for name in ("name", "revision")}
     return {"parent": parent, "class": manifest["class"], "stages": len(stages), "removed": total}
 

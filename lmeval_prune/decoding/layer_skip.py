@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.architectures.blocks import has_absent
 from lmeval_prune.errors import InputError
 
 
 @dataclass
 class PartialPass:
-    """The layers that a forward pass runs. Layer number N of N layers stands for the output of the last layer."""
+    """The attention layers that a forward pass runs. Number N of N layers stands for the output of the last layer."""
 
     start: int = 0  # the first layer to run
     hidden: torch.Tensor | None = None  # input of layer `start`, (1, tokens, width), if `start` > 0
@@ -24,13 +25,22 @@ class PartialPass:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # these inputs, filled by the pass
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Place of a decoder layer: layers whose attention was cut out count with the attention layer before them."""
+
+    number: int  # of the attention layer
+    is_first: bool  # of the layers with this number
+    is_last: bool  # of all layers
+
+
 class _SkippableLayer(nn.Module):
     """A decoder layer that runs only if the current pass includes it."""
 
-    def __init__(self, layer: nn.Module, index: int, skip: LayerSkip) -> None:
+    def __init__(self, layer: nn.Module, place: _Place, skip: LayerSkip) -> None:
         super().__init__()
         self.layer = layer
-        self._index = index
+        self._place = place
         self._skip = [skip]  # in a list, so that it is no submodule
         self._tuple = False
 
@@ -41,20 +51,20 @@ class _SkippableLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # `attention_type` and the like
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        skip = self._skip[0]
-        current, following = skip.current, self._index + 1
-        if self._index == current.start and current.hidden is not None:
+        skip, place = self._skip[0], self._place
+        current = skip.current
+        if place.is_first and place.number == current.start and current.hidden is not None:
             hidden_states = current.hidden
-        if self._index >= current.start:
-            if self._index in current.keep:
-                current.kept[self._index] = hidden_states
+        if place.number >= current.start:
+            if place.is_first and place.number in current.keep:
+                current.kept[place.number] = hidden_states
             out = self.layer(hidden_states, *args, **kwargs)
             self._tuple = isinstance(out, tuple)
         else:
-            passed = current.hidden if following == skip.count == current.start else hidden_states
+            passed = current.hidden if place.is_last and skip.count == current.start else hidden_states
             out = (passed,) if self._tuple else passed
-        if following == skip.count and following in current.keep:
-            current.kept[following] = out[0] if self._tuple else out
+        if place.is_last and skip.count in current.keep:
+            current.kept[skip.count] = out[0] if self._tuple else out
         return out
 
 
@@ -65,23 +75,39 @@ class LayerSkip:
         self.current = PartialPass()
         self.count = len(model_map.attention)
         modules = dict(model_map.model.named_modules())
-        holders = set()
+        entries: dict[tuple[str, int], AttentionLayer] = {}  # by name of the list and number
         for layer in model_map.attention:
             parts = layer.name.split(".")
             ends = [i for i in range(1, len(parts)) if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList)]
             if not ends or parts[ends[0]] != str(layer.index):
                 raise InputError(f"{layer.name} is not in a list of decoder layers")
-            holders.add(".".join(parts[: ends[0]]))
-        self._list = modules[holders.pop()]
-        if holders or not isinstance(self._list, nn.ModuleList) or len(self._list) != self.count:
+            entries[".".join(parts[: ends[0]]), layer.index] = layer
+        holder = modules[next(iter(entries))[0]]
+        self._list = holder if isinstance(holder, nn.ModuleList) else nn.ModuleList()
+        with_attention = {index for _, index in entries}
+        self._places = self._places_of(with_attention)
+        gaps = [layer for index, layer in enumerate(self._list) if index not in with_attention]
+        if len({name for name, _ in entries}) > 1 or not len(self._list) or not all(map(has_absent, gaps)):
             raise InputError("the model has decoder layers without attention, or several stacks of layers")
+        numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
+        if gaps and numbers != [*range(self.count)]:
+            raise InputError("the model has layers of several types, and lacks the attention of some")
+
+    def _places_of(self, with_attention: set[int]) -> list[_Place]:
+        places: list[_Place] = []
+        for index in range(len(self._list)):
+            before = sum(other < index for other in with_attention)
+            number = before if index in with_attention else max(0, before - 1)
+            is_first = not places or number > places[-1].number
+            places.append(_Place(number, is_first, index == len(self._list) - 1))
+        return places
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the decoder layers inside the block."""
         layers = list(self._list)
         for index, layer in enumerate(layers):
-            self._list[index] = _SkippableLayer(layer, index, self)
+            self._list[index] = _SkippableLayer(layer, self._places[index], self)
         try:
             yield
         finally:

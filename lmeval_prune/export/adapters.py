@@ -35,8 +35,8 @@ from lmeval_prune.export.manifest import (
 )
 from lmeval_prune.export.projections import Projections
 from lmeval_prune.export.updates import VLLM_RANKS, Update
+from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import tensors_digest
 from lmeval_prune.settings import parse_value
 
 Format = Literal["peft", "gguf"]

@@ -77,6 +77,7 @@ def model(
     output: str,
     plan: str | None = None,
     heads: str | None = None,
+    blocks: str | None = None,
     format: Literal["checkpoint", "gguf"] = "checkpoint",
     zeroed: bool = False,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
@@ -92,6 +93,7 @@ def model(
         output: folder of the checkpoint, or the GGUF file
         plan: artefact of a plan or a mask
         heads: instead of a plan, e.g. L5H3+L15H0
+        blocks: instead of a plan, or with heads, e.g. L5+L7.attention+L9.feed_forward
         format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the unpruned model)
         zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
@@ -104,13 +106,15 @@ def model(
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.commands import write_cut
 
-    pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+    if plan and blocks:
+        raise InputError("--plan and --blocks both say what to remove; give one of them")
+    pruned = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer) if heads or blocks else None
     pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
     config = None
     if format == "gguf":
         _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
     elif pruned is None:
-        raise InputError("name what to remove: --plan FILE or --heads L5H3+L15H0")
+        raise InputError("name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5")
     elif dtype or splitting:
         raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
     else:
@@ -136,6 +140,7 @@ def _write_gguf(
     from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
+    from lmeval_prune.export.gguf_layers import gguf_layers
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
     from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
@@ -158,6 +163,7 @@ def _write_gguf(
         model = with_weights(bare, pretrained, revision)
         manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
+    notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
     manifest = {**manifest, "notes": notes}
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
@@ -175,7 +181,7 @@ def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> A
     loaded = load_intervention(path, allow_other_model)
     mask = loaded.converted(HeadMask)
     if not isinstance(mask, HeadMask):
-        what = "channels or updated weights" if isinstance(loaded, Plan) else "no heads"
+        what = "channels, blocks or updated weights" if isinstance(loaded, Plan) else "no heads"
         raise InputError(
             f"{path} has {what}, which no adapter of the output projection can remove; cut it: "
             f"`lmeval-prune export model --plan {path}`"

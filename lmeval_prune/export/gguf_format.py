@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
+from lmeval_prune.export.gguf_layers import gguf_layers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_TYPES = {
@@ -28,8 +29,9 @@ _QWEN2_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_
 def gguf_architecture(model_map: ModelMap) -> str:
     """Return llama.cpp's architecture for a model.
 
-    - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers. Both allow
-      biases everywhere and Llama 3's rope factors. Their query and key rows have another order (`interleave_rows`).
+    - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers, and layers
+      without attention. Both allow biases everywhere and Llama 3's rope factors. Their query and key rows have another
+      order (`interleave_rows`).
     - `qwen2` allows only its own biases, and heads · head_dim must equal the hidden size. Any other Qwen2 is written as
       `llama` or `deci`.
     - `qwen3` is the only one that normalises queries and keys.
@@ -58,9 +60,7 @@ def gguf_architecture(model_map: ModelMap) -> str:
 
 def _is_uniform(model_map: ModelMap) -> bool:
     """Return whether all layers have the same numbers of heads and channels."""
-    heads = {(layer.heads, layer.kv_heads) for layer in model_map.attention}
-    channels = {block.channels for block in model_map.feed_forward}
-    return len(heads) == 1 and len(channels) == 1
+    return len({(layer.heads, layer.kv_heads, layer.channels) for layer in gguf_layers(model_map)}) == 1
 
 
 def _has_unusual_biases(model_map: ModelMap) -> bool:

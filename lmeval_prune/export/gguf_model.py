@@ -1,4 +1,4 @@
-"""Write models as GGUF files, also with layers of different shapes."""
+"""Write models as GGUF files, also with layers of different shapes, and with layers that lack a block."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lmeval_prune.artefacts import new_file
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_format import GGUF_TYPES, GGUFFile, gguf_architecture, rope_of, tensor_names
+from lmeval_prune.export.gguf_layers import GGUFLayer, gguf_layers
 from lmeval_prune.export.gguf_tokenizer import add_tokenizer
 
 MANIFEST = "lmeval_prune.manifest"  # key of the manifest, in JSON
@@ -77,10 +78,11 @@ def _add_settings(writer: GGUFWriter, model_map: ModelMap) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(min(window, config.max_position_embeddings))  # these architectures have no sliding window
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(len(model_map.attention))
-    writer.add_head_count(_number_or_list([layer.heads for layer in model_map.attention]))
-    writer.add_head_count_kv(_number_or_list([layer.kv_heads for layer in model_map.attention]))
-    writer.add_feed_forward_length(_number_or_list([block.channels for block in model_map.feed_forward]))
+    layers = gguf_layers(model_map)
+    writer.add_block_count(len(layers))
+    writer.add_head_count(_number_or_list([layer.heads for layer in layers]))
+    writer.add_head_count_kv(_number_or_list([layer.kv_heads for layer in layers]))
+    writer.add_feed_forward_length(_number_or_list([layer.channels for layer in layers]))
     writer.add_key_length(first.head_dim)
     writer.add_value_length(first.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -96,6 +98,14 @@ def _number_or_list(numbers: Sequence[int]) -> Any:
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
+def _renumbered(name: str, layers: Sequence[GGUFLayer]) -> str:
+    """Return the name of a tensor under the number that its layer has in the file."""
+    for layer in layers:
+        if name.startswith(f"{layer.name}."):
+            return f"{layer.name.rpartition('.')[0]}.{layer.number}{name.removeprefix(layer.name)}"
+    return name
+
+
 def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
     model = model_map.model
     heads_of_rows = {}
@@ -104,11 +114,15 @@ def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: 
         for layer in model_map.attention:
             heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
             heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
-    gguf_name_of = tensor_names(architecture, len(model_map.attention))
+    layers = gguf_layers(model_map)
+    gguf_name_of = tensor_names(architecture, len(layers))
+    for layer in layers:
+        for name, tensor in layer.fillers(model_map):
+            file.add(name, tensor, dtype if tensor.dim() > 1 else torch.float32)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue  # llama.cpp uses the embeddings instead
-        gguf_name = gguf_name_of(name)
+        gguf_name = gguf_name_of(_renumbered(name, layers))
         if gguf_name is None:
             raise InputError(f"llama.cpp's {architecture} has no tensor for {name} of this model")
         heads = heads_of_rows.get(name.rpartition(".")[0], 0)

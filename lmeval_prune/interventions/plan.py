@@ -1,9 +1,10 @@
-"""Plans: heads and feed-forward channels to remove from a model for good, applied as hooks before anything is cut.
+"""Plans: heads, feed-forward channels and blocks to remove from a model for good, applied as hooks before a cut.
 
 Heads are named as in a head mask. A key-value head is removed with the last of its query heads, so that consecutive
-plans remove the same as their union. A feed-forward channel is an input of the block's down projection. A plan can
-compensate for the loss: by a bias added to a projection's output, or by new weights. `lmeval_prune.surgery` cuts a
-model by a plan.
+plans remove the same as their union. A feed-forward channel is an input of the block's down projection. A removed block
+(the attention or the feed-forward block of a layer, or all blocks of a layer) adds nothing to the residual stream. A
+plan can compensate for lost heads and channels: by a bias added to a projection's output, or by new weights.
+`lmeval_prune.surgery` cuts a model by a plan.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
-from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.architectures.sublayer_names import block_names, named_sublayers
+from lmeval_prune.architectures.sublayers import ATTENTION, Sublayer
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     check_finite,
@@ -36,10 +39,18 @@ from lmeval_prune.interventions.base import (
     SCHEMA_VERSION,
     ArtefactContents,
     Intervention,
+    change_output,
     interventions_on,
     load_intervention,
 )
 from lmeval_prune.interventions.channels import HELP, Channels
+from lmeval_prune.interventions.compensation import (
+    AddBias,
+    ReplaceWeight,
+    check_shape,
+    find_projection,
+    tensors_digest,
+)
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
 from lmeval_prune.settings import FrozenMapping
 
@@ -73,11 +84,12 @@ class PlanContents(ArtefactContents):
 
 @dataclass(frozen=True)
 class Plan(Intervention):
-    """Remove heads and feed-forward channels.
+    """Remove heads, feed-forward channels and blocks.
 
     Attributes:
         heads: see `HeadMask`; may be empty.
         channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers. Stored as `Channels`.
+        blocks: names of blocks, `L5.attention+L7.feed_forward`, or `L5` for all blocks of a layer; text or list.
         tensors: hash of `compensation`, computed from it.
         allow_empty_layer: allow a layer to lose all its heads, or all its channels.
         compensation: by name: `L0.o_proj.bias` and `L0.down.bias` are added to the projection's output;
@@ -93,6 +105,7 @@ class Plan(Intervention):
     tokenwise = capturable = True
     heads: Any = ()
     channels: Any = field(default_factory=dict)
+    blocks: Any = ()
     tensors: str = ""
     allow_empty_layer: bool = field(default=False, compare=False)
     compensation: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -106,6 +119,7 @@ class Plan(Intervention):
             raise InputError(f"channels={self.channels!r} cannot be read; {HELP}")
         channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
+        object.__setattr__(self, "blocks", block_names(self.blocks) if self.blocks not in ("", None) else ())
         check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
             object.__setattr__(self, "tensors", tensors_digest(self.compensation))
@@ -113,7 +127,26 @@ class Plan(Intervention):
         if self.tensors and not self.compensation:
             raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
 
-    # ------------------------------------------------------------------ removed heads and channels
+    # ------------------------------------------------------------------ what is removed
+
+    def sublayers(self, model_map: ModelMap) -> list[Sublayer]:
+        """Return the removed blocks, in order.
+
+        Raises:
+            InputError: a block does not exist, no attention would be left, or the model's layers are not understood.
+        """
+        if not self.blocks:
+            return []
+        if reason := model_map.why_no_depth:
+            raise InputError(f"blocks cannot be left out of this {model_map.model_type} model: {reason}")
+        removed = model_map.once(("blocks", self.blocks), lambda: named_sublayers(self.blocks, model_map))
+        names = set(map(str, removed))
+        for stack in model_map.stacks:
+            in_stack = {str(each) for each in model_map.sublayers if (each.stack, each.kind) == (stack, ATTENTION)}
+            if in_stack <= names:
+                place = f"the {stack} of this model" if stack else "this model"
+                raise InputError(f"no attention would be left in {place}; keep a layer")
+        return removed
 
     @cached_property
     def mask(self) -> HeadMask | None:
@@ -161,29 +194,54 @@ class Plan(Intervention):
     # ------------------------------------------------------------------ methods of an intervention
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Expand ranges of heads, and sort the blocks."""
-        heads = tuple(map(str, self.mask.heads_of(model_map))) if self.mask else ()
-        channels = {block.label: self.channels[block.label] for block, _ in self.channels_by_layer(model_map)}
+        """Expand ranges, sort layers and blocks, and leave out what is in removed blocks."""
+        removed = self.sublayers(model_map)
+        blocks = tuple(map(str, removed))
+        heads = tuple(
+            f"{layer.label}H{head}"
+            for layer, numbers in self.heads_by_layer(model_map)
+            if f"{layer.label}.attention" not in blocks
+            for head in numbers
+        )
+        channels = {
+            block.label: self.channels[block.label]
+            for block, _ in self.channels_by_layer(model_map)
+            if f"{block.label}.feed_forward" not in blocks
+        }
         for name, tensor in self.compensation.items():
-            _check_shape(name, tensor, find_projection(name, model_map))
-        if heads == self.heads and list(channels) == list(self.channels):
+            check_shape(name, tensor, find_projection(name, model_map))
+        outputs = {each.output for each in removed}
+        compensation = {
+            name: tensor
+            for name, tensor in self.compensation.items()
+            if find_projection(name, model_map) not in outputs
+        }
+        changed = {"heads": heads, "channels": channels, "blocks": blocks}
+        same = all(list(getattr(self, name)) == list(value) for name, value in changed.items())
+        if same and len(compensation) == len(self.compensation):
             return self
-        return replace(self, heads=heads, channels=channels)
+        return replace(self, **changed, compensation=compensation, tensors="")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Hook each projection that loses inputs or has a compensation."""
+        """Hook each projection that loses inputs, has a compensation, or is the output of a removed block."""
         for layer, heads in self.heads_by_layer(model_map):
             zero_columns(layer, heads, stack)
         for block, channels in self.channels_by_layer(model_map):
             zero_columns(block, channels, stack)
-        earlier = [plan.compensation for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
+        for sublayer in self.sublayers(model_map):
+            change_output(sublayer.output, torch.zeros_like, stack)
+        plans = [plan for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
+        earlier = [plan.compensation for plan in plans]
+        removed = {sublayer.output for plan in plans for sublayer in plan.sublayers(model_map)}
         for name in sorted(self.compensation, reverse=True):  # weights before biases
             tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"
+            projection = find_projection(name, model_map)
             if name.endswith(".bias"):
-                hook: _AddBias | _ReplaceWeight = _AddBias(tensor)
+                hook: AddBias | ReplaceWeight = AddBias(tensor)
             else:  # biases of earlier plans stay
-                hook = _ReplaceWeight(tensor, [_AddBias(tensors[bias]) for tensors in earlier if bias in tensors])
-            stack.callback(find_projection(name, model_map).register_forward_hook(hook).remove)
+                hook = ReplaceWeight(tensor, [AddBias(tensors[bias]) for tensors in earlier if bias in tensors])
+            if projection not in removed:
+                stack.callback(projection.register_forward_hook(hook).remove)
 
     @classmethod
     def from_mask(cls, mask: HeadMask) -> Plan:
@@ -206,6 +264,7 @@ class Plan(Intervention):
             self,
             heads=(*self.heads, *plan.heads),
             channels=channels,
+            blocks=(*self.blocks, *plan.blocks),
             allow_empty_layer=self.allow_empty_layer or plan.allow_empty_layer,
             compensation=compensation,
             origin=self.origin or plan.origin,
@@ -213,12 +272,17 @@ class Plan(Intervention):
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
         """Return the plan itself, or its head mask if it removes heads alone."""
-        if kind is HeadMask and self.mask and not self.channels and not self.compensation:
+        if kind is HeadMask and self.mask and not (self.channels or self.blocks or self.compensation):
             return replace(self.mask, origin=self.origin)
         return super().converted(kind)
 
+    def settings(self) -> dict[str, Any]:
+        """Return the fields; without blocks as before there were any, so that stored answers stay valid."""
+        settings = super().settings()
+        return settings if settings["blocks"] else {n: value for n, value in settings.items() if n != "blocks"}
+
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the plan, and the numbers of removed and of all heads and channels."""
+        """Return the plan, and the numbers of removed and of all heads, channels and blocks."""
         report = super().report(model_map)
         plan = dict(report["plan"])
         plan["heads_pruned"] = len(plan["heads"])
@@ -227,15 +291,16 @@ class Plan(Intervention):
         plan["kv_heads_total"] = sum(layer.kv_heads for layer in model_map.attention)
         plan["channels_pruned"] = sum(len(lost) for _, lost in self.channels_by_layer(model_map))
         plan["channels_total"] = sum(model_map.channels().values())
+        if removed := self.sublayers(model_map):
+            plan |= {"blocks_pruned": len(removed), "blocks_total": len(model_map.sublayers)}
         return {**report, "plan": plan, "heads": plan["heads"]}
 
     def summary(self, model_map: ModelMap) -> str:
-        """Return the numbers of removed and of all heads and channels in one line."""
+        """Return the numbers of removed and of all heads, channels and blocks in one line."""
         plan = self.report(model_map)["plan"]
-        return (
-            f"a plan removes {plan['heads_pruned']} of {plan['heads_total']} heads and {plan['channels_pruned']} of "
-            f"{plan['channels_total']} channels"
-        )
+        kinds = ("heads", "channels", *(("blocks",) if self.blocks else ()))
+        counts = [f"{plan[f'{kind}_pruned']} of {plan[f'{kind}_total']} {kind}" for kind in kinds]
+        return f"a plan removes {', '.join(counts[:-1])} and {counts[-1]}"
 
     # ------------------------------------------------------------------ the artefact
 
@@ -285,38 +350,9 @@ def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: boo
     plan = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(plan, Plan):
         raise InputError(f"{path} is neither a plan nor a head mask")
-    if not plan.heads and not plan.channels and not plan.compensation:
+    if not (plan.heads or plan.channels or plan.blocks or plan.compensation):
         raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
     return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
-    from safetensors.torch import save
-
-    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    return hashlib.sha256(save(ordered)).hexdigest()[:16]
-
-
-def find_projection(name: str, model_map: ModelMap) -> nn.Module:
-    """Return the projection of a compensation, named as in `Plan.compensation`.
-
-    Raises:
-        InputError: the model has no such projection.
-    """
-    projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
-    projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
-    projection, _, kind = name.rpartition(".")
-    if kind not in ("bias", "weight") or projection not in projections:
-        raise InputError(f"the plan has a tensor {name}, and the model has no such projection")
-    return projections[projection]
-
-
-def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
-    outputs, inputs = out_features(projection), in_features(projection)
-    expected = (outputs,) if name.endswith(".bias") else (outputs, inputs)
-    if tuple(tensor.shape) != expected:
-        raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
 
 
 def _tensors_file(path: Path) -> Path | None:
@@ -327,39 +363,3 @@ def _tensors_file(path: Path) -> Path | None:
         return None
     name = f"{path.stem}.{entry['sha256'][:8]}.safetensors"
     return path.with_name(name) if name == entry["file"] else None
-
-
-class _DeviceCopies:
-    """A tensor with a cached copy for each device and dtype."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.original = tensor
-        self.copies: dict[Any, Tensor] = {}
-
-    def like(self, other: Tensor) -> Tensor:
-        key = (other.device, other.dtype)
-        if key not in self.copies:
-            self.copies[key] = self.original.to(other)
-        return self.copies[key]
-
-
-class _AddBias(_DeviceCopies):
-    """Hook that adds a bias to a projection's output."""
-
-    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output + self.like(output)
-
-
-class _ReplaceWeight(_DeviceCopies):
-    """Hook that computes a projection's output with another weight; the module's and earlier plans' biases stay."""
-
-    def __init__(self, tensor: Tensor, biases: list[_AddBias]) -> None:
-        super().__init__(tensor)
-        self.biases = biases
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        bias: Any = module.bias
-        result = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
-        for add in self.biases:
-            result = add(module, inputs, result)
-        return result

@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import is_transposed
-from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -216,8 +215,8 @@ class Chooser:
     def attach(self, stack: ExitStack) -> None:
         """Hook the pruned layers until `stack` closes."""
         intercept_attention(self.model_map, self._attend, stack)
-        modules = layers_with_attention(self.model_map)[self.settings.skip_first :]
-        for layer, module in zip(self._layers, modules, strict=True):
+        for layer in self._layers:
+            module = self.model_map.layers[layer.label]
             for handle in (
                 module.register_forward_pre_hook(partial(self._begin, layer), with_kwargs=True),
                 layer.module.register_forward_hook(partial(self._add, layer)),
@@ -231,7 +230,7 @@ class Chooser:
         residual = (args[0] if args else kwargs["hidden_states"]).detach()
         cache: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         choices = {} if cache is None else vars(cache).setdefault(_CACHE_KEY, {}).setdefault(layer.label, {})
-        if cache is None or not cache.get_seq_length(layer.index):
+        if cache is None or not cache.get_seq_length(getattr(layer.module, "layer_idx", layer.index)):
             choices.clear()
         elif not choices:
             raise InputError("probe pruning cannot go on with a cache that was filled without it; begin a new one")

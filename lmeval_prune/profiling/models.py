@@ -6,32 +6,35 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.profiling.costs import counted_flops, formula_flops, parameters
-from lmeval_prune.profiling.speed import Workload, check_length, measure, peak_memory
+from lmeval_prune.profiling.speed import Answerers, Workload, check_length, measure, peak_memory
 from lmeval_prune.profiling.table import draw_bars, table
 
 
-def measure_models(names: Sequence[str], work: Workload) -> dict[str, dict[str, Any]]:
-    """Return the measured values by model."""
+def measure_models(
+    names: Sequence[str], work: Workload, answerers: Answerers = MappingProxyType({}), device: Any = "cpu"
+) -> dict[str, dict[str, Any]]:
+    """Return the measured values by model; `answerers` as for `measure`."""
     for name in names:
         check_length(name, work)
     memory = {}
     for name in names:  # first, because the measured process starts from this one, which is still small
         _show_progress(f"memory: {name}")
-        memory[name] = round(peak_memory(name, work), 1)
-    models = {name: load_pretrained(name) for name in names}
+        memory[name] = round(peak_memory(name, work, device), 1)
+    models = {name: load_pretrained(name).to(device) for name in names}
     rows: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         total, without_embeddings = parameters(model)
         flops, counted = formula_flops(map_model(model), work.prompt), counted_flops(model, work.prompt)
         rows[name] = {"parameters": total, "without_embeddings": without_embeddings, "tokens": work.prompt}
         rows[name] |= {"flops": flops, "flops_counted": counted}
-    speeds = measure(models, work, _show_progress)
+    speeds = measure(models, work, _show_progress, answerers)
     _show_progress("")
     return {name: {**row, **speeds[name], "peak_memory_mib": memory[name]} for name, row in rows.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import resource
 import statistics
 import sys
@@ -12,16 +13,23 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 import torch
+import transformers
+from transformers import GenerationConfig
 
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import random_inputs
+
+# Tokens per second of further ways to answer prompts, by name: gets a causal model, prompts (batch, tokens), the number
+# of new tokens and the clock; None if the model cannot be run so.
+Answerers = Mapping[str, Callable[[Any, torch.Tensor, int, str], float | None]]
 
 
 @dataclass(frozen=True)
@@ -45,22 +53,26 @@ def check_length(folder: str, work: Workload) -> None:
 
 
 def measure(
-    models: Mapping[str, Any], work: Workload, progress: Callable[[str], None] = lambda _: None
+    models: Mapping[str, Any],
+    work: Workload,
+    progress: Callable[[str], None] = lambda _: None,
+    answerers: Answerers = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
     """Return the median tokens per second of models, which are timed in alternation.
 
     Returns:
-        By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others.
+        By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others; and
+        new tokens per second of whole answers by the names of `answerers`, `generate_1`.
     """
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for model in models.values():
-        _time(model, work, min(work.batches), 2)  # warm up
+        _time(model, work, min(work.batches), 2, answerers)  # warm up
 
     for number in range(work.rounds):
         for batch in work.batches:
             for name, model in models.items():
                 progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
-                for kind, rate in _time(model, work, batch, work.new).items():
+                for kind, rate in _time(model, work, batch, work.new, answerers).items():
                     rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
     return {
         name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
@@ -68,17 +80,17 @@ def measure(
     }
 
 
-def peak_memory(folder: str, work: Workload) -> float:
-    """Return the peak memory in MiB at the largest batch, minus the memory before the model is loaded.
+def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
+    """Return the peak memory in MiB at the largest batch, on a CPU minus the memory before the model is loaded.
 
     Raises:
         InputError: the measuring process was killed.
     """
-    if torch.cuda.is_available():
-        model = load_pretrained(folder).cuda()
-        torch.cuda.reset_peak_memory_stats()
+    if torch.device(device).type == "cuda":
+        model = load_pretrained(folder).to(device)
+        torch.cuda.reset_peak_memory_stats(device)
         _time(model, work, max(work.batches), work.new)
-        return torch.cuda.max_memory_allocated() / 2**20
+        return torch.cuda.max_memory_allocated(device) / 2**20
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(1, context) as pool:
@@ -109,11 +121,16 @@ def peak_memory_of_process() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _time(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]:
-    """Return the tokens per second of the passes of a model at one batch size."""
+def _time(
+    model: Any, work: Workload, batch: int, new: int, answerers: Answerers = MappingProxyType({})
+) -> dict[str, float]:
+    """Return the tokens per second of a model at one batch size, by pass and answerer."""
     inputs = random_inputs(model, batch, work.prompt)
     if _is_causal(model):
-        return decoding_rates(model, inputs["input_ids"], new, work.clock, logits_to_keep=1)
+        ids = inputs["input_ids"]
+        rates = decoding_rates(model, ids, new, work.clock, logits_to_keep=1)
+        answered = {name: answer(model, ids, new, work.clock) for name, answer in answerers.items()}
+        return rates | {name: rate for name, rate in answered.items() if rate is not None}
     with torch.no_grad():
         _, seconds = _run_timed(lambda: model(**inputs), inputs["input_ids"].device, work.clock)
     return {"forward": inputs["input_ids"].numel() / seconds}
@@ -140,6 +157,37 @@ def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall",
 
         _, decoding = _run_timed(decode, ids.device, clock)
     return {"prefill": ids.numel() / prefill, "decode": len(ids) * new / decoding}
+
+
+def generate_rate(model: Any, ids: torch.Tensor, new: int, clock: str = "wall") -> float:
+    """Return the new tokens per second of transformers' `generate`, greedy, with prompts (batch, tokens) and no end."""
+    settings: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    config = GenerationConfig(**settings)
+    mask = torch.ones_like(ids)
+    _, seconds = _run_timed(
+        lambda: model.generate(ids, attention_mask=mask, generation_config=config), ids.device, clock
+    )
+    return len(ids) * new / seconds
+
+
+def environment(device: Any, threads: int) -> dict[str, Any]:
+    """Return what times depend on besides the model: device, threads and versions."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "device": f"{device.type}: {name}",
+        "threads": threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    """Return the name of the processor."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="ascii", errors="replace").splitlines() if facts.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _is_causal(model: Any) -> bool:

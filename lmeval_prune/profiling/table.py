@@ -17,6 +17,13 @@ _LABELS = {
     "flops_counted": "GFLOPs of a prompt",
     "peak_memory_mib": "peak memory (MiB)",
 }
+_SPEEDS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "forward": "forward",
+    "generate": "answers by generate",
+    "engine": "answers by the engine",
+}
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[str, str]]) -> str:
@@ -57,13 +64,13 @@ def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
 
 
 def _keys(row: Mapping[str, Any]) -> list[str]:
-    speeds = [key for key in row if key.partition("_")[0] in ("prefill", "decode", "forward")]
+    speeds = [key for key in row if key.partition("_")[0] in _SPEEDS]
     return ["parameters", "without_embeddings", "flops_counted", *speeds, "peak_memory_mib"]
 
 
 def _label(key: str) -> str:
     kind, _, batch = key.partition("_")
-    return _LABELS.get(key, f"{kind}, batch {batch} (tokens/s)")
+    return _LABELS.get(key, f"{_SPEEDS.get(kind, kind)}, batch {batch} (tokens/s)")
 
 
 def _formatted(key: str, value: float) -> str:

@@ -1,8 +1,9 @@
 """Allocate a pruning budget to layers: decide how many units each layer loses.
 
-The units that a layer can lose of one kind (heads or channels) form a `UnitPool`. A budget is a share of all units in
-the pools. A budget of parameters is met within one unit, or refused; only `flap_reference`, which does not count
-parameters, may miss it, with a warning. A budget of heads or channels removes as many whole units as fit.
+The units that a layer can lose of one kind (heads or channels, or the layer itself or a block) form a `UnitPool`. A
+budget is a share of all units in the pools. A budget of parameters is met within one unit, or refused; only
+`flap_reference`, which does not count parameters, may miss it, with a warning. A budget of heads or channels removes as
+many whole units as fit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,24 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import per_member
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, HEADS, Part, Removed, Units, parts_of
+from lmeval_prune.pruners.parts import (
+    ATTENTION,
+    CHANNELS,
+    DEPTH_KINDS,
+    FEED_FORWARD,
+    HEADS,
+    LAYERS,
+    DepthPart,
+    Part,
+    Removed,
+    Units,
+    depth_parts_of,
+    parts_of,
+)
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "flap_reference"
+REFERENCE, COMPOSITION = "flap_reference", "composition"
 REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # cost of a head of 128 columns in channels, as in FLAP's code
 STANDARDISED = ("standardised", REFERENCE)  # allocations that compare heads with channels
 _HALF = 0.5 + 1e-9  # largest rounding error, in units
@@ -33,7 +47,7 @@ _HALF = 0.5 + 1e-9  # largest rounding error, in units
 class Budget:
     """Share of some kinds of parts that is removed."""
 
-    kinds: tuple[str, ...]  # heads, channels or both
+    kinds: tuple[str, ...]  # as in `parts.py`
     ratio: float
     allocation: str  # see `PruneOptions.allocation`
     options: PruneOptions  # resolved
@@ -43,7 +57,7 @@ class Budget:
 class UnitPool:
     """Equal units that one layer can lose."""
 
-    key: str  # part key, heads.L0 or channels.L0
+    key: str  # part key, e.g. heads.L0
     units: Units  # members of each remaining unit, lowest score first
     scores: Tensor  # of these units
     cost: float  # of one unit: parameters, or heads or channels
@@ -51,7 +65,7 @@ class UnitPool:
 
     @property
     def kind(self) -> str:
-        """`heads` or `channels`."""
+        """Kind of the part, as in `parts.py`."""
         return self.key.partition(".")[0]
 
     @property
@@ -70,8 +84,8 @@ class UnitPool:
         return self.size * self.cost
 
     def limit(self, allow_empty: bool) -> int:
-        """Return the maximum number of removed units; the last unit counts only with `allow_empty`."""
-        return self.size if allow_empty else max(self.size - 1, self.removed)
+        """Return the maximum number of removed units; the last head or channel counts only with `allow_empty`."""
+        return self.size if allow_empty or self.kind in DEPTH_KINDS else max(self.size - 1, self.removed)
 
 
 def unit_pools(
@@ -83,12 +97,13 @@ def unit_pools(
     """
     options, pools, skipped = budget.options, list[UnitPool](), _skipped_layers(model_map, budget.options)
     unit = options.unit or "head"
-    for part in parts_of(model_map, budget.kinds):
+    parts: list[Part | DepthPart] = [*parts_of(model_map, budget.kinds), *depth_parts_of(model_map, budget.kinds)]
+    for part in parts:
         if part.label in skipped:
             continue
         already = (removed or {}).get(part.key, set())
         units, values = _ranked(part, torch.zeros(part.size) if scores is None else scores[part.key], unit, already)
-        cost = part.cost(unit) if options.budget == "parameters" else units.shape[1]
+        cost = units.shape[1] if options.budget == "heads" else part.cost(unit)
         values = torch.full_like(values, cost) if scores is None else values
         pools.append(UnitPool(part.key, [*map(tuple, units.tolist())], values, cost, len(already) // units.shape[1]))
     if not pools:
@@ -98,7 +113,7 @@ def unit_pools(
     return pools
 
 
-def _ranked(part: Part, scores: Tensor, unit: str, removed: set[int]) -> tuple[Tensor, Tensor]:
+def _ranked(part: Part | DepthPart, scores: Tensor, unit: str, removed: set[int]) -> tuple[Tensor, Tensor]:
     """Return the remaining units of a part, (units, members), and their scores, lowest first."""
     remaining = torch.tensor([member for member in range(part.size) if member not in removed], dtype=torch.long)
     if part.kind == HEADS and unit == "balanced":  # unit n: the n-th lowest head of each group
@@ -116,7 +131,7 @@ def _skipped_layers(model_map: ModelMap, options: PruneOptions) -> set[str]:
     """Return the labels of layers that are not pruned."""
     skipped: set[str] = set()
     for stack in model_map.stacks:
-        labels = [layer.label for layer in model_map.attention if layer.stack == stack]
+        labels = list(dict.fromkeys(each.label for each in model_map.sublayers if each.stack == stack))
         skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
     return skipped
 
@@ -148,7 +163,8 @@ def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     if allocation == REFERENCE:
         return _below_threshold(pools, budget)
     counts = [0] * len(pools)
-    for kinds in [(HEADS, CHANNELS)] if allocation == "standardised" else [(HEADS,), (CHANNELS,)]:
+    width = [(HEADS, CHANNELS)] if allocation == "standardised" else [(HEADS,), (CHANNELS,)]
+    for kinds in (*width, (LAYERS,), (ATTENTION, FEED_FORWARD)):
         indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
         for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):
             counts[index] = count

@@ -1,4 +1,4 @@
-"""Base class of pruners: a pruner scores heads and feed-forward channels, and the lowest scores are removed.
+"""Base classes of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
 
 A pruner is a frozen dataclass in its own file and one line in `PRUNERS` of `table.py`. Its fields are its options. It
 implements `scores`; all pruners share counting, units, schedules and plans (`allocation.py`, `schedule.py`).
@@ -7,7 +7,7 @@ implements `scores`; all pruners share counting, units, schedules and plans (`al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -17,16 +17,16 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import CHANNELS, Part, Removed
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import Settings
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of heads and channels, by part key (`heads.L0` or `channels.L0`); the highest scores stay longest."""
+    """Scores by part key (`heads.L0`, `channels.L0`, `layers.L0`, …); the highest scores stay longest."""
 
-    values: dict[str, Tensor]  # (heads,), (heads, columns of a head) or (channels,)
+    values: dict[str, Tensor]  # (heads,), (heads, columns of a head) or (channels,); (1,) of a layer or block
     means: Mapping[str, Tensor] | None = None  # (columns,): mean input of the projection, if the pruner computed it
 
 
@@ -39,6 +39,10 @@ class Pruner(Settings, ABC):
             reused.
         reads_text: (class) scores depend on calibration text.
         heads_only: (class) the method cannot score channels.
+        depth: (class) the method can score whole layers and blocks, by `depth_scores`.
+        depth_only: (class) it scores nothing else.
+        compares_with_unpruned: (class) scores compare with the unpruned model, so that what earlier steps removed is
+            not masked: the method applies it itself.
         parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`. With
             `heads_only`, `parts` is `heads`.
     """
@@ -46,6 +50,9 @@ class Pruner(Settings, ABC):
     version: ClassVar[int] = 1
     reads_text: ClassVar[bool] = False
     heads_only: ClassVar[bool] = False
+    depth: ClassVar[bool] = False
+    depth_only: ClassVar[bool] = False
+    compares_with_unpruned: ClassVar[bool] = False
     parts: ClassVar[str] = "both"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
@@ -70,11 +77,25 @@ class Pruner(Settings, ABC):
             InputError: the method needs a calibration text, and `text` is None.
         """
 
+    def depth_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], removed: Removed
+    ) -> Scores:
+        """Score whole layers and blocks, each by one number, (1,); the arguments are those of `scores`."""
+        raise InputError(_no_depth(self))
+
     def check_model(self, model_map: ModelMap) -> None:
         """Raise `InputError` if the method cannot score this model, which may have no weights yet."""
 
     def check(self, kinds: Collection[str], has_text: bool) -> None:
-        """Raise `InputError` if the method cannot score these kinds (`heads`, `channels`), or needs a text."""
+        """Raise `InputError` if the method cannot score these kinds (see `parts.py`), or needs a text."""
+        has_depth = any(kind in DEPTH_KINDS for kind in kinds)
+        if has_depth and not self.depth:
+            raise InputError(_no_depth(self))
+        if kinds and not has_depth and self.depth_only:
+            raise InputError(
+                f"{pruner_name(self)} scores whole layers and blocks; give --parts layers, blocks, attention or "
+                f"feed_forward"
+            )
         if self.heads_only and CHANNELS in kinds:
             raise InputError(
                 f"{pruner_name(self)} scores heads only; let channels stay (--parts heads, or no --ffn_ratio), or "
@@ -88,6 +109,24 @@ class Pruner(Settings, ABC):
         if text is None:
             raise InputError(f"{pruner_name(self)} needs a calibration text; give --task NAME or --text FILE")
         return text
+
+
+class DepthPruner(Pruner):
+    """Base class of methods that score whole layers and blocks alone."""
+
+    depth: ClassVar[bool] = True
+    depth_only: ClassVar[bool] = True
+    parts: ClassVar[str] = "layers"
+
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Refuse heads and channels; see `Pruner.scores`."""
+        self.check([part.kind for part in parts], text is not None)
+        return Scores({})
+
+
+def _no_depth(pruner: Pruner) -> str:
+    able = ", ".join(name for name in PRUNERS if pruner_class(name).depth)
+    return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks; use one of {able}"
 
 
 def per_member(scores: Tensor) -> Tensor:

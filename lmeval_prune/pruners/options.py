@@ -11,6 +11,13 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne
 
 T = TypeVar("T")
+_PARTS = {
+    "both": "heads and channels",
+    "layers": "whole layers",
+    "blocks": "attention and feed-forward blocks",
+    "attention": "attention blocks",
+    "feed_forward": "feed-forward blocks",
+}
 
 
 @dataclass(frozen=True)
@@ -28,16 +35,22 @@ class PruneOptions(Settings):
             add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
             shape, and the checkpoint needs no code of this package); with a budget of parameters also standardised
             (compare heads and channels of all layers by their distance from their layer's mean), flap_reference (the
-            same, with the costs of FLAP's released code) and log (later layers lose more); default: the method's
+            same, with the costs of FLAP's released code), log (later layers lose more) and composition (choose what
+            stays of each block, or that it goes, so that the kept score is largest); default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
         steps: number of stages; each stage computes new scores with the units of earlier stages masked
         growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
-        budget: what ratio counts: parameters (of heads and channels that can be removed) or heads (ratio is a share of
-            all query heads, ffn_ratio of all channels)
-        parts: with a budget of parameters, what is removed: both, heads or channels. Default: what the method's paper
-            removes: heads for norm_entropy, global_threshold and confidence, both for the others and with an ffn_method
+        budget: what ratio counts: parameters (of what can be removed), heads (ratio is a share of all query heads,
+            ffn_ratio of all channels) or, with allocation=composition, latency (of the measured time of all blocks)
+        depth_method: with allocation=composition, method that scores whole blocks, whose score their heads or channels
+            share
+        costs: with a budget of latency, file with the measured costs of blocks, written by `lmeval-prune costs`
+        parts: with a budget of parameters, what is removed: both (heads and channels), heads, channels, layers (whole
+            ones), attention or feed_forward (whole blocks), or blocks (of both kinds). Default: what the method's paper
+            removes: heads for norm_entropy, global_threshold and confidence, layers for block_influence and block_kl,
+            both for the others and with an ffn_method
         skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
             ratio
         skip_last: the same for the last layers
@@ -51,13 +64,15 @@ class PruneOptions(Settings):
     unit: Literal["head", "group", "balanced"] | None = None
     ffn_ratio: ShareBelowOne = 0.0
     ffn_multiple: Count = 1
-    allocation: Literal["global", "uniform", "standardised", "log", "flap_reference"] | None = None
+    allocation: Literal["global", "uniform", "standardised", "log", "flap_reference", "composition"] | None = None
     p_min: Share = 0.0
     steps: Count = 1
     growth: Positive = 1.0
     allow_empty_layer: bool = False
-    budget: Literal["parameters", "heads"] = "parameters"
-    parts: Literal["both", "heads", "channels"] | None = None
+    budget: Literal["parameters", "heads", "latency"] = "parameters"
+    depth_method: str = "block_kl"
+    costs: str | None = None
+    parts: Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"] | None = None
     skip_first: Natural = 0
     skip_last: Natural = 0
     log_start: Share = 0.3125
@@ -68,7 +83,14 @@ class PruneOptions(Settings):
         super().__post_init__()
         if self.p_min > max(self.ratio, self.ffn_ratio):
             raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
-        if self.budget == "heads" and self.allocation in ("standardised", "log", "flap_reference"):
+        if (self.budget == "latency") != (self.costs is not None):
+            raise InputError(
+                "a budget of latency needs measured costs, and only it reads them; give --budget latency --costs FILE, "
+                "a file of `lmeval-prune costs`"
+            )
+        if self.budget == "latency" and self.allocation != "composition":
+            raise InputError("a budget of latency is met by --allocation composition; give it")
+        if self.budget == "heads" and self.allocation in ("standardised", "log", "flap_reference", "composition"):
             raise InputError(
                 f"allocation={self.allocation} counts parameters; leave out --budget heads, or give allocation global "
                 f"or uniform"
@@ -79,18 +101,21 @@ class PruneOptions(Settings):
         if self.budget == "heads":
             shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
             return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
-        kinds = "heads and channels" if self.parts == "both" else self.parts or "what the method removes"
+        kinds = _PARTS.get(self.parts or "", self.parts or "what the method removes")
         ends = ((self.skip_first, "first"), (self.skip_last, "last"))
         skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
         layers = f" in all layers but {skipped}" if skipped else ""
-        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
+        counted = "measured time" if self.budget == "latency" else "parameters"
+        whole = ", or of their blocks as a whole," if self.allocation == "composition" else ""
+        return f"{100 * self.ratio:.4g}% of the {counted} of {kinds}{whole}{layers}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of parts that resolved options remove: `heads`, `channels` or both."""
+        """Kinds of parts that resolved options remove, as in `parts.py`."""
         if self.budget == "heads":
             return tuple(kind for kind, ratio in (("heads", self.ratio), ("channels", self.ffn_ratio)) if ratio)
-        return ("heads", "channels") if self.parts in ("both", None) else (self.parts,)
+        together = {"both": ("heads", "channels"), "blocks": ("attention", "feed_forward")}
+        return together.get(self.parts or "both", (str(self.parts),))
 
     def shares(self, step: int) -> tuple[float, float]:
         """Return the shares of heads and of channels that are removed after a step, 0 to T (eq. 5).

@@ -1,9 +1,10 @@
-"""Prunable parts of a model: the heads of each layer, and the feed-forward channels of each layer."""
+"""Prunable parts of a model: the heads and feed-forward channels of each layer; whole layers and blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,12 +17,15 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     projection_in,
 )
+from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
 from lmeval_prune.errors import InputError
 
 HEADS, CHANNELS = "heads", "channels"
 KINDS = (HEADS, CHANNELS)
+LAYERS = "layers"
+DEPTH_KINDS = (LAYERS, ATTENTION, FEED_FORWARD)  # whole layers, their attention blocks, their feed-forward blocks
 
-Removed = dict[str, set[int]]  # removed heads or channels by part key
+Removed = dict[str, set[int]]  # removed heads or channels by part key; {0} for a removed layer or block
 Units = Sequence[tuple[int, ...]]  # heads, channels or columns that are removed together
 
 
@@ -106,14 +110,56 @@ class Part:
         return query + (shared if self.group_size == 1 else 0)  # multi-query heads share key and value
 
 
+@dataclass(frozen=True)
+class DepthPart:
+    """A whole layer, or its attention or feed-forward block: a part with a single unit."""
+
+    kind: str  # `layers`, `attention` or `feed_forward`
+    label: str  # of the layer, `L0`
+    sublayers: tuple[Sublayer, ...]  # blocks that go with it
+    size: ClassVar[int] = 1
+    group_size: ClassVar[int] = 1
+
+    @property
+    def key(self) -> str:
+        """Key of its score, e.g. `layers.L0`."""
+        return f"{self.kind}.{self.label}"
+
+    @property
+    def block(self) -> str:
+        """Name in a plan, `L0` or `L0.attention`."""
+        return self.label if self.kind == LAYERS else f"{self.label}.{self.kind}"
+
+    def cost(self, unit: str) -> int:
+        """Return the number of parameters of its blocks, without norms outside of them."""
+        modules = [module for sublayer in self.sublayers for module in _modules_of(sublayer)]
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _modules_of(sublayer: Sublayer) -> list[nn.Module]:
+    block = sublayer.block
+    if isinstance(block, FeedForward):
+        return [*dict.fromkeys(block.parts.values()), block.down]
+    return [sublayer.module]
+
+
 def parts_of(model_map: ModelMap, kinds: Collection[str] = KINDS) -> list[Part]:
-    """Return a model's parts, layer by layer, heads before channels."""
-    feed_forward = {block.label: block for block in model_map.feed_forward}
-    parts: list[Part] = []
-    for layer in model_map.attention:
-        parts.append(Part(layer))
-        if block := feed_forward.pop(layer.label, None):
-            parts.append(Part(block))
+    """Return a model's heads and channels, layer by layer, heads before channels."""
+    stacks = {stack: number for number, stack in enumerate(model_map.stacks)}
+    parts = [Part(block) for block in (*model_map.attention, *model_map.feed_forward)]
+    parts.sort(key=lambda part: (stacks[part.block.stack], part.block.index))  # heads stay before channels
+    return [part for part in parts if part.kind in kinds]
+
+
+def depth_parts_of(model_map: ModelMap, kinds: Collection[str] = DEPTH_KINDS) -> list[DepthPart]:
+    """Return a model's whole layers and blocks, layer by layer."""
+    layers: dict[str, list[Sublayer]] = {}
+    for sublayer in model_map.sublayers:
+        layers.setdefault(sublayer.layer, []).append(sublayer)
+    parts: list[DepthPart] = []
+    for sublayers in layers.values():
+        parts.append(DepthPart(LAYERS, sublayers[0].label, tuple(sublayers)))
+        parts += [DepthPart(each.kind, each.label, (each,)) for each in sublayers]
     return [part for part in parts if part.kind in kinds]
 
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import KINDS, Part, Removed
+from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
 
 
 @dataclass(frozen=True)
 class RandomScores(Pruner):
-    """Draws uniform scores, with separate random generators for heads and channels.
+    """Draws uniform scores, with a separate random generator for each kind of part.
 
     Attributes:
         seed: seed of the random numbers.
     """
 
+    depth: ClassVar[bool] = True
     seed: int = 0
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Draw the scores; see `Pruner.scores`."""
         generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
         return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})
+
+    def depth_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], removed: Removed
+    ) -> Scores:
+        """Draw the scores; see `Pruner.depth_scores`."""
+        kinds = [*KINDS, *DEPTH_KINDS]
+        generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(kinds)}
+        return Scores({p.key: torch.rand(1, generator=generators[p.kind], dtype=torch.float64) for p in parts})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from lmeval_prune.architectures import UNITS, ModelMap, check_unit, uncuttable, 
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
+    COMPOSITION,
     REFERENCE,
     Budget,
     allocate,
@@ -24,10 +25,12 @@ from lmeval_prune.pruners.allocation import (
 from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
+from lmeval_prune.pruners.composition import BLOCKS, block_costs, compose
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, HEADS, Removed, parts_of, weight_of
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of, weight_of
+from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
     SequentialPruner,
@@ -69,8 +72,8 @@ def stages(
     Raises:
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
-    pruners = {HEADS: pruner, CHANNELS: channel_pruner or pruner}
     options = resolve_options(options, pruner, model_map, channel_pruner)
+    pruners = pruners_by_kind(pruner, channel_pruner or pruner, options)
     check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
     record = _record(pruner, pruners[CHANNELS], options, text)
     if isinstance(pruner, SequentialPruner):
@@ -80,11 +83,10 @@ def stages(
     for step in range(1, options.steps + 1):
         stored = scores if step == 1 else NO_SCORES
         earlier = make_plan(removed, options.allow_empty_layer, compensation=compensation)
-        with earlier.applied_to(model_map.model, model_map):
-            for kind in options.kinds:
-                if not has_scores_of(stored, kind):
-                    progress(f"step {step} of {options.steps}: scoring {kind}")
-            scored = _score(pruners, model_map, options.kinds, text, removed, stored)
+        for kind in scored_kinds(options):
+            if not has_scores_of(stored, kind):
+                progress(f"step {step} of {options.steps}: scoring {kind.replace('_', '-')}")
+        scored = score(pruners, model_map, scored_kinds(options), text, removed, stored, earlier)
         removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
         record |= notes
         if step == options.steps and not any(removed.values()):
@@ -106,6 +108,8 @@ def _remove_lowest(
     """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
     notes: dict[str, Any] = {}
     for budget in budgets:
+        if budget.allocation == COMPOSITION:
+            return _composed(model_map, budget, scores, removed)
         pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
         counts = allocate(pools, budget)
         removed = removed_by(pools, counts, removed)
@@ -114,6 +118,19 @@ def _remove_lowest(
         else:
             notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
     return removed, notes
+
+
+def _composed(model_map: ModelMap, budget: Budget, scores: Scores, removed: Removed) -> tuple[Removed, dict[str, Any]]:
+    """Choose what stays of each block; return everything removed so far, and notes for the plan."""
+    pools = unit_pools(model_map, budget, scores.values, removed)
+    costs, notes = block_costs(model_map, budget.options, pools)
+    limit = (1 - budget.ratio) * costs.whole
+    after, composition = compose(pools, scores.values, limit, removed, budget.options.ffn_multiple, costs.of)
+    gone = {key: len(after.get(key, ())) for key in (pool.key for pool in pools)}
+    members = {pool.key: len(pool.units[0]) if pool.units else 1 for pool in pools}
+    parameters = sum(pool.cost * gone[pool.key] / members[pool.key] for pool in pools)
+    notes["parameters"] = {"removable": round(sum(pool.total for pool in pools)), "removed": round(parameters)}
+    return after, {**notes, **composition, "whole_cost": costs.whole}
 
 
 def _record(
@@ -129,7 +146,7 @@ def _record(
 def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
     """Return the budgets of a step: one of all parameters, or one of heads and one of channels."""
     shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
-    if options.budget == "parameters":
+    if options.budget != "heads":
         return [Budget(options.kinds, shares[HEADS], options.allocation or pruners[HEADS].allocation, options)]
     return [
         Budget((kind,), shares[kind], options.allocation or pruners[kind].allocation, options) for kind in options.kinds
@@ -149,30 +166,6 @@ def smallest_removal(model_map: ModelMap, options: PruneOptions, pruners: Mappin
         yield removed
 
 
-def _score(
-    pruners: Mapping[str, Pruner],
-    model_map: ModelMap,
-    kinds: Collection[str],
-    text: CalibrationText | None,
-    removed: Removed,
-    stored: Mapping[str, Tensor],
-) -> Scores:
-    """Score the kinds (heads, channels) that have no stored scores; in one call if the same method scores both."""
-    missing = [kind for kind in kinds if not has_scores_of(stored, kind)]
-    values, means = dict(stored), None
-    is_one_method = pruners[HEADS] == pruners[CHANNELS]
-    for together in [missing] if is_one_method and missing else [[kind] for kind in missing]:
-        scores = pruners[together[0]].scores(model_map, text, parts_of(model_map, together), removed)
-        values |= scores.values
-        means = scores.means if is_one_method else None
-    return Scores(values, means)
-
-
-def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:
-    """Return whether there are scores of a kind, `heads` or `channels`."""
-    return any(key.startswith(f"{kind}.") for key in scores)
-
-
 def _compensation(
     model_map: ModelMap,
     removed: Removed,
@@ -185,7 +178,8 @@ def _compensation(
     if options.compensation == "none":
         return {}, {}
     assert text is not None
-    pruned_parts = [part for part in parts_of(model_map) if removed.get(part.key)]
+    parts = [part for part in parts_of(model_map) if removed.get(part.key)]
+    pruned_parts = [part for part in parts if not removed.get(f"{BLOCKS[part.kind]}.{part.label}")]
     if options.compensation == "least_squares":
         progress("computing the least-squares compensation, layer by layer")
         pruning = LayerwisePruning(
@@ -239,13 +233,17 @@ def resolve_options(
 ) -> PruneOptions:
     """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
     channel_pruner = channel_pruner or pruner
-    counts_parameters = options.budget == "parameters"
+    counts_parameters = options.budget != "heads"
+    parts = _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts
+    options = replace(options, parts=parts)
+    has_depth = not {*options.kinds} <= {*KINDS}
     defaults: dict[str, Any] = {
         "unit": options.unit or _default_unit(model_map, options.budget),
         "allocation": options.allocation or (pruner.allocation if counts_parameters else None),
         "compensation": options.compensation or pruner.compensates,
-        "parts": _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts,
     }
+    if has_depth:
+        defaults |= {"allocation": options.allocation or "global", "compensation": options.compensation or "none"}
     options = replace(options, **defaults)
     _check_options(options, pruner, channel_pruner, model_map)
     return options
@@ -253,7 +251,7 @@ def resolve_options(
 
 def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> None:
     """Raise `InputError` for resolved options that do not suit each other, the methods or the model."""
-    if options.budget == "parameters":
+    if options.budget != "heads":
         _check_budget_of_parameters(options, model_map)
     else:
         _check_budget_of_heads(options, pruner, channel_pruner)
@@ -268,8 +266,12 @@ def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
             "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
             "--ffn_ratio (channels) or both, e.g. 0.25"
         )
-    if options.ratio and options.parts != CHANNELS:
+    if options.ratio and HEADS in options.kinds:
         check_unit(model_map, options.unit or "head")
+    if options.allocation == COMPOSITION:
+        _check_composition(options, model_map)
+    elif set(options.kinds) & {*DEPTH_KINDS}:
+        _check_depth(options, model_map)
     if CHANNELS in options.kinds and not model_map.channels():
         raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
 
@@ -290,16 +292,36 @@ def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
 
 
 def _check_budget_of_parameters(options: PruneOptions, model_map: ModelMap) -> None:
-    if options.ffn_ratio or options.ffn_multiple != 1:
+    if options.ffn_ratio or (options.ffn_multiple != 1 and options.allocation != COMPOSITION):
         raise InputError(
             "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
             "ffn_multiple, or give --budget heads, with which ratio counts heads and ffn_ratio channels"
         )
-    if options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map):
+    if options.unit == "head" and HEADS in options.kinds and _has_groups(model_map):
         raise InputError(
             "a single head of a group has no share of the parameters, because its keys and values are removed with "
             "the last head of the group; give --unit group, or --budget heads"
         )
+
+
+def _check_composition(options: PruneOptions, model_map: ModelMap) -> None:
+    if reason := model_map.why_no_depth:
+        raise InputError(f"blocks cannot be left out of this {model_map.model_type} model: {reason}")
+    if not {*options.kinds} <= {*KINDS}:
+        raise InputError("a composition chooses heads, channels and blocks; give --parts both, heads or channels")
+    if options.costs:
+        block_costs(model_map, options, [])
+
+
+def _check_depth(options: PruneOptions, model_map: ModelMap) -> None:
+    if reason := model_map.why_no_depth:
+        raise InputError(f"blocks cannot be left out of this {model_map.model_type} model: {reason}")
+    if options.allocation != "global":
+        raise InputError(
+            f"whole layers and blocks are compared over the model; leave out allocation={options.allocation}"
+        )
+    if options.compensation != "none":
+        raise InputError(f"compensation={options.compensation} is for heads and channels; leave it out, or --parts")
 
 
 def _check_sequential(options: PruneOptions, name: str) -> None:
@@ -341,16 +363,17 @@ def check_methods(
     scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> None:
     """Raise `InputError` if the methods cannot make a plan with resolved options; the model may have no weights."""
-    pruners = {HEADS: pruner, CHANNELS: channel_pruner}
+    pruners = pruners_by_kind(pruner, channel_pruner, options)
     if any(isinstance(method, SequentialPruner) for method in pruners.values()):
         if channel_pruner is not pruner:
             raise InputError("a method that prunes layer by layer scores heads and channels; leave out ffn_method")
         if scores:
             raise InputError(f"{pruner_name(pruner)} scores a layer after earlier ones are pruned; leave out --scores")
-    for kind in options.kinds:
+    for kind in scored_kinds(options):
         if options.steps > 1 or not has_scores_of(scores, kind):
-            pruners[kind].check([kind], has_text)
-            pruners[kind].check_model(model_map)
+            scorer = pruners.get(kind, pruner)
+            scorer.check([kind], has_text)
+            scorer.check_model(model_map)
     if options.compensation != "none":
         name = f"compensation={options.compensation}"
         check_not_quantised(model_map, name)
@@ -363,7 +386,9 @@ def check_methods(
 
 
 def _removes_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:
-    """Return whether the shares amount to at least one unit with some scores."""
+    """Return whether the shares amount to at least one unit with some scores; a composition removes any share."""
+    if options.allocation == COMPOSITION:
+        return True
     return any(next(smallest_removal(model_map, replace(options, steps=1, p_min=0.0), pruners)).values())
 
 
@@ -377,7 +402,7 @@ def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options
         except InputError:
             return False
 
-    units = [unit for unit in UNITS if options.ratio and unit != options.unit]
+    units = [unit for unit in UNITS if HEADS in options.kinds and unit != options.unit]
     by_layer = {options.allocation or pruner.allocation for pruner in pruners.values()} != {"global"}
     remedies = {
         "a larger --ratio": bool(options.ratio),

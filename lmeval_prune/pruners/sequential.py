@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features
-from lmeval_prune.architectures.model_map import layers_with_attention
+from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan
@@ -30,7 +30,7 @@ from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_fo
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import HEADS, KINDS, Part, Removed, Units, weight_of
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removed, Units, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,15 +122,16 @@ class LayerwisePruning:
         total, notes = Removal(), dict[str, Any]()
         if self.needs_second or self.solves:
             notes = _note_of_few_tokens(parts, self.text.tokens)
-        by_layer = [[part for part in parts if part.label == layer.label] for layer in self.model_map.attention]
+        labels = list(self.model_map.layers)
+        by_layer = [[part for part in parts if part.label == label] for label in labels]
         last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
-        for number, layer in enumerate(self.model_map.attention[: last + 1]):
-            removal = self.store.load(layer.label) if self.store else None
+        for number, label in enumerate(labels[: last + 1]):
+            removal = self.store.load(label) if self.store else None
             if removal is None:
                 removal = self._prune_layer(number, by_layer[number])
                 if self.store:
-                    self.store.save(layer.label, removal)
-                self._report(layer.label, removal)
+                    self.store.save(label, removal)
+                self._report(label, removal)
             total.add(removal)
             if number < last:
                 self._run_layer(number, removal, {}, keep_output=True)
@@ -195,22 +196,39 @@ class LayerwisePruning:
     def _report(self, label: str, removal: Removal) -> None:
         """Send a progress message about a finished layer."""
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
-        heads, channels = count_removed(removal.removed).values()
-        layers = len(self.model_map.attention)
-        self.progress(f"layer {label} of {layers}: {heads} heads and {channels} channels removed{raised}")
+        counts = count_removed(removal.removed)
+        layers = len(self.model_map.layers)
+        removed = f"{counts[HEADS]} heads and {counts[CHANNELS]} channels removed"
+        self.progress(f"layer {label} of {layers}: {removed}{raised}")
 
 
 def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
-    """Return a plan that removes these heads and channels; `fields` are other fields of the plan."""
+    """Return a plan that removes these members of parts; `fields` are other fields of the plan."""
     members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
-    heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
-    channels = {label: numbers for (kind, label), numbers in members.items() if kind != HEADS}
-    return Plan(heads, channels, allow_empty_layer=allow_empty_layer, **fields)
+    blocks = tuple(label if kind == LAYERS else f"{label}.{kind}" for kind, label in members if kind in DEPTH_KINDS)
+    gone = {(kind, label) for kind, label in members if kind in DEPTH_KINDS}
+    heads = tuple(
+        f"{label}H{n}"
+        for (kind, label), numbers in members.items()
+        if kind == HEADS and not {(LAYERS, label), (ATTENTION, label)} & gone
+        for n in numbers
+    )
+    channels = {
+        label: numbers
+        for (kind, label), numbers in members.items()
+        if kind == CHANNELS and not {(LAYERS, label), (FEED_FORWARD, label)} & gone
+    }
+    return Plan(heads, channels, blocks, allow_empty_layer=allow_empty_layer, **fields)
 
 
 def count_removed(removed: Removed) -> dict[str, int]:
-    """Return the numbers of removed heads and channels: `{"heads": 2, "channels": 24}`."""
-    return {kind: sum(len(m) for key, m in removed.items() if key.startswith(f"{kind}.")) for kind in KINDS}
+    """Return the numbers of removed members by kind: `{"heads": 2, "channels": 24}`; layers and blocks if there are."""
+    kinds = {key.partition(".")[0] for key, members in removed.items() if members} | {*KINDS}
+    return {
+        kind: sum(len(m) for key, m in removed.items() if key.startswith(f"{kind}."))
+        for kind in (*KINDS, *DEPTH_KINDS)
+        if kind in kinds
+    }
 
 
 def _note_of_few_tokens(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
@@ -232,7 +250,7 @@ class LayerReplay:
 
     def __init__(self, model_map: ModelMap, text: CalibrationText) -> None:
         self.model, self.text = model_map.model, text
-        self.layers = layers_with_attention(model_map)
+        self.layers = list(model_map.layers.values())
         self.outputs: list[Any] = []
         self.batch = 0
 
@@ -251,7 +269,7 @@ class LayerReplay:
             for module, statistics in moments.items():
                 change_input(module, partial(collect, statistics), stack)
             for layer in self.layers[:number]:
-                _replace_forward(layer, lambda *_, **__: self.outputs[self.batch], stack)
+                replace_forward(layer, lambda *_, **__: self.outputs[self.batch], stack)
             stack.enter_context(stop_forward_at(self.layers[number], after=True))
             batches = self.text.inputs(self.model)
             for batch, (_, real, inputs) in enumerate(batches):  # noqa: B007 - read by `collect`
@@ -265,7 +283,8 @@ class LayerReplay:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model did not run")
 
 
-def _replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
+def replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
+    """Replace a module's `forward` until `stack` closes."""
     before = vars(module).get("forward")  # set by another library, e.g. accelerate
     module.forward = forward
     stack.callback(setattr, module, "forward", before) if before else stack.callback(delattr, module, "forward")

@@ -12,6 +12,8 @@ PRUNERS = {
     "wanda_sp": "lmeval_prune.pruners.wanda_sp:WandaSp",
     "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
     "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
+    "block_influence": "lmeval_prune.pruners.block_influence:BlockInfluence",
+    "block_kl": "lmeval_prune.pruners.block_kl:BlockKl",
 }
 
 

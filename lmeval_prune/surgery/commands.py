@@ -33,7 +33,7 @@ def importance(
     device: str | None = None,
     **calibration_options: Any,
 ) -> int:
-    """Score the heads of a model and draw the scores layer by layer.
+    """Score the heads, or the layers and blocks, of a model, and draw the scores layer by layer.
 
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
@@ -52,27 +52,50 @@ def importance(
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner, per_member
-    from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
+    from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
-    kinds = KINDS if channels else (HEADS,)
+    kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
+    if pruner.depth_only and channels:
+        raise InputError(f"{method} scores layers and blocks; leave out --channels")
     check_writable(output)
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
     calibration = _calibration(skeleton, pretrained, revision, text_options, is_used=pruner.reads_text)
     model_map = _load(skeleton, pretrained, revision, torch_device)
-    scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
+    if pruner.depth_only:
+        scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), {}).values
+    else:
+        scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
-    heads: dict[str, Any] = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-    draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
-    ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
-    print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
+    rows: dict[str, Any] = (
+        {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+        if not pruner.depth_only
+        else _rows_of(scores)
+    )
+    columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
+    draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
+    if pruner.depth_only:
+        ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
+    else:
+        ranked = sorted((float(x), f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
+    scored = "layers and blocks" if pruner.depth_only else "heads"
+    print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
     print("highest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:-7:-1]))
     return 0
+
+
+def _rows_of(scores: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the scores of each layer and its blocks by layer; a block that a layer lacks has none."""
+    from lmeval_prune.pruners.parts import DEPTH_KINDS
+
+    labels = dict.fromkeys(key.partition(".")[2] for key in scores)
+    kinds = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
+    return {label: [float(scores.get(f"{kind}.{label}", float("nan"))) for kind in kinds] for label in labels}
 
 
 @with_method_names
@@ -314,14 +337,15 @@ def _stored_scores(scored_plan: Any, path: str | None, pruning: PruneOptions, ff
 
 def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, stored: Mapping[str, Any]) -> list[str]:
     """Return what the calibration text is read for, as keys of the plan's provenance."""
-    from lmeval_prune.pruners.schedule import has_scores_of
+    from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, scored_kinds
 
-    purposes = {"calibration": ("heads", pruner), "ffn_calibration": ("channels", channel_pruner)}
-    uses = [
-        name
-        for name, (kind, method) in purposes.items()
-        if method.reads_text and kind in pruning.kinds and not has_scores_of(stored, kind)
+    pruners = pruners_by_kind(pruner, channel_pruner, pruning)
+    reading = [
+        kind
+        for kind in scored_kinds(pruning)
+        if pruners.get(kind, pruner).reads_text and not has_scores_of(stored, kind)
     ]
+    uses = list(dict.fromkeys("ffn_calibration" if kind == "channels" else "calibration" for kind in reading))
     return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
 
 
@@ -352,6 +376,9 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
+    if "blocks_pruned" in report:
+        counts.append(f"{report['blocks_pruned']} of {report['blocks_total']} blocks")
+        counts = [count for count in counts if not count.startswith("0 ")]
     parameters = plan.provenance.get("parameters")
     share = ""
     if parameters:

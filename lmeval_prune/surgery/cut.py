@@ -1,13 +1,14 @@
-"""Cut heads and channels out of a model by a plan.
+"""Cut heads, channels and blocks out of a model by a plan.
 
 The remaining tensors are computed by name: rows of the projections that compute a head or a channel, columns of the
-projection that reads it. `model_class.py` chooses a model class for them.
+projection that reads it. `depth.py` finds the modules that can go with a block, and `model_class.py` chooses a model
+class for the rest.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,12 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import Plan, find_projection
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery.depth import is_inside, why_different
 from lmeval_prune.surgery.kept import Kept, channel_rows
-from lmeval_prune.surgery.model_class import model_with
+from lmeval_prune.surgery.model_class import models_with
 
 # Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
 _STAGES = "_lmeval_prune_stages"
@@ -68,7 +71,7 @@ def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, to
 
 
 def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
-    """Build a new model without the heads and channels that a plan removes; the old model does not change.
+    """Build a new model without the heads, channels and blocks that a plan removes; the old model does not change.
 
     Args:
         model: a transformers model of a known family; it may have been cut before.
@@ -161,7 +164,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     kept = Kept.of(model_map, plan, keep_shapes)
     tensors = _Tensors(model_map, plan).of(kept)
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
-        smaller, note = model_with(tensors, kept)
+        smaller, note = _first_right(models_with(tensors, kept), kept)
     stage = _stage(plan, kept, [note] if note else [], keep_shapes)
     model = model_map.model
     earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
@@ -185,23 +188,40 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     return Cut(smaller, manifest, plan, model_map)
 
 
+def _first_right(models: Iterator[tuple[Any, str]], kept: Kept) -> tuple[Any, str]:
+    """Return the first model that computes what the model computes under the plan; compared if blocks are removed."""
+    reason = ""
+    for model, note in models:
+        reason = why_different(model, kept.depth)
+        if not reason:
+            return model, note
+    raise InputError(
+        f"this {kept.model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
+        f"plan by plan=FILE"
+    )
+
+
 def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
     """Return the manifest's entry about one cut."""
     model_map = kept.model_map
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
     if keep_shapes:
-        channels = sum(map(len, kept.zeroed.values()))
-        notes = [*notes, f"{count} heads and {channels} channels stay with zero weights: nothing is removed"]
+        zeroed = [f"{count} heads", f"{sum(map(len, kept.zeroed.values()))} channels"]
+        zeroed += [f"{len(kept.zeroed_outputs)} blocks"] if kept.zeroed_outputs else []
+        stay = f"{', '.join(zeroed[:-1])} and {zeroed[-1]}"
+        notes = [*notes, f"{stay} stay with zero weights: nothing is removed"]
     elif fillers:
         notes = [*notes, f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"]
     removed = {
-        "heads": sum(heads.layer.heads - len(heads.heads) for heads in kept.heads),
+        "heads": model_map.total_heads - sum(len(heads.heads) for heads in kept.heads),
         "heads_total": model_map.total_heads,
-        "kv_heads": sum(heads.layer.kv_heads - len(heads.kv_heads) for heads in kept.heads),
-        "channels": sum(width - len(kept.channels[label]) for label, width in model_map.channels().items()),
+        "kv_heads": sum(x.kv_heads for x in model_map.attention) - sum(len(heads.kv_heads) for heads in kept.heads),
+        "channels": sum(model_map.channels().values()) - sum(map(len, kept.channels.values())),
         "fillers": fillers,
     }
+    if kept.depth.removed:
+        removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}
     return {
         "parent": identity_of(model_map),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
@@ -240,6 +260,8 @@ class _Tensors:
                 self._keep_columns(layer.o_proj, heads.columns())
             self._zero_columns(layer.o_proj, heads.filler_columns())
         for block in kept.model_map.feed_forward:
+            if block.label not in kept.channels:
+                continue
             channels = kept.channels[block.label]
             if len(channels) < block.channels:
                 for module, rows in channel_rows(block, channels).items():
@@ -247,7 +269,11 @@ class _Tensors:
                 self._keep_columns(block.down, channels)
             zeroed = kept.zeroed[block.label]
             self._zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
-        return self.tensors
+        for name in [f"{self.names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
+            if name in self.tensors:
+                self.tensors[name] = torch.zeros_like(self.tensors[name])
+        absent = [*kept.depth.absent, *kept.depth.layers]
+        return {name: tensor for name, tensor in self.tensors.items() if not is_inside(name, absent)}
 
     def _keep(self, name: str, numbers: Sequence[int], axis: int) -> None:
         tensor = self.tensors[name]

@@ -1,15 +1,18 @@
-"""Compute which heads and channels stay in a cut model, and their rows and columns in the projections."""
+"""Compute which heads, channels and blocks stay in a cut model, and their rows and columns in the projections."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import columns_of
+from lmeval_prune.architectures.sublayers import ATTENTION, Sublayer
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery.depth import Depth, depth_of
 
 
 @dataclass(frozen=True)
@@ -72,38 +75,99 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class Kept:
-    """Heads and channels of a model that stay."""
+    """Heads, channels and blocks of a model that stay."""
 
     model_map: ModelMap  # the original model
-    heads: Sequence[KeptHeads]  # of each attention layer
-    channels: dict[str, list[int]]  # of each feed-forward block by layer label
+    heads: Sequence[KeptHeads]  # of each attention block that stays
+    channels: dict[str, list[int]]  # of each dense feed-forward block that stays, by layer label
     zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
+    zeroed_outputs: Sequence[nn.Module] = ()  # output projections whose weights become zero
+    depth: Depth = field(default_factory=Depth)  # modules that are absent
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
-        """Remove what a plan removes, but never a whole layer; with `keep_shapes`, zero weights instead."""
+        """Remove what a plan removes; with `keep_shapes`, zero weights instead.
+
+        A block that loses all its heads or channels is removed, unless its output projection has a bias.
+        """
         pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
         pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
-        heads = []
-        for layer in model_map.attention:
-            pruned = pruned_heads.get(layer.label, [])
-            if keep_shapes:
-                all_heads, all_kv_heads = tuple(range(layer.heads)), tuple(range(layer.kv_heads))
-                heads.append(KeptHeads(layer, all_heads, all_kv_heads, tuple(sorted(pruned))))
-            else:
-                heads.append(KeptHeads.of(layer, pruned))
+        if keep_shapes:
+            return cls._zeroed(model_map, plan, pruned_heads, pruned_channels)
+        removed = list(plan.sublayers(model_map))
+        emptied = [*_emptied(model_map, plan, pruned_heads, pruned_channels)]
+        removed += [each for each in emptied if not _is_last_attention(each, model_map, [*removed, *emptied])]
+        gone = {each.output for each in removed}
+        heads = [
+            KeptHeads.of(layer, pruned_heads.get(layer.label, []))
+            for layer in model_map.attention
+            if layer.o_proj not in gone
+        ]
         channels = {
-            label: [c for c in range(width) if keep_shapes or c not in pruned_channels.get(label, ())] or [0]
-            for label, width in model_map.channels().items()
+            block.label: [c for c in range(block.channels) if c not in pruned_channels.get(block.label, ())] or [0]
+            for block in model_map.feed_forward
+            if block.down not in gone
         }
         zeroed = {label: pruned_channels.get(label, set()) & {*numbers} for label, numbers in channels.items()}
-        return cls(model_map, heads, channels, zeroed)
+        return cls(model_map, heads, channels, zeroed, depth=depth_of(model_map, plan, removed))
+
+    @classmethod
+    def _zeroed(
+        cls,
+        model_map: ModelMap,
+        plan: Plan,
+        pruned_heads: Mapping[str, list[int]],
+        pruned_channels: Mapping[str, set[int]],
+    ) -> Kept:
+        """Keep all shapes; heads, channels and blocks that a plan removes have zero weights."""
+        removed = plan.sublayers(model_map)
+        for sublayer in removed:
+            if sublayer.block is None:
+                raise InputError(f"{sublayer} has experts, whose weights cannot be zeroed; cut it out instead")
+        heads = [
+            KeptHeads(
+                layer,
+                tuple(range(layer.heads)),
+                tuple(range(layer.kv_heads)),
+                tuple(sorted(pruned_heads.get(layer.label, []))),
+            )
+            for layer in model_map.attention
+        ]
+        channels = {label: [*range(width)] for label, width in model_map.channels().items()}
+        zeroed = {label: pruned_channels.get(label, set()) for label in channels}
+        return cls(model_map, heads, channels, zeroed, [each.output for each in removed], depth_of(model_map, plan, []))
 
     def layers_differ(self) -> bool:
-        """Return whether layers keep different numbers of heads, or layers of one stack different channels."""
-        widths = {(block.stack, len(self.channels[block.label])) for block in self.model_map.feed_forward}
+        """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
+        blocks = [block for block in self.model_map.feed_forward if block.label in self.channels]
+        widths = {(block.stack, len(self.channels[block.label])) for block in blocks}
         counts = {(len(kept.heads), len(kept.kv_heads)) for kept in self.heads}
-        return len(counts) > 1 or len(widths) > len({block.stack for block in self.model_map.feed_forward})
+        return bool(self.depth.absent) or len(counts) > 1 or len(widths) > len({block.stack for block in blocks})
+
+
+def _emptied(
+    model_map: ModelMap, plan: Plan, pruned_heads: Mapping[str, list[int]], pruned_channels: Mapping[str, set[int]]
+) -> Iterator[Sublayer]:
+    """Yield the blocks without heads or channels that add nothing, because their output projection has no bias."""
+    for sublayer in model_map.sublayers:
+        block = sublayer.block
+        if isinstance(block, AttentionLayer):
+            is_empty, name = len(pruned_heads.get(block.label, ())) == block.heads, "o_proj"
+        elif isinstance(block, FeedForward):
+            is_empty, name = len(pruned_channels.get(block.label, ())) == block.channels, "down"
+        else:
+            continue
+        has_bias = getattr(sublayer.output, "bias", None) is not None
+        if is_empty and not has_bias and f"{block.label}.{name}.bias" not in plan.compensation:
+            yield sublayer
+
+
+def _is_last_attention(sublayer: Sublayer, model_map: ModelMap, removed: Sequence[Sublayer]) -> bool:
+    """Return whether a stack would have no attention left; a head without an effect stays then."""
+    place = (sublayer.stack, ATTENTION)
+    return place == (sublayer.stack, sublayer.kind) and not any(
+        (each.stack, each.kind) == place and each not in removed for each in model_map.sublayers
+    )
 
 
 def channel_rows(block: FeedForward, kept: Collection[int]) -> dict[nn.Module, list[int]]:

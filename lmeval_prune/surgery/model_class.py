@@ -1,8 +1,8 @@
 """Choose the model class for the tensors of a cut model, and load them.
 
-In this order: the model's own class with other numbers of heads and channels in its configuration; Mistral's class for
-a Llama whose width is no multiple of the number of heads; the model's own class with reshaped parameters
-(`lmeval_prune/checkpoints/modeling_pruned.py`), which fits any layers.
+In this order: the model's own class with other numbers of layers, heads and channels in its configuration; Mistral's
+class for a Llama whose width is no multiple of the number of heads; the model's own class with reshaped parameters and
+absent modules (`lmeval_prune/checkpoints/modeling_pruned.py`), which fits any layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 
@@ -20,6 +19,17 @@ from lmeval_prune.architectures.blocks import attribute_of, in_features
 from lmeval_prune.architectures.layers import read_blocks
 from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.errors import InputError
+from lmeval_prune.surgery.bases import (
+    Base,
+    bases,
+    build,
+    changed_config,
+    copy_implementations,
+    has_setting,
+    renamed_tensors,
+    uncut_config,
+)
+from lmeval_prune.surgery.depth import is_inside
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 
 # Names of the attributes in which attention modules store their counts.
@@ -33,29 +43,46 @@ _COUNTS = {
 _QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute that the forward pass reads to split the fused projection
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
-_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # settings that an earlier cut wrote
 
 
-def model_with(tensors: dict[str, Tensor], kept: Kept) -> tuple[Any, str]:
-    """Return a model with these tensors (by name) in the kept layers, and a note on its class, which may be empty."""
-    model, shapes = kept.model_map.model, {name: tuple(x.shape) for name, x in tensors.items()}
-    for model_class, config, note in _stock_candidates(kept):
-        built = _build(model_class, config)
-        if built is not None and _shapes(built) == shapes and _has_same_layers(built, kept):
-            return _load(model_class, config, model, tensors), note
-    stock, config = stock_class(model), _uncut_config(model.config)
-    why = "layers differ" if kept.layers_differ() else _why_not_stock(kept)
-    built = _build(stock, config)
-    if built is None:
-        raise InputError(f"{stock.__name__} cannot be built from its own configuration, so that it cannot be cut")
-    before = _shapes(built)
+def models_with(tensors: dict[str, Tensor], kept: Kept) -> Iterator[tuple[Any, str]]:
+    """Yield models with these tensors (by name) in the kept layers, best class first, and a note on the class.
+
+    The note may be empty.
+    """
+    for base in bases(kept):
+        named = renamed_tensors(tensors, base)
+        shapes = {name: tuple(x.shape) for name, x in named.items()}
+        for model_class, config, note in _stock_candidates(kept, base):
+            built = build(model_class, config)
+            if built is not None and _shapes(built) == shapes and _has_same_layers(built, kept):
+                yield _load(model_class, config, kept, named, base), note
+                break
+        else:
+            yield _pruned_model(named, shapes, kept, base)
+
+
+def _pruned_model(
+    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], kept: Kept, base: Base
+) -> tuple[Any, str]:
+    """Return a model of the model's own class with reshaped parameters and absent modules, and a note on its class."""
+    stock, config, before = stock_class(kept.model_map.model), copy.deepcopy(base.config), _shapes(base.built)
+    if lacking := [name for name in before if name not in shapes and not is_inside(name, base.absent)]:
+        raise InputError(
+            f"the cut model would lack {lacking[0]}, which its class needs; evaluate the plan by plan=FILE"
+        )
+    attributes = _changed_attributes(kept, base)
+    for name, numbers in base.numbers.items():
+        attributes.setdefault(name, {}).update(numbers)
     config.pruned_modules = {
-        "shapes": {n: [*shape] for n, shape in shapes.items() if before.get(n) != shape and _is_parameter(n, built)},
-        "attributes": _changed_attributes(kept, built),
+        "shapes": {n: [*x] for n, x in shapes.items() if before.get(n) != x and _is_parameter(n, base.built)},
+        "attributes": attributes,
+        **({"absent": {name: [*arguments] for name, arguments in base.absent.items()}} if base.absent else {}),
     }
     config.architectures = [f"Pruned{stock.__name__}"]
-    _add_layer_configs(config, kept)
-    return _load(pruned_class(stock), config, model, tensors), (
+    _add_layer_configs(config, kept, base)
+    why = "blocks are absent" if base.absent else "layers differ" if kept.layers_differ() else _why_not_stock(kept)
+    return _load(pruned_class(stock), config, kept, tensors, base), (
         f"{why}: loaded by lmeval_prune.load_pretrained, pruned-hf, or transformers with trust_remote_code=True"
     )
 
@@ -72,25 +99,27 @@ def unusual_head_dim(config: Any) -> str:
     )
 
 
-def _stock_candidates(kept: Kept) -> Iterator[tuple[type, Any, str]]:
+def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]:
     """Yield transformers classes and configurations that may fit the kept layers, each with a note."""
     model, first = kept.model_map.model, kept.heads[0]
-    config, stock = _uncut_config(model.config), stock_class(model)
-    if kept.layers_differ():
+    config, stock = base.config, stock_class(model)
+    if base.absent or kept.layers_differ():
         return
     changes: dict[str, Any] = {}
     if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
         changes |= _counts(config, len(first.heads), len(first.kv_heads), first.layer)
     for block in kept.model_map.feed_forward:
+        if block.label not in kept.channels:
+            continue
         stack_name = f"{block.stack}_ffn_dim"
-        names = (stack_name,) if block.stack and _has(config, stack_name) else _CHANNELS
-        changes |= {name: len(kept.channels[block.label]) for name in names if _has(config, name)}
-    changed = _changed_config(config, changes)
+        names = (stack_name,) if block.stack and has_setting(config, stack_name) else _CHANNELS
+        changes |= {name: len(kept.channels[block.label]) for name in names if has_setting(config, name)}
+    changed = changed_config(config, changes)
     if changed is not None:
         yield stock, changed, unusual_head_dim(changed)
     mistral = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
     if mistral and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
-        changed = _changed_config(_mistral_config(config), changes)
+        changed = changed_config(_mistral_config(config), changes)
         if changed is not None:
             changed._name_or_path = config._name_or_path
             yield (
@@ -110,12 +139,12 @@ def _mistral_config(config: Any) -> Any:
 
 def _why_not_stock(kept: Kept) -> str:
     """Explain why the model's own class does not fit layers of equal shape, and which number of heads would fit."""
-    stock, first, config = stock_class(kept.model_map.model), kept.heads[0], _uncut_config(kept.model_map.model.config)
+    stock, first, config = stock_class(kept.model_map.model), kept.heads[0], uncut_config(kept.model_map.model.config)
     heads, width, hidden = len(first.heads), first.layer.head_dim, getattr(config, "hidden_size", 0)
 
     def fits(count: int) -> bool:
-        changed = _changed_config(config, _counts(config, count, count // first.group_size, first.layer))
-        built = _build(stock, changed) if changed is not None else None
+        changed = changed_config(config, _counts(config, count, count // first.group_size, first.layer))
+        built = build(stock, changed) if changed is not None else None
         return built is not None and [layer.head_dim for layer in _attention_of(built, kept)][:1] == [width]
 
     if fits(heads):
@@ -131,7 +160,7 @@ def _why_not_stock(kept: Kept) -> str:
 
 def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
     """Return the settings that set the number of heads of each layer."""
-    names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has(config, name)]
+    names = [name for name in ("num_key_value_heads", "num_kv_heads") if has_setting(config, name)]
     return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
 
 
@@ -147,52 +176,6 @@ def _is_parameter(name: str, model: Any) -> bool:
     """Return whether a tensor is a parameter, not a buffer."""
     path, _, parameter = name.rpartition(".")
     return parameter in model.get_submodule(path)._parameters
-
-
-def _uncut_config(config: Any) -> Any:
-    """Copy a configuration without the settings of earlier cuts."""
-    config = copy.deepcopy(config)
-    if has_pruned_layers(config):
-        del config.pruned_modules
-        if getattr(
-            config, "allow_global_per_layer_attribute_access", False
-        ):  # the earlier cut wrote the sizes of layers
-            config.per_layer_config = None
-        for name in _CUT_SETTINGS:
-            config.__dict__.pop(name, None)
-    return config
-
-
-def _has(config: Any, name: str) -> bool:
-    return name in config.to_dict() or name in (config.attribute_map or {})
-
-
-def _changed_config(config: Any, changes: dict[str, Any]) -> Any:
-    """Copy a configuration with other values; return None if its class refuses them."""
-    values = config.to_dict() | {config.attribute_map.get(name, name): value for name, value in changes.items()}
-    try:
-        changed = type(config).from_dict(values)
-    except Exception:  # classes raise errors of any type
-        return None
-    _copy_implementations(config, changed)
-    changed._name_or_path = config._name_or_path
-    return changed
-
-
-def _copy_implementations(source: Any, target: Any) -> None:
-    """Copy the attention and experts implementation between configurations."""
-    for name in ("_attn_implementation", "_experts_implementation"):
-        if getattr(source, name, None) is not None:
-            setattr(target, name, getattr(source, name))
-
-
-def _build(model_class: Any, config: Any) -> Any:
-    """Build a model on the meta device; return None if its class refuses the configuration."""
-    try:
-        with torch.device("meta"):
-            return model_class(copy.deepcopy(config))
-    except Exception:  # classes raise errors of any type
-        return None
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -217,9 +200,10 @@ def _attention_of(model: Any, kept: Kept) -> list[AttentionLayer]:
         return []
 
 
-def _changed_attributes(kept: Kept, stock_model: Any) -> dict[str, dict[str, Any]]:
+def _changed_attributes(kept: Kept, base: Base) -> dict[str, dict[str, Any]]:
     """Return the count attributes of attention modules that differ from the stock model, by module name."""
-    names = {module: name for name, module in kept.model_map.model.named_modules()}
+    names = {module: base.name(name) for name, module in kept.model_map.model.named_modules()}
+    stock_model = base.built
     attributes = {}
     for heads in kept.heads:
         width = len(heads.heads) * heads.layer.head_dim
@@ -258,38 +242,43 @@ def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, A
     return values
 
 
-def _add_layer_configs(config: Any, kept: Kept) -> None:
+def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
     """Add the layers' sizes under the keys that other engines read, if the family supports them."""
     model_map = kept.model_map
-    if model_map.stacks != ("",) or not _has(config, "num_key_value_heads") or not hasattr(config, "per_layer_config"):
+    if (
+        model_map.stacks != ("",)
+        or not has_setting(config, "num_key_value_heads")
+        or not hasattr(config, "per_layer_config")
+    ):
         return
     if getattr(config, "is_heterogeneous", False):  # the family itself has layers with other settings
         return
     layers = {
-        heads.layer.index: {"num_attention_heads": len(heads.heads), "num_key_value_heads": len(heads.kv_heads)}
+        base.index(heads.layer): {"num_attention_heads": len(heads.heads), "num_key_value_heads": len(heads.kv_heads)}
         for heads in kept.heads
     }
-    if _has(config, "intermediate_size"):
+    if has_setting(config, "intermediate_size"):
         for block in model_map.feed_forward:
-            layers.setdefault(block.index, {})["intermediate_size"] = len(kept.channels[block.label])
+            if block.label in kept.channels:
+                layers.setdefault(base.index(block), {})["intermediate_size"] = len(kept.channels[block.label])
     for name, value in _head_dim(kept.heads[0].layer).items():
         setattr(config, name, value)
     config.allow_global_per_layer_attribute_access = True
     config.per_layer_config = layers
 
 
-def _load(model_class: Any, config: Any, model: Any, tensors: dict[str, Tensor]) -> Any:
-    """Build a model and load tensors in their own dtype; buffers and generation settings are those of `model`."""
-    config = copy.deepcopy(config)
+def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor], base: Base) -> Any:
+    """Build a model and load tensors in their own dtype; buffers and generation settings are those of the parent."""
+    config, model = copy.deepcopy(config), kept.model_map.model
     config._name_or_path = f"{getattr(model.config, '_name_or_path', '')}-pruned"
     implementation = model.config._attn_implementation
     smaller: Any = model_class._from_config(config, dtype=model.dtype, attn_implementation=implementation)
-    _copy_implementations(model.config, smaller.config)
+    copy_implementations(model.config, smaller.config)
     smaller = smaller.to(next(iter(tensors.values())).device)
     for name, parameter in smaller.named_parameters():
         parameter.data = parameter.data.to(tensors[name].dtype)
     smaller.load_state_dict(tensors, strict=True)
-    constants = dict(model.named_buffers())
+    constants = {base.name(name): buffer for name, buffer in model.named_buffers()}
     for name, buffer in smaller.named_buffers():  # the model may have computed them in another dtype
         if name not in tensors and name in constants and constants[name].shape == buffer.shape:
             buffer.data = constants[name].detach().clone()

@@ -1,0 +1,215 @@
+"""What is lost without whole layers and blocks, by score, beside heads and channels at the same share: SmolLM2.
+
+    python benchmarks/depth_result.py [--layers 6] [--windows 4] [--match REGEX] [--seconds N] [--report]
+
+Plans are made on windows of GSM8K's training text, and measured on windows of its test text: KL divergence from the
+unpruned model, and perplexity, token by token; no training. K layers are K / 30 of the parameters of all layers; heads
+and channels, and compositions of blocks with heads and channels, lose the same share. What was measured stands in
+`results/depth.json`, row by row, and is not measured again; `--seconds` ends the command after a row. At the end, or
+with --report, writes tables and a picture under `docs/results/depth/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from _record import RESULTS, environment, write
+from transformers import AutoTokenizer
+
+from lmeval_prune import Plan, load_pretrained, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.profiling.costs import parameters
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import depth_parts_of, parts_of
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.sequential import make_plan
+from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+from lmeval_prune.reporting.tables import markdown
+from lmeval_prune.surgery.cut import cut
+from lmeval_prune.tasks import data
+
+MODEL, WINDOW = "smollm2-135m", 128
+OUTPUT = RESULTS.parent.parent / "docs/results/depth"
+SEEDS = 3
+
+
+@dataclass
+class Work:
+    """The model, its texts, and what was computed so far."""
+
+    model_map: ModelMap
+    calibration: CalibrationText
+    test: list[torch.Tensor]
+    stored: dict[str, Any]  # scores of layers and blocks, and layers of steps, in the results file
+    by_method: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # scores of heads and channels
+
+    def scores(self, method: str, is_depth: bool) -> dict[str, torch.Tensor]:
+        """Return the scores of all parts by a method."""
+        pruner, key = make_pruner(method, {}), f"scores of {method}"
+        if not is_depth:
+            if method not in self.by_method:
+                parts = parts_of(self.model_map)
+                self.by_method[method] = pruner.scores(self.model_map, self.calibration, parts, {}).values
+            return self.by_method[method]
+        if key not in self.stored:
+            values = pruner.depth_scores(self.model_map, self.calibration, depth_parts_of(self.model_map), {}).values
+            self.stored[key] = {name: float(value) for name, value in values.items()}
+        return {name: torch.tensor([value]).double() for name, value in self.stored[key].items()}
+
+    def at_once(self, method: str, share: float, parts: str) -> Plan:
+        """Return the plan of one stage by scores of the unpruned model."""
+        options = PruneOptions(share, parts=parts)  # type: ignore[arg-type]
+        return self.plan(method, options, self.scores(method, True))
+
+    def plan(self, method: str, options: PruneOptions, scores: dict[str, torch.Tensor], **given: Any) -> Plan:
+        """Return the last plan of a method's stages."""
+        *_, plan = stages(make_pruner(method, given), self.model_map, options, self.calibration, scores=scores)
+        return plan
+
+    def one_by_one(self, method: str, count: int) -> Plan:
+        """Return the plan of several stages, each of which removes a layer; earlier stages are stored."""
+        chosen = self.stored.setdefault(f"steps of {method}", [])
+        while len(chosen) < count:
+            removed = {f"layers.{label}": {0} for label in chosen}
+            earlier = make_plan(removed if method != "block_kl" else {}, True)
+            layers = depth_parts_of(self.model_map, ["layers"])
+            with earlier.applied_to(self.model_map.model, self.model_map):
+                values = make_pruner(method, {}).depth_scores(self.model_map, self.calibration, layers, removed).values
+            chosen.append(min((float(x), key) for key, x in values.items() if key not in removed)[1].partition(".")[2])
+        return Plan(blocks=chosen[:count])
+
+
+def rows(count: int, share: float) -> Iterator[tuple[str, Callable[[Work], Plan]]]:
+    """Yield names and plans of the rows that lose as much as some layers have."""
+    for method in ("block_influence", "block_kl"):
+        yield f"layers by {method}", lambda work, method=method: work.at_once(method, share, "layers")
+        yield f"layers by {method}, one by one", lambda work, method=method: work.one_by_one(method, count)
+        yield f"blocks by {method}", lambda work, method=method: work.at_once(method, share, "blocks")
+    for method in ("llm_pruner", "flap"):
+        options = PruneOptions(share, compensation="none")
+        yield method, lambda work, m=method, o=options: work.plan(m, o, work.scores(m, False))
+        mixed = PruneOptions(share, allocation="composition", compensation="none")
+        yield (
+            f"composition of {method} and block_kl",
+            lambda work, m=method, o=mixed: work.plan(m, o, {**work.scores(m, False), **work.scores("block_kl", True)}),
+        )
+    yield "flap with its bias", lambda work: work.plan("flap", PruneOptions(share), work.scores("flap", False))
+    for seed in range(SEEDS):
+        random = PruneOptions(share, parts="layers")
+        yield f"random layers, seed {seed}", lambda work, seed=seed, o=random: work.plan("random", o, {}, seed=seed)
+
+
+def measured(work: Work, plan: Plan) -> dict[str, Any]:
+    """Return KL divergence, agreement and perplexity under a plan, and what its cut model has."""
+    model, sums = work.model_map.model, dict.fromkeys(("kl", "same", "loss"), 0.0)
+    count = 0
+    with torch.no_grad():
+        for ids in work.test:
+            dense = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+            with plan.applied_to(model, work.model_map):
+                pruned = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+            sums["kl"] += float((dense.exp() * (dense - pruned)).sum(-1).double().sum())
+            sums["same"] += float((dense.argmax(-1) == pruned.argmax(-1)).sum())
+            sums["loss"] -= float(pruned.gather(-1, ids[:, 1:, None]).double().sum())
+            count += dense[..., 0].numel()
+    smaller = cut(model, plan).model
+    before, after = (parameters(each)[1] for each in (model, smaller))
+    return {
+        "kl": sums["kl"] / count,
+        "same_top": sums["same"] / count,
+        "perplexity": float(torch.tensor(sums["loss"] / count).exp()),
+        "tokens": count,
+        "parameters_removed": 1 - after / before,
+        "class": type(smaller).__name__,
+        "blocks": list(plan.fit_to(work.model_map).blocks),
+    }
+
+
+def texts(windows: int) -> tuple[CalibrationText, list[torch.Tensor]]:
+    """Return calibration windows of the training problems, and windows of the test problems."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.resolve(MODEL))
+    calibration = read_calibration(tokenizer, None, "prune_gsm8k", windows=windows, tokens=WINDOW, batch=windows)
+    problems = data.load("gsm8k", "test")
+    pairs = zip(problems["question"][:60], problems["answer"][:60], strict=True)
+    ids = tokenizer("\n\n".join(f"{question}\n{answer}" for question, answer in pairs))["input_ids"]
+    rows = torch.tensor(ids[: 8 * WINDOW]).view(8, WINDOW)
+    return calibration, list(rows.split(4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6, help="largest number of layers")
+    parser.add_argument("--windows", type=int, default=4, help="of calibration text")
+    parser.add_argument("--match", default="", help="regular expression of the rows")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    path = RESULTS / "depth.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": {}, "stored": {}}
+    begin = time.monotonic()
+    if not options.report:
+        torch.set_num_threads(1)
+        model = load_pretrained(embedded.resolve(MODEL), dtype=torch.float32)
+        work = Work(map_model(model), *texts(options.windows), results["stored"])
+        wanted = [
+            (count, name, plan)
+            for count in range(1, options.layers + 1)
+            for name, plan in rows(count, count / len(work.model_map.attention))
+            if re.search(options.match, name)
+        ]
+        for count, name, plan in sorted(wanted, key=lambda row: row[0] not in (3, 6)):
+            key = f"{name}, {count}"
+            if key in results["rows"] or time.monotonic() - begin > options.seconds:
+                continue
+            row = measured(work, plan(work))
+            results["rows"][key] = {"name": name, "layers": count, **row, "environment": environment()}
+            print(f"{key}: KL {row['kl']:.3f}, perplexity {row['perplexity']:.2f}", flush=True)
+            write("depth", results)
+    report(results)
+
+
+def report(results: dict[str, Any]) -> None:
+    """Write tables and a picture."""
+    frame = pd.DataFrame(results["rows"].values())
+    if frame.empty:
+        return
+    frame["name"] = frame["name"].str.replace(r", seed \d+", "", regex=True)
+    tables = ["# Whole layers and blocks left out of SmolLM2, and heads and channels of as many parameters\n"]
+    for column, title in (("kl", "KL divergence from the unpruned model"), ("perplexity", "Perplexity")):
+        table = frame.pivot_table(index="name", columns="layers", values=column, aggfunc=lambda x: _cell(list(x)))
+        table = table.reindex(dict.fromkeys(frame["name"])).fillna("").reset_index()
+        table.columns = ["layers of 30, or as many parameters", *map(str, table.columns[1:])]
+        tables.append(f"{title}\n\n{markdown(table, ['layers of 30, or as many parameters'])}\n")
+    write_text(OUTPUT / "table.md", "\n".join(tables))
+    canvas, axes = figure(7.5, 4.2, "KL divergence from the unpruned SmolLM2")
+    for number, (name, group) in enumerate(frame.groupby("name", sort=False)):
+        means = group.groupby("layers")["kl"].mean()
+        axes.plot(means.index, means.values, marker="o", ms=3, color=COLOURS[number % len(COLOURS)],
+                  ls="-" if number < len(COLOURS) else "--", label=name)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlabel("layers of 30, or as many parameters")
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    save(canvas, OUTPUT / "kl")
+    print(f"{OUTPUT}/table.md, kl.png")
+
+
+def _cell(values: list[float]) -> str:
+    """Return one value, or the range of several."""
+    low, high = min(values), max(values)
+    return f"{low:.3g}" if len(values) == 1 else f"{low:.3g} to {high:.3g}"
+
+
+if __name__ == "__main__":
+    main()

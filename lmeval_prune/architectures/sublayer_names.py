@@ -1,0 +1,90 @@
+"""Parse names of blocks: `L5.attention` is the attention block of layer 5, `L5` all blocks of the layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lmeval_prune.architectures.blocks import has_absent
+from lmeval_prune.architectures.model_map import ModelMap
+from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
+from lmeval_prune.errors import InputError
+
+_RANGE = r"\d{1,9}(?:-\d{1,9})?"
+_NAME = re.compile(
+    rf"(?:(?P<stack>encoder|decoder|cross)\.)?L(?P<layers>{_RANGE})(?:\.(?P<kind>{ATTENTION}|{FEED_FORWARD}))?",
+    re.IGNORECASE,
+)
+_HELP = "write blocks as L5, L5-7, L5.attention or L5.feed_forward, joined by +"
+
+
+def block_names(blocks: Any) -> tuple[str, ...]:
+    """Split a user's text or list into normalised names of blocks; needs no model.
+
+    Raises:
+        InputError: a name is malformed.
+    """
+    items = [blocks] if isinstance(blocks, str) else blocks
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise InputError(f"blocks={blocks!r} cannot be read; {_HELP}")
+    return tuple(dict.fromkeys(_normalised(name.strip()) for item in items for name in item.split("+")))
+
+
+def _normalised(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise InputError(f"block {name[:60]!r} cannot be read; {_HELP}")
+    first, last = _bounds(match["layers"])
+    if first > last:
+        raise InputError(f"block {name!r}: the range {match['layers']} runs backwards; {_HELP}")
+    stack, kind = (match["stack"] or "").lower(), (match["kind"] or "").lower()
+    return f"{stack}{'.' * bool(stack)}L{match['layers']}{'.' * bool(kind)}{kind}"
+
+
+def _bounds(numbers: str) -> tuple[int, int]:
+    first, _, last = numbers.partition("-")
+    return int(first), int(last or first)
+
+
+def named_sublayers(names: Iterable[str], model_map: ModelMap) -> list[Sublayer]:
+    """Return the blocks of a model with these names, in order, without duplicates.
+
+    Raises:
+        InputError: a block does not exist, or nothing is known of one in a named layer.
+    """
+    chosen = {str(each) for name in names for each in _expanded(name, model_map)}
+    return [each for each in model_map.sublayers if str(each) in chosen]
+
+
+def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
+    """Return the blocks that a name stands for; a whole layer of a decoder includes its cross-attention."""
+    match = _NAME.fullmatch(name)
+    assert match
+    stack, kind = match["stack"] or "", match["kind"]
+    in_stack = [each for each in model_map.sublayers if each.stack == stack]
+    if not in_stack:
+        stacks = ", ".join(model_map.stacks) if model_map.stacks != ("",) else "a single one, without a name"
+        raise InputError(f"block {name}: this model's stacks are {stacks}")
+    first, last = _bounds(match["layers"])
+    numbers = [each.index for each in in_stack]
+    selected = []
+    for index in range(first, last + 1):
+        of_layer = [each for each in in_stack if each.index == index]
+        if not of_layer:
+            raise InputError(f"block {name}: the layers are {min(numbers)} to {max(numbers)}, counted from zero")
+        if kind is None:
+            of_layer = [each for each in model_map.sublayers if each.layer == of_layer[0].layer]
+            _check_whole(name, of_layer, model_map)
+        selected += [each for each in of_layer if kind in (None, each.kind)]
+        if kind and not any(each.kind == kind for each in of_layer):
+            raise InputError(f"block {name}: layer {of_layer[0].label} has no {kind} block that is known")
+    return selected
+
+
+def _check_whole(name: str, blocks: Sequence[Sublayer], model_map: ModelMap) -> None:
+    """Refuse a layer of which only the attention is known, unless its feed-forward block was removed earlier."""
+    layer = model_map.model.get_submodule(blocks[0].layer)
+    if any(each.kind == FEED_FORWARD for each in blocks) or has_absent(layer):
+        return
+    raise InputError(f"block {name}: nothing is known of the feed-forward block of layer {blocks[0].label}")

@@ -1,0 +1,55 @@
+"""Blocks as units of depth: the attention and feed-forward blocks of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmeval_prune.architectures.blocks import AttentionLayer, Block, FeedForward, has_absent, is_absent
+from lmeval_prune.architectures.layers import layers_in, submodule_at
+from lmeval_prune.architectures.table import Family
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ATTENTION, FEED_FORWARD = "attention", "feed_forward"
+_EXPERTS = "mlp|block_sparse_moe|feed_forward|moe|ffn"  # usual names of feed-forward blocks, also of experts
+
+
+@dataclass(frozen=True)
+class Sublayer(Block):
+    """Attention or feed-forward block of a layer; what it adds to the residual stream is computed from one output."""
+
+    kind: str  # `attention` or `feed_forward`
+    layer: str  # dotted name of the layer's module
+    output: nn.Module  # output projection; of experts, the whole block
+    block: AttentionLayer | FeedForward | None  # None: experts, or a block whose projections are unknown
+
+    def __str__(self) -> str:
+        """Return the name in a plan, `L5.attention`."""
+        return f"{self.label}.{self.kind}"
+
+
+def read_sublayers(
+    model: nn.Module, family: Family, attention: Sequence[AttentionLayer], feed_forward: Sequence[FeedForward]
+) -> Iterator[Sublayer]:
+    """Yield the blocks of a model's layers in order; the arguments are those of its map."""
+    dense = {(block.stack, block.index): block for block in feed_forward}
+    paths = "|".join(filter(None, (family.feed_forward and family.feed_forward.block, _EXPERTS)))
+    for layer in layers_in(model, family):
+        own = [each for each in attention if each.name.startswith(f"{layer.name}.")]
+        for each in own:
+            yield Sublayer(each.stack, each.index, each.name, each.module, ATTENTION, layer.name, each.o_proj, each)
+        if block := dense.get((layer.stack, layer.index)):
+            yield Sublayer(*_place(block), FEED_FORWARD, layer.name, block.down, block)
+        elif (
+            (own or has_absent(layer.module))
+            and (experts := submodule_at(layer, paths))
+            and not is_absent(experts.module)
+        ):
+            yield Sublayer(*_place(experts), FEED_FORWARD, layer.name, experts.module, None)
+
+
+def _place(block: Block) -> tuple[str, int, str, nn.Module]:
+    return block.stack, block.index, block.name, block.module

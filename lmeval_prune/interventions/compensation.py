@@ -1,0 +1,82 @@
+"""Compensation of plans: tensors by the names of projections, and hooks that apply them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.errors import InputError
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
+    from safetensors.torch import save
+
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    return hashlib.sha256(save(ordered)).hexdigest()[:16]
+
+
+def find_projection(name: str, model_map: ModelMap) -> nn.Module:
+    """Return the projection of a compensation, named as in `Plan.compensation`.
+
+    Raises:
+        InputError: the model has no such projection.
+    """
+    projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
+    projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
+    projection, _, kind = name.rpartition(".")
+    if kind not in ("bias", "weight") or projection not in projections:
+        raise InputError(f"the plan has a tensor {name}, and the model has no such projection")
+    return projections[projection]
+
+
+def check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
+    """Raise `InputError` if a compensation does not have the shape of its projection."""
+    outputs, inputs = out_features(projection), in_features(projection)
+    expected = (outputs,) if name.endswith(".bias") else (outputs, inputs)
+    if tuple(tensor.shape) != expected:
+        raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
+
+
+class _DeviceCopies:
+    """A tensor with a cached copy for each device and dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.original = tensor
+        self.copies: dict[Any, Tensor] = {}
+
+    def like(self, other: Tensor) -> Tensor:
+        """Return the copy on the device and in the dtype of another tensor."""
+        key = (other.device, other.dtype)
+        if key not in self.copies:
+            self.copies[key] = self.original.to(other)
+        return self.copies[key]
+
+
+class AddBias(_DeviceCopies):
+    """Hook that adds a bias to a projection's output."""
+
+    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        """Add the bias."""
+        return output + self.like(output)
+
+
+class ReplaceWeight(_DeviceCopies):
+    """Hook that computes a projection's output with another weight; the module's and earlier plans' biases stay."""
+
+    def __init__(self, tensor: Tensor, biases: list[AddBias]) -> None:
+        super().__init__(tensor)
+        self.biases = biases
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Compute the output anew."""
+        bias: Any = module.bias
+        result = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
+        for add in self.biases:
+            result = add(module, inputs, result)
+        return result

@@ -1,0 +1,85 @@
+"""Score a layer or block by the distance of the model without it from the unpruned model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.parts import DepthPart, Removed
+from lmeval_prune.pruners.sequential import make_plan, replace_forward
+
+
+@dataclass(frozen=True)
+class BlockKl(DepthPruner):
+    """Scores a layer or block by the mean over tokens of KL(p ‖ q), p and q distributions of the next token.
+
+    p is that of the unpruned model, q that of the model without the layer or block and what earlier steps removed.
+    """
+
+    reads_text: ClassVar[bool] = True
+    compares_with_unpruned: ClassVar[bool] = True
+
+    def check_model(self, model_map: ModelMap) -> None:
+        """Refuse models without next-token logits; see `Pruner.check_model`."""
+        if not model_map.predicts_next_token:
+            raise InputError(
+                f"{pruner_name(self)} compares distributions of the next token, which only causal language models "
+                f"have; use block_influence"
+            )
+
+    def depth_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], removed: Removed
+    ) -> Scores:
+        """Average over the text; see `Pruner.depth_scores`."""
+        model, sums, count = model_map.model, dict.fromkeys([part.key for part in parts], 0.0), 0
+        earlier = make_plan(removed, True)
+        for _, real, inputs in self.require_text(text).inputs(model):
+            tokens = real.bool()
+            count += int(tokens.sum())
+            with torch.no_grad():
+                dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
+                with earlier.applied_to(model, model_map):
+                    outputs = _layer_outputs(model_map, inputs)
+                for part in parts:
+                    plan = make_plan({**removed, part.key: {0}}, True)
+                    with plan.applied_to(model, model_map), _starting_at(part, outputs):
+                        pruned = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
+                    sums[part.key] += float((dense.exp() * (dense - pruned)).sum(-1).double().sum())
+        return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in sums.items()})
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Module, Any]:
+    """Return the outputs of a model's layers, in order."""
+    outputs: dict[nn.Module, Any] = {}
+    with ExitStack() as stack:
+        for name in dict.fromkeys(sublayer.layer for sublayer in model_map.sublayers):
+            handle = model_map.model.get_submodule(name).register_forward_hook(
+                lambda module, _, output: outputs.__setitem__(module, output)
+            )
+            stack.callback(handle.remove)
+        getattr(model_map.model, "base_model", model_map.model)(**inputs, use_cache=False)
+    return outputs
+
+
+@contextmanager
+def _starting_at(part: DepthPart, outputs: dict[nn.Module, Any]) -> Iterator[None]:
+    """Return stored outputs of the layers before a part inside the block, instead of computing them again."""
+    with ExitStack() as stack:
+        for layer, output in outputs.items():
+            if any(module is part.sublayers[0].module for module in layer.modules()):
+                break
+            replace_forward(layer, lambda *_, output=output, **__: output, stack)
+        yield

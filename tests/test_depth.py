@@ -1,0 +1,409 @@
+"""Blocks and layers: left out by a plan, cut out of a checkpoint, loaded, decoded with a cache and by the engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.interventions.base import combined
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.test_surgery import compare, implementations, stored
+from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
+
+EVERYDAY = {"llama", "gemma2", "olmo2", "gpt2", "gpt_oss", "deepseek_v3", "falcon", "opt", "bert", "t5"}
+FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
+
+
+def saved(family: str, folder: Path, **changes: Any) -> Any:
+    """A tiny model of other sizes, as it is when loaded."""
+    model: Any = tiny(family, **changes)
+    model.save_pretrained(folder / "parent")
+    return load_pretrained(folder / "parent", **implementations(model))
+
+
+def loaded(family: str, model: Any, plan: Plan, folder: Path) -> Any:
+    """Cut a model, and compare the checkpoint with the plan, also in generation with caches."""
+    cut_to(folder, model, plan)
+    smaller = load_pretrained(folder, **implementations(model))
+    compare(family, model, plan, smaller)
+    return smaller
+
+
+# --------------------------------------------------------------------------- what it means to leave a block out
+
+
+def llama_layer(layer: Any, x: torch.Tensor, without: str, **named: Any) -> torch.Tensor:
+    if without != "attention":
+        x = x + layer.self_attn(layer.input_layernorm(x), **named)[0]
+    return x if without == "feed_forward" else x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def gemma2_layer(layer: Any, x: torch.Tensor, without: str, **named: Any) -> torch.Tensor:
+    if without != "attention":
+        x = x + layer.post_attention_layernorm(layer.self_attn(layer.input_layernorm(x), **named)[0])
+    if without == "feed_forward":
+        return x
+    return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+
+
+def olmo2_layer(layer: Any, x: torch.Tensor, without: str, **named: Any) -> torch.Tensor:
+    if without != "attention":
+        x = x + layer.post_attention_layernorm(layer.self_attn(x, **named)[0])
+    return x if without == "feed_forward" else x + layer.post_feedforward_layernorm(layer.mlp(x))
+
+
+def gpt_neox_layer(layer: Any, x: torch.Tensor, without: str, **named: Any) -> torch.Tensor:
+    """Both blocks read the layer's input."""
+    named.pop("head_mask", None)
+    attended = layer.attention(layer.input_layernorm(x), **named)[0] if without != "attention" else 0
+    fed = layer.mlp(layer.post_attention_layernorm(x)) if without != "feed_forward" else 0
+    return x + attended + fed
+
+
+LITERAL: dict[str, Callable[..., torch.Tensor]] = {
+    "llama": llama_layer,
+    "gemma2": gemma2_layer,
+    "olmo2": olmo2_layer,
+    "gpt_neox": gpt_neox_layer,
+}
+
+
+@pytest.mark.parametrize("without", ["attention", "feed_forward"])
+@pytest.mark.parametrize("family", LITERAL)
+def test_a_block_that_is_left_out_is_not_in_the_layer_s_formula(family: str, without: str) -> None:
+    model, literal = tiny(family), tiny(family)
+    name = next(each.layer for each in map_model(literal).sublayers if each.index == 1)
+    layer = literal.get_submodule(name)
+    layer.forward = MethodType(
+        lambda self, hidden_states, **named: LITERAL[family](self, hidden_states, without, **named), layer
+    )
+    with Plan(blocks=f"L1.{without}").applied_to(model):
+        torch.testing.assert_close(output(model, tokens()), output(literal, tokens()), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_without_the_output_of_its_projection_is_left_out(family: str) -> None:
+    """Of any family: the weights of the projection are zero, or the experts return zeros."""
+    model = tiny(family)
+    for sublayer in map_model(model).sublayers:
+        literal = copy.deepcopy(model)
+        module = next(each.output for each in map_model(literal).sublayers if str(each) == str(sublayer))
+        if sublayer.block is None:
+            forward = module.forward
+
+            def zeros(*inputs: Any, forward: Any = forward, **named: Any) -> Any:
+                result = forward(*inputs, **named)
+                return (result[0] * 0, *result[1:]) if isinstance(result, tuple) else result * 0
+
+            module.forward = zeros  # type: ignore[method-assign]
+        for parameter in module.parameters() if sublayer.block else ():
+            nn.init.zeros_(parameter)
+        with Plan(blocks=str(sublayer)).applied_to(model):
+            torch.testing.assert_close(output(model, tokens()), output(literal, tokens()), rtol=0, atol=1e-12)
+
+
+def test_a_layer_that_is_left_out_is_a_llama_without_it() -> None:
+    model: Any = tiny("llama", num_hidden_layers=3)
+    literal: Any = tiny("llama", num_hidden_layers=2)
+    weights = {name: x for name, x in model.state_dict().items() if ".layers.1." not in name}
+    literal.load_state_dict({name.replace(".layers.2.", ".layers.1."): x for name, x in weights.items()})
+    with Plan(blocks="L1").applied_to(model):
+        assert torch.equal(output(model, tokens()), output(literal, tokens()))
+    assert torch.equal(output(cut(model, Plan(blocks="L1")).model, tokens()), output(literal, tokens()))
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_without_blocks_is_the_plan(family: str, tmp_path: Path) -> None:
+    """A whole layer, and two blocks of two layers; logits, and texts with every cache."""
+    model = stored(family, tmp_path)
+    stack = "decoder." if family in SEQ2SEQ else ""
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for number, blocks in enumerate((f"{stack}L1", f"{stack}L1.attention+{stack}L0.feed_forward")):
+        plan = Plan(blocks=blocks)
+        smaller = loaded(family, model, plan, tmp_path / str(number))
+        left = {str(each) for each in map_model(model).sublayers} - set(plan.fit_to(map_model(model)).blocks)
+        assert len(map_model(smaller).sublayers) == len(left)
+        removed = [each for each in map_model(model).sublayers if str(each) not in left]
+        lost = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
+        assert lost >= sum(x.numel() for each in removed for x in each.output.parameters()) > 0
+        assert checkpoint_columns(read_manifest(tmp_path / str(number)) or {})["removed"]["blocks"] == len(removed)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+NOT_IDENTITY = {"bert", "roberta", "xlm-roberta", "distilbert", "bart", "mbart"}  # a norm of the residual stream stays
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_its_last_layer_is_a_plain_checkpoint(family: str) -> None:
+    model = tiny(family)
+    stack = "decoder." if family in SEQ2SEQ else ""
+    done = cut(model, Plan(blocks=f"{stack}L1"))
+    assert type(done.model).__name__.startswith("Pruned") == (family in NOT_IDENTITY)
+    if family not in NOT_IDENTITY:
+        assert done.manifest["notes"] == [] and done.manifest["removed"]["layers"] == 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "smollm3", "qwen3_moe", "gpt_neo"])
+def test_settings_of_single_layers_go_with_the_layers(family: str, tmp_path: Path) -> None:
+    """Sliding windows, rotary embeddings and kinds of feed-forward blocks stay with their layers."""
+    more: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 3}
+    if family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss"):
+        more["layer_types"] = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    if family == "smollm3":
+        more |= {"no_rope_layers": [1, 0, 1, 1], "layer_types": ["full_attention"] * 4}
+    if family == "qwen3_moe":
+        more = {"num_hidden_layers": 4, "mlp_only_layers": [1, 3]}
+    if family == "gpt_neo":
+        more = {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 3}
+    model = saved(family, tmp_path, **more)
+    smaller = loaded(family, model, Plan(blocks="L0+L2"), tmp_path / "cut")
+    assert not type(smaller).__name__.startswith("Pruned")
+    if "layer_types" in more:
+        assert smaller.config.layer_types == [more["layer_types"][1], more["layer_types"][3]]
+    if family == "qwen3_moe":
+        assert smaller.config.mlp_only_layers == [0, 1]
+    if family == "gpt_neo":
+        assert smaller.config.attention_layers == ["local", "local"]
+
+
+def test_the_number_of_dense_layers_follows(tmp_path: Path) -> None:
+    model = saved("deepseek_v3", tmp_path, num_hidden_layers=3, first_k_dense_replace=2)
+    smaller = loaded("deepseek_v3", model, Plan(blocks="L0"), tmp_path / "cut")
+    assert smaller.config.first_k_dense_replace == 1 and type(smaller).__name__ == "DeepseekV3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "blocks", ["L0.attention", "L0.attention+L2.attention", "L1.attention+L3.attention", "L1-3.attention"]
+)
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_caches_are_filled_in_order_where_layers_have_no_attention(family: str, blocks: str, tmp_path: Path) -> None:
+    """Of windows of three tokens and of all, in turn: also without any of one type, and without the first layer's."""
+    more: dict[str, Any] = {"num_hidden_layers": 4}
+    if family == "gemma3_text":
+        more |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
+    model = saved(family, tmp_path, **more)
+    smaller = loaded(family, model, Plan(blocks=blocks), tmp_path / "cut")
+    cache = smaller(tokens(2, 9), use_cache=True).past_key_values
+    assert cache.get_seq_length() == 9
+
+
+def test_cuts_of_cuts_lack_what_earlier_ones_lacked(tmp_path: Path) -> None:
+    """A block, then heads, then the other block of the layer, with which the layer goes, then another layer."""
+    model = saved("llama", tmp_path, num_hidden_layers=4)
+    steps = [
+        Plan(blocks="L1.attention"),
+        Plan("L0H0-1", {"L2": "0-9"}),
+        Plan(blocks="L1.feed_forward"),
+        Plan(blocks="L1"),
+        Plan("L1H0-1"),
+    ]
+    smaller = model
+    for number, plan in enumerate(steps):
+        smaller = loaded("llama", smaller, plan, tmp_path / str(number))
+    assert [layer.heads for layer in map_model(smaller).attention] == [2, 2]
+    assert type(smaller).__name__ == "LlamaForCausalLM" and smaller.config.num_hidden_layers == 2
+    manifest = read_manifest(tmp_path / "4") or {}
+    assert checkpoint_columns(manifest)["removed"] == {
+        "heads": 12,
+        "kv_heads": 6,
+        "channels": 96,
+        "blocks": 4,
+        "layers": 2,
+    }
+
+
+def test_a_layer_without_heads_or_channels_is_gone_unless_a_bias_stays(tmp_path: Path) -> None:
+    """No filler is needed; a compensation's bias, which the block still adds, needs one."""
+    model = saved("llama", tmp_path, num_hidden_layers=3)
+    plan = Plan("L0H*+L1H*", {"L1": "0-47"}, allow_empty_layer=True)
+    smaller = loaded("llama", model, plan, tmp_path / "gone")
+    assert [layer.label for layer in map_model(smaller).attention] == ["L1"]
+    assert [str(each) for each in map_model(smaller).sublayers] == [
+        "L0.feed_forward",
+        "L1.attention",
+        "L1.feed_forward",
+    ]
+    bias = {"L0.o_proj.bias": torch.ones(32, dtype=torch.float64)}
+    kept = Plan("L0H*", allow_empty_layer=True, compensation=bias)
+    assert [layer.heads for layer in map_model(loaded("llama", model, kept, tmp_path / "kept")).attention] == [1, 4, 4]
+    everything = Plan("L*H*", allow_empty_layer=True)
+    assert [x.heads for x in map_model(loaded("llama", model, everything, tmp_path / "all")).attention] == [1, 1, 1]
+
+
+def test_remote_code_and_the_base_model_lack_the_same_blocks(tmp_path: Path) -> None:
+    model = stored("llama", tmp_path)
+    plan = Plan(blocks="L0.attention+L1.feed_forward")
+    cut_to(tmp_path / "cut", model, plan)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "cut")
+    code = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", trust_remote_code=True, dtype=torch.float64).eval()
+    compare("llama", model, plan, code)
+    base = AutoModel.from_pretrained(tmp_path / "cut", trust_remote_code=True, dtype=torch.float64).eval()
+    assert torch.equal(base(tokens()).last_hidden_state, code.model(tokens()).last_hidden_state)
+    code.save_pretrained(tmp_path / "again")
+    compare("llama", model, plan, load_pretrained(tmp_path / "again"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"model.layers.9.mlp": [[["x", 0, True]], False]},
+        {"model.layers.1.mlp": [[["x", 0]], False]},
+        {"model.layers.1.mlp": 3},
+        ["model.layers.1.mlp"],
+    ],
+)
+def test_damaged_entries_are_said(damage: Any, tmp_path: Path) -> None:
+    cut_to(tmp_path / "cut", stored("llama", tmp_path), Plan(blocks="L1.feed_forward"))
+    path = tmp_path / "cut" / "config.json"
+    config = json.loads(path.read_text())
+    config["pruned_modules"]["absent"] = damage
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="pruned_modules does not fit"):
+        load_pretrained(tmp_path / "cut")
+
+
+def test_blocks_that_others_need_are_refused() -> None:
+    with pytest.raises(InputError, match="keep its first layer, or evaluate the plan"):
+        cut(tiny("t5"), Plan(blocks="encoder.L0.attention"))
+    with pytest.raises(InputError, match="has experts, whose weights cannot be zeroed"):
+        cut(tiny("mixtral"), Plan(blocks="L0.feed_forward"), keep_shapes=True)
+
+
+def test_zeroed_blocks_keep_their_shapes(tmp_path: Path) -> None:
+    model = stored("gpt2", tmp_path)
+    plan = Plan("L0H1", blocks="L1.attention+L0.feed_forward")
+    done = cut(model, plan, keep_shapes=True)
+    assert type(done.model) is type(model) and "blocks" not in done.manifest["removed"]
+    assert "1 heads, 0 channels and 2 blocks stay with zero weights" in done.manifest["notes"][0]
+    compare("gpt2", model, plan, done.model)
+
+
+# --------------------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("blocks", ["L1", "L1.attention", "L0.attention+L2.feed_forward", "L3.attention+L1.attention"])
+def test_the_engine_runs_models_without_blocks(blocks: str) -> None:
+    """Under masks of the layers that are left, whose first pruned layers differ."""
+    model: Any = cut(tiny("llama", num_hidden_layers=4), Plan(blocks=blocks)).model
+    labels = [layer.label for layer in map_model(model).attention]
+    masks = [None, HeadMask(f"{labels[0]}H0"), HeadMask(f"{labels[1]}H3"), HeadMask(f"{labels[-1]}H1+{labels[0]}H2")]
+    prompts = [tuple(row) for row in tokens(2, 6).tolist()]
+    engine = Engine(model)
+    assert engine.unsupported is None and engine.unscored is None
+    requests = [Request(prompt, mask, SamplingParams(5)) for prompt in prompts for mask in masks]
+    for request, answer in list(engine.decode(requests)):
+        with request.mask.applied_to(model) if request.mask else torch.no_grad():
+            ids = torch.tensor([request.prompt])
+            expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, 6:].tolist()
+        end = expected.index(2) + 1 if 2 in expected else 5
+        assert answer == expected[:end]
+
+
+def test_the_engine_falls_back_where_layers_of_a_type_are_missing() -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    model = tiny("gemma3_text", num_hidden_layers=4, layer_types=types, sliding_window=3)
+    engine = Engine(cut(model, Plan(blocks="L0.attention")).model)
+    assert "several types" in str(engine.unsupported)
+    assert len(list(engine.decode([Request((3, 4, 5), None, SamplingParams(4))]))) == 1
+
+
+# --------------------------------------------------------------------------- plans
+
+
+def test_names_of_blocks_are_expanded_and_sorted() -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    every = ("L1.attention", "L1.feed_forward", "L2.attention", "L2.feed_forward")
+    for blocks in ("L1-2", "l2+L1", ["L2.feed_forward", "L1", "L2.ATTENTION"], "L1-2.attention+L1-2.feed_forward"):
+        assert Plan(blocks=blocks).fit_to(model_map).blocks == every
+    bart = Plan(blocks="decoder.L1").fit_to(map_model(tiny("bart"))).blocks
+    assert bart == ("decoder.L1.attention", "cross.L1.attention", "decoder.L1.feed_forward")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ("L5", "the layers are 0 to 1, counted from zero"),
+        ("L0-7", "the layers are 0 to 1"),
+        ("L0+L1", "no attention would be left in this model; keep a layer"),
+        ("L0-1.attention", "no attention would be left"),
+        ("L1-0", "runs backwards"),
+        ("L0.mlp", "cannot be read; write blocks as L5, L5-7, L5.attention"),
+        ("L0H1", "cannot be read"),
+        ("encoder.L0", "this model's stacks are a single one"),
+        (3, "cannot be read"),
+        ([3], "cannot be read"),
+    ],
+)
+def test_wrong_names_are_one_line(blocks: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        Plan(blocks=blocks).fit_to(map_model(tiny("llama")))
+    assert "\n" not in str(error.value)
+
+
+def test_plans_with_blocks_are_joined_and_what_is_inside_is_left_out() -> None:
+    """Heads, channels and biases of a removed block have no effect, whichever plan is applied first."""
+    model = tiny("llama")
+    model_map = map_model(model)
+    bias = {"L1.o_proj.bias": torch.ones(32, dtype=torch.float64)}
+    plans = [Plan("L1H1+L0H0", {"L1": "3"}, compensation=bias), Plan(blocks="L1.attention")]
+    expected = Plan("L0H0", {"L1": "3"}, "L1.attention").fit_to(model_map)
+    for pair in (plans, plans[::-1]):
+        (union,) = combined(pair)
+        assert union.fit_to(model_map) == expected
+        with pair[0].applied_to(model), pair[1].applied_to(model):
+            nested = output(model, tokens())
+        with expected.applied_to(model):
+            assert torch.equal(nested, output(model, tokens()))
+    assert Plan(blocks="L1").merged_with(HeadMask("L0H1")) == Plan("L0H1", blocks="L1")
+    assert Plan("L0H1", blocks="L1.attention").converted(HeadMask) is None
+
+
+def test_plans_without_blocks_are_what_they_were(tmp_path: Path) -> None:
+    """Their identity is that of plans before there were blocks, and their files can be read by earlier versions."""
+    model_map = map_model(tiny("llama"))
+    assert "blocks" not in Plan("L0H1").identity(model_map)
+    Plan("L0H1").save(tmp_path / "heads.json", model_map)
+    assert "blocks" not in json.loads((tmp_path / "heads.json").read_text())["settings"]
+    plan = Plan("L0H1", blocks="L1")
+    plan.save(tmp_path / "plan.json", model_map)
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.blocks == ("L1.attention", "L1.feed_forward") and again == plan.fit_to(model_map)
+    report = plan.report(model_map)["plan"]
+    assert (report["blocks_pruned"], report["blocks_total"]) == (2, 4)
+    assert plan.summary(model_map) == "a plan removes 1 of 8 heads, 0 of 96 channels and 2 of 4 blocks"
+
+
+def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recognised family is proven: without its blocks, a layer must return its input."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("seed_oss", **sizes, num_key_value_heads=2, head_dim=8, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    plan = Plan(blocks="L1.attention")
+    smaller = cut(model, plan).model
+    with plan.applied_to(model):
+        torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *inputs, **named: 2 * forward(*inputs, **named))
+    with pytest.raises(
+        InputError, match="blocks cannot be left out of this seed_oss model: a SeedOssDecoderLayer without"
+    ):
+        plan.fit_to(map_model(model))

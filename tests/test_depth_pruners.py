@@ -1,0 +1,444 @@
+"""Scores of layers and blocks, compositions of blocks with heads and channels, and measured costs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lmeval_prune import InputError, Plan, load_pretrained, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.cli import main
+from lmeval_prune.profiling.speed import Workload
+from lmeval_prune.pruners.allocation import UnitPool
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.composition import Choice, best_levels, choice_of
+from lmeval_prune.pruners.cost_table import CostTable
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of
+from lmeval_prune.pruners.random_scores import RandomScores
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.surgery import block_costs
+from lmeval_prune.surgery.block_costs import measure_costs
+from lmeval_prune.surgery.cut import cut
+from tests.test_pruners import text_of
+from tests.tiny_models import output, tiny, tokens
+
+FAMILIES = ["llama", "gemma2", "gpt_neox", "mixtral", "bart", "opt"]
+
+
+def depth_scores(
+    name: str, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None, **options: Any
+) -> dict[str, float]:
+    scores = make_pruner(name, options).depth_scores(model_map, text, depth_parts_of(model_map), removed or {})
+    return {key: float(value) for key, value in scores.values.items()}
+
+
+def without(model_map: ModelMap, blocks: list[str]) -> Any:
+    return Plan(blocks=blocks).applied_to(model_map.model, model_map) if blocks else nullcontext()
+
+
+def run(model: Any, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Logits of a batch; an encoder-decoder reads it in both stacks."""
+    more: dict[str, Any] = {}
+    if model.config.is_encoder_decoder:
+        more = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(ids), "decoder_attention_mask": real}
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=real, use_cache=False, **more).logits
+    return logits
+
+
+# --------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_influence_is_the_angle_of_the_residual_stream(family: str) -> None:
+    """Streams are read from whole runs of the model, in which later blocks of the layer are left out."""
+    model: Any = tiny(family)
+    model_map, text = map_model(model), text_of()
+    actual = depth_scores("block_influence", model_map, text)
+    layers: dict[str, list[str]] = {}
+    for sublayer in model_map.sublayers:
+        layers.setdefault(sublayer.layer, []).append(str(sublayer))
+
+    def streams(
+        layer: str, blocks: list[str], ids: torch.Tensor, real: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen: list[torch.Tensor] = []
+
+        def hook(_: nn.Module, inputs: Any, named: Any, out: Any) -> None:
+            seen.extend((inputs[0] if inputs else named["hidden_states"], out[0] if isinstance(out, tuple) else out))
+
+        with without(model_map, blocks):
+            handle = model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
+            run(model, ids, real)
+            handle.remove()
+        return seen[0], seen[1]
+
+    expected: dict[str, list[float]] = {key: [] for key in actual}
+    for ids, real in text.batches:
+        for layer, names in layers.items():
+            given, whole = streams(layer, [], ids, real)
+            points = [given, *(streams(layer, names[n:], ids, real)[1] for n in range(1, len(names))), whole]
+            keys = [f"{name.rpartition('.')[2]}.{name.rpartition('.')[0]}" for name in names]
+            pairs = {key: points[n : n + 2] for n, key in enumerate(keys)}
+            pairs[f"layers.{names[0].rpartition('.')[0]}"] = [given, whole]
+            for key, (before, after) in pairs.items():
+                for row, position in itertools.product(*map(range, real.shape)):
+                    if real[row, position]:
+                        x, y = before[row, position], after[row, position]
+                        cosine = float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+                        expected[key].append(1 - cosine)
+    for key, values in expected.items():
+        assert actual[key] == pytest.approx(sum(values) / len(values), abs=1e-9), key
+
+
+@pytest.mark.parametrize("removed", [{}, {"layers.L2": {0}}, {"attention.L1": {0}, "heads.L0": {0, 1}}])
+def test_block_kl_is_the_distance_of_the_model_without_the_block(removed: Removed) -> None:
+    """From the unpruned model, also where earlier steps have removed something."""
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
+    actual = depth_scores("block_kl", model_map, text, removed)
+    earlier = {"layers.L2": ["L2"], "attention.L1": ["L1.attention"]}
+    before = [name for key in removed for name in earlier.get(key, [])]
+    heads = Plan("L0H0-1") if "heads.L0" in removed else None
+    for part in depth_parts_of(model_map):
+        if part.key in removed:
+            continue
+        total, count = 0.0, 0
+        for ids, real in text.batches:
+            dense = run(model_map.model, ids, real)
+            with (
+                without(model_map, [*before, part.block]),
+                heads.applied_to(model_map.model) if heads else nullcontext(),
+            ):
+                pruned = run(model_map.model, ids, real)
+            for row, position in itertools.product(*map(range, real.shape)):
+                if real[row, position]:
+                    p, q = (x[row, position].softmax(-1).tolist() for x in (dense, pruned))
+                    total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+                    count += 1
+        assert actual[part.key] == pytest.approx(total / count, rel=1e-9, abs=1e-12), part.key
+
+
+def test_random_scores_of_layers_are_drawn_by_seed() -> None:
+    model_map = map_model(tiny("llama"))
+    first, again, other = (depth_scores("random", model_map, None, seed=seed) for seed in (0, 0, 1))
+    assert first == again and first.keys() == other.keys() and first != other
+    assert {key.partition(".")[0] for key in first} == {*DEPTH_KINDS}
+
+
+@pytest.mark.parametrize("name", ["block_influence", "block_kl"])
+def test_scores_of_other_blocks_do_not_depend_on_padding(name: str) -> None:
+    model_map, text = map_model(tiny("llama")), text_of()
+    ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
+    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
+    assert depth_scores(name, model_map, text) == pytest.approx(depth_scores(name, model_map, others))
+
+
+# --------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("name", ["block_influence", "block_kl", "random"])
+def test_layers_are_removed_one_after_the_other(name: str, steps: int) -> None:
+    """In one stage those of the lowest scores; in several, each by the scores of the model without the earlier ones."""
+    model_map, text = map_model(tiny("llama", num_hidden_layers=6)), text_of()
+    options = PruneOptions(0.5, parts="layers", steps=steps)
+    plans = list(stages(make_pruner(name, {}), model_map, options, text))
+    removed: Removed = {}
+    for plan in plans:
+        with plan_of(removed).applied_to(model_map.model) if removed and name != "block_kl" else nullcontext():
+            scores = depth_scores(name, model_map, text, removed)
+        ranked = sorted(
+            (score, key) for key, score in scores.items() if key.startswith("layers.") and key not in removed
+        )
+        removed |= {key: {0} for _, key in ranked[: 3 // steps]}
+        assert plan.fit_to(model_map) == plan_of(removed).fit_to(model_map)
+    assert plans[-1].provenance["parameters"]["removed"] * 2 == plans[-1].provenance["parameters"]["removable"]
+    assert plans[-1].provenance["stages"][-1]["layers"] == 3
+    assert plans[-1].provenance["removes"] == "50% of the parameters of whole layers"
+
+
+def plan_of(removed: Removed) -> Plan:
+    return Plan(blocks=[key.partition(".")[2] for key in removed])
+
+
+@pytest.mark.parametrize(
+    ("parts", "kinds"),
+    [("attention", {"attention"}), ("feed_forward", {"feed_forward"}), ("blocks", {"attention", "feed_forward"})],
+)
+def test_blocks_of_one_kind_or_of_both_are_compared(parts: Any, kinds: set[str]) -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    (plan,) = stages(make_pruner("block_influence", {}), model_map, PruneOptions(0.5, parts=parts), text_of())
+    scores = depth_scores("block_influence", model_map, text_of())
+    ranked = sorted((score, key) for key, score in scores.items() if key.partition(".")[0] in kinds)
+    chosen = {f"{label}.{kind}" for _, key in ranked[: len(plan.blocks)] for kind, label in [key.split(".")]}
+    assert {*plan.blocks} == chosen and chosen
+    counted = plan.provenance["parameters"]
+    largest = max(part.cost("") for part in depth_parts_of(model_map, kinds))
+    assert abs(counted["removed"] - counted["removable"] / 2) <= largest / 2 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("magnitude", {"parts": "layers"}, "magnitude scores heads and channels, not whole layers or blocks; use one of "),
+        ("block_kl", {"parts": "both"}, "block_kl scores whole layers and blocks; give --parts layers"),
+        ("block_kl", {"parts": "layers", "allocation": "uniform"}, "leave out allocation=uniform"),
+        ("block_kl", {"parts": "layers", "compensation": "bias"}, "compensation=bias is for heads and channels"),
+        ("block_kl", {"parts": "layers", "budget": "latency", "costs": "c.json"}, "met by --allocation composition"),
+        ("magnitude", {"budget": "latency", "allocation": "composition"}, "needs measured costs, and only it reads them"),
+        ("magnitude", {"costs": "c.json"}, "needs measured costs, and only it reads them"),
+        ("magnitude", {"parts": "layers", "allocation": "composition"}, "give --parts both, heads or channels"),
+        ("magnitude", {"allocation": "composition", "depth_method": "flap"}, "flap scores heads and channels"),
+        ("magnitude", {"allocation": "composition", "budget": "heads"}, "allocation=composition counts parameters"),
+        ("slimgpt", {"allocation": "composition"}, "use allocation uniform or log"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        list(stages(make_pruner(name, {}), map_model(tiny("llama")), PruneOptions(0.5, **options), text_of()))
+    assert "\n" not in str(error.value)
+
+
+def test_an_encoder_has_no_distribution_of_the_next_token() -> None:
+    with pytest.raises(InputError, match="which only causal language models have; use block_influence"):
+        list(stages(make_pruner("block_kl", {}), map_model(tiny("bert")), PruneOptions(0.5), text_of()))
+
+
+# --------------------------------------------------------------------------- compositions
+
+
+def brute_force(choices: list[Choice], limit: float, required: list[list[int]]) -> float:
+    """The largest value of all combinations that fit."""
+    best = -math.inf
+    for levels in itertools.product(*(range(len(choice.kept)) for choice in choices)):
+        cost = sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True))
+        stay = all(any(levels[n] for n in group) for group in required)
+        if cost <= limit * (1 + 1e-9) and stay:
+            best = max(best, sum(choice.values[level] for choice, level in zip(choices, levels, strict=True)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_chosen_levels_are_the_best_of_all(seed: int) -> None:
+    """Of small random tables: costs with an intercept, as measured ones have, and not always rising."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=draw, dtype=torch.float64)
+
+    choices = []
+    for _ in range(5):
+        count = int(torch.randint(2, 6, (1,), generator=draw))
+        values = torch.cat([torch.zeros(1), drawn(count - 1).cumsum(0)])
+        costs = torch.cat([torch.zeros(1), 0.5 + drawn(count - 1) + 0.2 * torch.arange(count - 1)])
+        choices.append(Choice(tuple(range(count)), tuple(values.tolist()), tuple(costs.tolist())))
+    limit = float(drawn(1)) * sum(choice.costs[-1] for choice in choices) + 0.8
+    required = [[0, 2]] if seed % 2 else []
+    levels = best_levels(choices, limit, required)
+    value = sum(choice.values[level] for choice, level in zip(choices, levels, strict=True))
+    assert value == pytest.approx(brute_force(choices, limit, required), abs=1e-9)
+    assert sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True)) <= limit * (1 + 1e-9)
+    assert not required or any(levels[n] for n in required[0])
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    choice = Choice((0, 1), (0.0, 1.0), (0.0, 3.0))
+    with pytest.raises(InputError, match="no composition fits into this budget"):
+        best_levels([choice], 2.0, [[0]])
+
+
+def test_units_share_the_score_of_their_block() -> None:
+    """S · Σ_k s / Σ s of the k best, from a shifted score; by number where all scores are equal."""
+    pool = UnitPool("channels.L0", [(2,), (0,), (1,), (3,)], torch.tensor([-1.0, 0.0, 2.0, 4.0]).double(), 10.0)
+    choice = choice_of(pool, 2.0, -1.0, 1, lambda pool, count: count * pool.cost)
+    assert choice.kept == (0, 1, 2, 3, 4) and choice.costs == (0, 10, 20, 30, 40)
+    assert choice.values == pytest.approx([0, 2 * 5 / 9, 2 * 8 / 9, 2.0, 2.0])
+    equal = UnitPool("channels.L0", pool.units, torch.zeros(4).double(), 10.0)
+    assert choice_of(equal, 2.0, 0.0, 2, lambda pool, count: count).values == pytest.approx([0, 1, 2])
+    known = choice_of(pool, 2.0, 0.0, 1, lambda pool, count: 1.0 if count != 3 else None)
+    assert known.kept == (0, 1, 2, 4)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "llm_pruner", "random"])
+def test_a_composition_keeps_at_least_what_layers_heads_or_channels_alone_keep(method: str, tmp_path: Path) -> None:
+    """Its plan is cut as it is tried; a block that goes takes its heads or channels with it."""
+    model: Any = tiny("llama", num_hidden_layers=4)
+    model_map, text = map_model(model), text_of()
+    options = PruneOptions(0.5, allocation="composition", ffn_multiple=8)
+    (plan,) = stages(make_pruner(method, {}), model_map, options, text)
+    note = plan.provenance
+    assert note["parameters"]["removed"] >= 0.5 * note["parameters"]["removable"] - 1
+    assert note["kept_cost"] <= 0.5 * note["whole_cost"] * (1 + 1e-9) and 0 < note["kept_score"] < 1
+    gone = [key for key, (kept, _) in note["composition"].items() if not kept]
+    names = {"heads": "attention", "channels": "feed_forward"}
+    assert {*plan.blocks} == {f"{label}.{names[kind]}" for kind, label in (key.split(".") for key in gone)}
+    smaller = cut(model, plan).model
+    with plan.applied_to(model):
+        torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
+    for key, (kept, size) in note["composition"].items():
+        kind, label = key.split(".")
+        sizes = (
+            {x.label: (x.kv_heads, 2) for x in model_map.attention}
+            if kind == "heads"
+            else {x.label: (x.channels, 48) for x in model_map.feed_forward}
+        )
+        assert size == sizes[label][1] and (kind == "heads" or kept % 8 == 0)
+    plan.save(tmp_path / "plan.json", model_map)
+    assert Plan.load(tmp_path / "plan.json") == plan.fit_to(model_map)
+
+
+def test_a_composition_in_steps_removes_more_each_time() -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
+    options = PruneOptions(0.6, allocation="composition", steps=3, ffn_multiple=4, depth_method="block_influence")
+    plans = list(stages(make_pruner("magnitude", {}), model_map, options, text))
+    shares = [plan.provenance["parameters"]["removed"] for plan in plans]
+    assert shares == sorted(shares) and shares[-1] >= 0.6 * plans[0].provenance["parameters"]["removable"] - 1
+    for before, after in itertools.pairwise(plans):
+        assert {*before.blocks} <= {*after.blocks}
+        lost = {head.partition("H")[0] for head in before.heads if head not in after.heads}
+        assert {f"{label}.attention" for label in lost} <= {*after.blocks}
+
+
+# --------------------------------------------------------------------------- measured costs
+
+
+def table_of(
+    attention: dict[str, float], feed_forward: dict[str, float], rounds: int = 3, layers: int = 2
+) -> CostTable:
+    """A table as measured: seconds of a small model, with noise that all sizes of a round share."""
+    noise = [0.0, 5.0, 1.0][:rounds]
+
+    def times(costs: dict[str, float]) -> dict[str, list[float]]:
+        return {size: [7 + own + layers * cost for own in noise] for size, cost in {"0": 0.0, **costs}.items()}
+
+    shapes: Any = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float64"}
+    work: Any = {"batch": 2, "prompt": 4, "new": 2, "clock": "wall", "layers": layers, "rounds": rounds}
+    where: Any = {"device": "cpu: x", "threads": 1, "torch": "2", "transformers": "5"}
+    seconds: Any = {"attention": times(attention), "feed_forward": times(feed_forward)}
+    return CostTable(shapes, work, where, seconds)
+
+
+def test_a_budget_of_latency_counts_measured_seconds(tmp_path: Path) -> None:
+    """Heads save nothing here, and channels little; so blocks go, those that matter least."""
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
+    table = table_of({"2/1": 0.99, "4/2": 1.0}, {"16": 1.9, "32": 1.95, "48": 2.0})
+    assert table.cost("attention", "2/1") == pytest.approx(0.99) and table.cost("attention", "3/1") is None
+    table.save(tmp_path / "costs.json")
+    options = PruneOptions(0.5, allocation="composition", budget="latency", costs=str(tmp_path / "costs.json"))
+    (plan,) = stages(make_pruner("magnitude", {}), model_map, options, text)
+    note = plan.provenance
+    assert note["whole_cost"] == pytest.approx(12.0) and note["kept_cost"] <= 6.0
+    assert len(plan.blocks) >= 3 and note["costs"]["workload"]["batch"] == 2
+    assert note["removes"] == "50% of the measured time of heads and channels, or of their blocks as a whole,"
+    kept = {key: count for key, (count, _) in note["composition"].items()}
+    spent = sum(
+        table.cost("attention", f"{2 * n}/{n}") or 0 for key, n in kept.items() if key.startswith("heads") and n
+    )
+    spent += sum(table.cost("feed_forward", str(n)) or 0 for key, n in kept.items() if key.startswith("channels") and n)
+    assert note["kept_cost"] == pytest.approx(spent)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (table_of({"2/1": 1.0}, {"48": 1.0}), "lacks the cost of heads.L0 with 2 units"),
+        (table_of({"4/2": 1.0}, {"47": 1.0}), "lacks the cost of channels.L0 with 48 units"),
+        (CostTable(**{**vars(table_of({}, {})), "shapes": {"model_type": "llama", "hidden_size": 64, "head_dim": 8,
+         "dtype": "float64"}}), "costs of other blocks .*hidden_size 64"),
+        (CostTable(**{**vars(table_of({}, {})), "workload": {**table_of({}, {}).workload, "rounds": 4}}), "not complete"),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_fit_are_one_line(table: CostTable, message: str, tmp_path: Path) -> None:
+    table.save(tmp_path / "costs.json")
+    options = PruneOptions(0.5, allocation="composition", budget="latency", costs=str(tmp_path / "costs.json"))
+    with pytest.raises(InputError, match=message) as error:
+        list(stages(RandomScores(), map_model(tiny("llama")), options, text_of()))
+    assert "\n" not in str(error.value)
+
+
+def test_costs_are_measured_in_rounds_and_a_killed_measurement_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each measurement is in the file at once; other settings are refused; the models are those of the plans."""
+    path, work = tmp_path / "costs.json", Workload(4, 2, (2,), 2)
+    skeleton = tiny("llama", num_hidden_layers=6)
+    timed: list[tuple[int, int, int]] = []
+
+    def seconds(model: Any, _: Workload) -> float:
+        model_map = map_model(model)
+        last = model.model.layers[-1]
+        heads = [x.heads for x in model_map.attention if x.index == 4]
+        timed.append(
+            (
+                len(model_map.attention),
+                heads[0] if heads else 0,
+                getattr(last.mlp, "down_proj", last.mlp).weight.shape[1] if hasattr(last.mlp, "down_proj") else 0,
+            )
+        )
+        if len(timed) == 5:
+            raise KeyboardInterrupt
+        return 1.0 + len(timed)
+
+    monkeypatch.setattr(block_costs, "_seconds", seconds)
+    arguments: Any = (path, skeleton, work, 3, 1, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        measure_costs(*arguments)
+    assert sum(len(times) for kind in json.loads(path.read_text())["seconds"].values() for times in kind.values()) == 4
+    table = measure_costs(*arguments)
+    assert [*table.sizes("attention")] == ["0", "2/1", "4/2"] and [*table.sizes("feed_forward")] == [
+        "0",
+        "16",
+        "32",
+        "48",
+    ]
+    assert {len(times) for kind in ("attention", "feed_forward") for times in table.sizes(kind).values()} == {2}
+    table.check(map_model(skeleton), str(path))
+    assert timed[:3] == [(1, 0, 48), (5, 2, 48), (5, 4, 48)] and timed[3] == (5, 4, 0)
+    before = len(timed)
+    measure_costs(*arguments)
+    assert len(timed) == before
+    with pytest.raises(InputError, match="has measurements with prompt=4, these have 5; name another --output"):
+        measure_costs(path, skeleton, Workload(5, 2, (2,), 2), 3, 1, torch.device("cpu"))
+
+
+def test_from_costs_to_a_cut_checkpoint(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """By the commands that a user gives; removed layers, too."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+
+    def command(*words: object) -> str:
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    small = ("--batch", 1, "--prompt", 4, "--new", 2, "--rounds", 1, "--levels", 3, "--device", "cpu")
+    printed = command("costs", "--pretrained", tiny_folder, "--output", tmp_path / "costs.json", *small)
+    assert "attention: 0 0 ms, 2/1" in printed and "feed-forward: 0 0 ms, 16" in printed
+    content = json.loads((tmp_path / "costs.json").read_text())  # what a quiet machine measures of larger models
+    for kind, sizes in content["seconds"].items():
+        for size in sizes:
+            sizes[size] = [1.0 + 0.1 * int(size.partition("/")[0]) + bool(int(size[0])) + (kind == "attention")]
+    (tmp_path / "costs.json").write_text(json.dumps(content))
+    shared = ("--pretrained", tiny_folder, "--text", text, "--windows", 2, "--tokens", 16, "--device", "cpu")
+    composed = ("--allocation", "composition", "--method", "magnitude", "--ratio", 0.4)
+    latency = ("--budget", "latency", "--costs", tmp_path / "costs.json")
+    command("prune", *shared, *composed, *latency, "--output", tmp_path / "a.json", "--cut", tmp_path / "a")
+    load_pretrained(tmp_path / "a")
+    layers = ("--method", "block_influence", "--ratio", 0.5)
+    printed = command("prune", *shared, *layers, "--output", tmp_path / "b.json", "--cut", tmp_path / "b")
+    assert "removes 2 of 4 blocks of tiny-llama, 50.00% of the removable parameters" in printed
+    assert load_pretrained(tmp_path / "b").config.num_hidden_layers == 1
+    printed = command("importance", *shared, "--method", "block_influence", "--output", tmp_path / "scores.json")
+    assert "lowest: " in printed and "layers L" in printed
+    command("prune", "--pretrained", tiny_folder, "--scores", tmp_path / "scores.json", "--parts", "layers", "--ratio", 0.5,
+            "--output", tmp_path / "c.json")  # fmt: skip
+    assert Plan.load(tmp_path / "c.json").blocks == Plan.load(tmp_path / "b.json").blocks

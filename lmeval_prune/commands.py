@@ -264,7 +264,7 @@ def profile(
         summaries = measure_checkpoints(names, text)
         cells = {name: summary.cells(each) for name, each in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
-    answerers = {"generate": generate_rate, "engine": EngineSpeed()}
+    answerers: dict[str, Any] = {"generate": generate_rate, "engine": EngineSpeed()}
     rows = measure_models(names, work, {name: answerers[name] for name in answers}, torch_device)
     for name, each in summaries.items():
         rows[name]["distance"] = each

@@ -36,7 +36,8 @@ def read_sublayers(
 ) -> Iterator[Sublayer]:
     """Yield the blocks of a model's layers in order; the arguments are those of its map."""
     dense = {(block.stack, block.index): block for block in feed_forward}
-    paths = "|".join(filter(None, (family.feed_forward and family.feed_forward.block, _EXPERTS)))
+    own_path = family.feed_forward.block if family.feed_forward else ""
+    paths = "|".join(filter(None, (own_path, _EXPERTS)))
     for layer in layers_in(model, family):
         own = [each for each in attention if each.name.startswith(f"{layer.name}.")]
         for each in own:

@@ -47,18 +47,20 @@ class Absent(nn.Module):
 
     def __init__(self, outputs: list[Any], is_tuple: bool) -> None:
         super().__init__()
-        self.outputs, self.is_tuple = [None if source is None else tuple(source) for source in outputs], is_tuple
+        self.outputs: list[Any] = [None if source is None else tuple(source) for source in outputs]
+        self.is_tuple = is_tuple
         for source in filter(None, self.outputs):
             if [*map(type, source)] != [str, int, bool]:
                 raise TypeError(f"{source!r} is no argument of a module")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the outputs."""
-        values = tuple(None if source is None else self._value(*source, inputs, named) for source in self.outputs)
+        values = tuple(None if source is None else self._value(source, inputs, named) for source in self.outputs)
         return values if self.is_tuple else values[0]
 
-    def _value(self, name: str, position: int, is_zero: bool, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        value = named[name] if name in named else inputs[position] if position < len(inputs) else None
+    def _value(self, source: tuple[str, int, bool], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        name, position, is_zero = source
+        value: Any = named[name] if name in named else inputs[position] if position < len(inputs) else None
         return torch.zeros_like(value) if is_zero else value
 
 

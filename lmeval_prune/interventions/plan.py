@@ -216,11 +216,10 @@ class Plan(Intervention):
             for name, tensor in self.compensation.items()
             if find_projection(name, model_map) not in outputs
         }
-        changed = {"heads": heads, "channels": channels, "blocks": blocks}
-        same = all(list(getattr(self, name)) == list(value) for name, value in changed.items())
+        same = (heads, blocks) == (self.heads, self.blocks) and list(channels) == list(self.channels)
         if same and len(compensation) == len(self.compensation):
             return self
-        return replace(self, **changed, compensation=compensation, tensors="")
+        return replace(self, heads=heads, channels=channels, blocks=blocks, compensation=compensation, tensors="")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook each projection that loses inputs, has a compensation, or is the output of a removed block."""

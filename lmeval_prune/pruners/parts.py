@@ -146,7 +146,7 @@ def _modules_of(sublayer: Sublayer) -> list[nn.Module]:
 def parts_of(model_map: ModelMap, kinds: Collection[str] = KINDS) -> list[Part]:
     """Return a model's heads and channels, layer by layer, heads before channels."""
     stacks = {stack: number for number, stack in enumerate(model_map.stacks)}
-    parts = [Part(block) for block in (*model_map.attention, *model_map.feed_forward)]
+    parts = [*map(Part, model_map.attention), *map(Part, model_map.feed_forward)]
     parts.sort(key=lambda part: (stacks[part.block.stack], part.block.index))  # heads stay before channels
     return [part for part in parts if part.kind in kinds]
 

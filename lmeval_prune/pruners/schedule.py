@@ -234,7 +234,7 @@ def resolve_options(
     """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
     channel_pruner = channel_pruner or pruner
     counts_parameters = options.budget != "heads"
-    parts = _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts
+    parts: Any = _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts
     options = replace(options, parts=parts)
     has_depth = not {*options.kinds} <= {*KINDS}
     defaults: dict[str, Any] = {

@@ -17,7 +17,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.profiling.costs import random_inputs
 from lmeval_prune.profiling.speed import Workload, decoding_rates, environment
-from lmeval_prune.pruners.cost_table import CostTable, Environment, Measured, Seconds, block_shapes
+from lmeval_prune.pruners.cost_table import CostTable, Measured, Seconds, block_shapes
 from lmeval_prune.surgery.bases import changed_config, has_setting, settings_of_layers, uncut_config
 from lmeval_prune.surgery.cut import cut
 
@@ -54,8 +54,8 @@ def measure_costs(
         layers=layers,
         rounds=work.rounds,
     )
-    place = environment(device, threads)
-    table = CostTable(block_shapes(model_map), measured, Environment(**place), _earlier_times(path, plans))
+    place: Any = environment(device, threads)
+    table = CostTable(block_shapes(model_map), measured, place, _earlier_times(path, plans))
     _check_same(path, table)
     parent = _small_model(skeleton, layers + 1, device)
     for number in range(work.rounds):

@@ -195,8 +195,9 @@ def _trace(
         logits = run(model_map.model)
         effects = _gradients(logits, list(weights))
     by_weight = dict(zip(weights, effects, strict=True))
-    dead = [norm for norm in norms if not any(by_weight[parameter] for parameter in norm.parameters())]
-    missing = next((module for module in modules if module not in calls), None)
+    called = [norm for norm in norms if norm in calls]
+    dead = [norm for norm in called if not any(by_weight[parameter] for parameter in norm.parameters())]
+    missing = next((module for module in modules if module not in calls and module not in norms), None)
     if missing is not None:
         raise InputError(f"a {type(missing).__name__} of this model cannot be cut out: the model does not call it")
     return calls, logits.detach(), dead

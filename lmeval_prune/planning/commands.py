@@ -135,6 +135,7 @@ def prune(
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.surgery.cut import cut_to
+    from lmeval_prune.surgery.writing import print_cut
 
     torch_device = resolve_device(device)
     scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
@@ -157,7 +158,7 @@ def prune(
     rmtree(layers_folder, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
-        _print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
+        print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
     return 0
 
 
@@ -181,24 +182,10 @@ def cut_model(
         allow_other_model: accept a plan of another model, if it fits
     """
     from lmeval_prune.interventions.plan import load_plan
+    from lmeval_prune.surgery.writing import write_cut
 
     write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     return 0
-
-
-def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:
-    """Cut a model by a plan, write its checkpoint, print a summary, and return the `Cut`; `keep_shapes` as in `cut`."""
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.surgery.cut import cut_checkpoint
-
-    check_folder(output, [pretrained])
-    check_writable(output, folder=True)
-    smaller = cut_checkpoint(pretrained, plan, revision, keep_shapes)
-    smaller.save(output, tokenizer_of(pretrained, revision))
-    _print_cut(output, smaller)
-    return smaller
 
 
 def _check_paths(output: str, text_options: TextOptions) -> None:
@@ -392,16 +379,3 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
         if pruning.budget == "heads" and share != f"{ratio:.1%}":
             print(f"  {share} of the {kind}: less than --{name} {ratio:g}, as only whole units are removed")
-
-
-def _print_cut(folder: str, cut: Any) -> None:
-    """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
-    from lmeval_prune.profiling.costs import parameters
-
-    after, after_without_embeddings = parameters(cut.model)
-    before, before_without_embeddings = parameters(cut.parent.model)
-    print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
-    without = 1 - after_without_embeddings / before_without_embeddings
-    print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
-    for note in cut.manifest["notes"]:
-        print(f"  {note}")

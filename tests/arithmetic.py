@@ -22,6 +22,7 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
 from tests.methods import ROWS
+from tests.swept_outcomes import options_of
 from tests.tiny_models import output, tiny, tokens
 
 FILE = Path(__file__).with_name("arithmetic.json")
@@ -51,7 +52,8 @@ def figures(name: str) -> dict[str, Any]:
 def _of_pruner(name: str) -> dict[str, Any]:
     """Return figures of a plan that removes a quarter of the parameters that the pruner scores."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    pruner = make_pruner(name, {"alpha": 0.5} if name == "norm_entropy" else {})
+    options = {"alpha": 0.5} if name == "norm_entropy" else options_of(name, model_map)
+    pruner = make_pruner(name, options)
     text = CalibrationText.from_windows("test", tokens(8, 16), 2)
     parts: Any = "blocks" if pruner.depth_only else "heads" if pruner.heads_only else "both"
     *_, plan = stages(pruner, model_map, PruneOptions(0.25, parts=parts), text)

@@ -326,7 +326,7 @@ def broken_folder(tiny_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"prune --ratio 0.5 --output p.json --text t --method {name}" for name in PRUNERS),
+        *(f"prune --ratio 0.5 --output p.json --text t --method {name}" for name in PRUNERS if name != "sweep"),
         "importance --method magnitude --output p.json",
         "mask --heads L0H0 --output p.json",
         "cut --plan plan.json --output c",
@@ -606,7 +606,9 @@ def test_a_classifier_is_scored_by_every_method_or_refused(
     text = ["--text", "t", "--windows", "3", "--tokens", "16", "--unit", "group"]
     for name in PRUNERS:
         words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name, *text]
-        if name in ("llm_pruner", "block_kl"):
+        if name in ("llm_pruner", "gisp", "block_kl"):
             assert "causal language model" in refused(capsys, *words)
+        elif name == "sweep":
+            assert "give --outcomes FOLDER" in refused(capsys, *words)
         else:
             assert main(words) == 0, name

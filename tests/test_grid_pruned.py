@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,10 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.swept_outcomes import drawn_outcomes
 from tests.test_grid import described
+from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
 
@@ -103,6 +107,12 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
         ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),
         ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
+        (
+            {"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"sample": 2}},
+            "prune.own_answers has no setting",
+        ),
+        ({"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"samples": 2}}, "samples=2 greedy answers"),
+        ({"method": "flap", "ratio": 0.2, "own_answers": {}}, "own answers need the questions of a task"),
     ],
 )
 def test_mistakes_are_refused_before_pruning(settings: dict[str, Any], message: str) -> None:
@@ -115,6 +125,32 @@ def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing would be removed"):
         make_preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
+    """Their options are part of what the plan is; the store of answers goes when the plan is there."""
+    lm = PrunedHFLM(str(tiny_folder))
+    name = task_file(tmp_path / "task")
+    plain = {"method": "flap", "ratio": 0.3, "task": name, "windows": 4}
+    settings = [plain, {**plain, "own_answers": {}}, {**plain, "own_answers": {"prompts_count": False}}]
+    preparations = [make_preparation("prune", each) for each in settings]
+    assert len({str(each.identity()) for each in preparations}) == 3 and "own_answers" not in preparations[0].settings()
+    for number, preparation in enumerate(preparations[1:]):
+        (tmp_path / str(number)).mkdir()
+        preparation.make(lm, tmp_path / str(number))
+        about = Plan.load(tmp_path / str(number) / "plan.json").provenance["calibration"]["own_answers"]
+        assert about["questions"] == 4 and about["prompts_count"] is (number == 0)
+    assert not list(tmp_path.glob(".*responses"))
+
+
+def test_other_outcomes_in_the_same_folder_are_another_plan(tmp_path: Path) -> None:
+    settings = {"method": "sweep", "ratio": 0.2, "options": {"outcomes": str(tmp_path)}}
+    identities = []
+    for seed in (0, 0, 1):
+        shutil.rmtree(tmp_path)
+        drawn_outcomes(map_model(tiny("llama")), tmp_path, seed=seed)
+        identities.append(make_preparation("prune", settings).identity())
+    assert identities[0] == identities[1] != identities[2]
 
 
 def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ FLOORS = [
         ("distillation", "stages, losses, hosts"),
         ("grid · comparison", "cells; paired tests, page"),
     ],
-    [("models", "pruned-hf, store of answers"), ("planning", "prune, own answers"), ("distance", "from the dense model")],
+    [
+        ("models", "pruned-hf, store of answers"),
+        ("planning", "prune, own answers"),
+        ("distance", "from the dense model"),
+    ],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
     [
         ("decoding", "the engine"),

@@ -12,7 +12,7 @@ from lmeval_prune.artefacts import content_digest, final_path
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.settings import Count, Seed
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class Prune(Preparation):
         task, text: calibration text: the training split of a task, or a file.
         windows, tokens, batch, seed: settings of the calibration text.
         apply_chat_template: format the calibration questions of `task` as a chat; default: the grid's setting.
+        own_answers: calibrate on the model's own answers to `windows` questions of `task`: options of
+            `lmeval-prune prune --calibrate_on own`, e.g. `{max_gen_toks: 256}`; `{}`: with their defaults.
         cut: evaluate the smaller checkpoint, to measure its speed and memory; otherwise the plan is applied by hooks.
     """
 
@@ -46,6 +48,7 @@ class Prune(Preparation):
     batch: Count = 8
     seed: Seed = 0
     apply_chat_template: bool = False
+    own_answers: dict[str, Any] | None = None
     cut: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +57,9 @@ class Prune(Preparation):
         self.prune_options()
         if self.task and self.text:
             raise InputError("prune: give the calibration text by task or by text, not both")
+        if self.own_answers is not None:
+            AnswerOptions.from_dict(self.own_answers, "prune.own_answers")
+            self.text_options()
 
     def prune_options(self) -> PruneOptions:
         """Return the options of the plan."""
@@ -62,10 +68,24 @@ class Prune(Preparation):
         values = {**self.more, "ratio": self.ratio, "budget": self.budget}
         return PruneOptions.from_dict(values, "prune.more")
 
+    def text_options(self, add_bos_token: bool | None = None) -> TextOptions:
+        """Return the options of the calibration text."""
+        own: dict[str, Any] = {"tokens": self.tokens}
+        if self.own_answers is not None:
+            own = {**self.own_answers, "calibrate_on": "own"}
+        reading = {name: getattr(self, name) for name in ("task", "text", "windows", "batch", "seed")}
+        return TextOptions(**reading, **own, apply_chat_template=self.apply_chat_template, add_bos_token=add_bos_token)
+
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and a digest of the text file."""
-        path = Path(self.text) if self.text else None
-        return super().settings() | ({"text_content": content_digest(path)} if path and path.is_file() else {})
+        """Return the fields, and digests of the text file and of a sweep's outcomes."""
+        settings, outcomes = super().settings(), self.options.get("outcomes")
+        if self.own_answers is None:  # results of earlier versions, without this field, stay valid
+            del settings["own_answers"]
+        if self.text and Path(self.text).is_file():
+            settings["text_content"] = content_digest(self.text)
+        if outcomes and Path(outcomes).is_dir():
+            settings["outcomes_content"] = content_digest(outcomes)
+        return settings
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on, including the version of the pruner."""
@@ -73,23 +93,28 @@ class Prune(Preparation):
 
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""
-        from lmeval_prune.pruners.calibration import check_length, read_calibration
+        from lmeval_prune.planning.own_answers import OwnText
+        from lmeval_prune.planning.texts import TextSource, read_text
         from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
         from lmeval_prune.surgery.cut import cut_to
 
-        pruner, model_map, text = make_pruner(self.method, self.options), lm.model_map, None
+        pruner, model_map = make_pruner(self.method, self.options), lm.model_map
+        source: TextSource | None = None
         options = resolve_options(self.prune_options(), pruner, model_map)
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
+        answers_folder = final_path(folder).with_name(f".{folder.name}.responses")  # a killed run resumes here, too
         if self.task or self.text:
-            check_length(model_map.model, self.tokens)
-            reading = (self.windows, self.tokens, self.batch, self.seed, self.apply_chat_template, lm.add_bos_token)
-            text = read_calibration(lm.tokenizer, self.text, self.task, *reading)
+            text_options, reading = self.text_options(lm.add_bos_token), (lm.model, lm.tokenizer)
+            own = self.own_answers is not None
+            source = OwnText(*reading, text_options, answers_folder) if own else read_text(*reading, text_options)
+        text, renew = (source.of(lm.model), source.renewed(lm.model)) if source else (None, None)
         layers_folder = final_path(folder).with_name(f".{folder.name}.layers")  # a killed run resumes here
-        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=layers_folder)
+        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=layers_folder, renew=renew)
         plan.save(folder / "plan.json", model_map)
         if self.cut:
             cut_to(folder / "model", model_map.model, plan, lm.tokenizer)
-        rmtree(layers_folder, ignore_errors=True)
+        for finished in (layers_folder, answers_folder):
+            rmtree(finished, ignore_errors=True)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the checkpoint, or the plan."""

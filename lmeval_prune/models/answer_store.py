@@ -372,6 +372,19 @@ def _complete_groups(grouped: Sequence[str], missing: Collection[str], size: int
     return {*missing, *(key for group in groups if not set(group).isdisjoint(missing) for key in group)}
 
 
+def _digests(kind: str, parts: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Return the digest of a request without versions, its key, and the versions."""
+    versions = parts["versions"]
+    request = digest({"kind": kind, **{name: value for name, value in parts.items() if name != "versions"}})
+    return request, digest([request, versions]), versions
+
+
+def answer_keys(requests: Sequence[Any], kind: str, key_parts: KeyParts) -> list[str]:
+    """Return the keys of requests; arguments as in `answer_requests`."""
+    pairs = zip(requests, repeat_indices(requests), strict=True)
+    return [_digests(kind, key_parts(request, repeat)[0])[1] for request, repeat in pairs]
+
+
 def _look_up(
     store: AnswerStore, requests: Sequence[Any], repeats: Sequence[int], kind: str, key_parts: KeyParts
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -382,9 +395,8 @@ def _look_up(
     prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
-        versions = parts.pop("versions")
-        request_digest = digest({"kind": kind, **parts})
-        keys.append(key := digest([request_digest, versions]))
+        request_digest, key, versions = _digests(kind, parts)
+        keys.append(key)
         if key in store.responses or key in columns:
             continue
         if id(request) not in prompts:

@@ -20,7 +20,14 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation, likelihood
-from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests, repeat_indices
+from lmeval_prune.models.answer_store import (
+    AnswerStore,
+    PendingRequests,
+    answer_keys,
+    answer_requests,
+    read_answers,
+    repeat_indices,
+)
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
@@ -114,6 +121,14 @@ class Answering:
 
             repeated = [request for request in requests for _ in masks]
             answer_requests(self.store, repeated, kind, key_parts, run)
+
+    def stored(self, kind: str, requests: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the records of answered requests in the store, with the tokens that the engine generated."""
+        assert self.store
+        with self._frozen_interventions():
+            keys = answer_keys(requests, kind, partial(self._key_parts, kind))
+        records = {record["key"]: record for record in read_answers(self.store.folder)}
+        return [records[key] for key in keys]
 
     @contextmanager
     def _frozen_interventions(self) -> Iterator[None]:

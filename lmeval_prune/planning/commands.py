@@ -28,6 +28,7 @@ def importance(
     output: str,
     method: str = "norm_entropy",
     options: dict[str, Any] | None = None,
+    outcomes: str | None = None,
     channels: bool = False,
     revision: str | None = None,
     device: str | None = None,
@@ -41,6 +42,7 @@ def importance(
             beside it
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
+        outcomes: folder of a sweep, for --method sweep
         channels: also score feed-forward channels
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -55,7 +57,7 @@ def importance(
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
-    pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
+    pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
     if pruner.depth_only and channels:
         raise InputError(f"{method} scores layers and blocks; leave out --channels")
@@ -63,8 +65,9 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
-    calibration = _calibration(skeleton, pretrained, revision, text_options, is_used=pruner.reads_text)
+    text = _calibration(skeleton, pretrained, revision, text_options, output, is_used=pruner.reads_text)
     model_map = _load(skeleton, pretrained, revision, torch_device)
+    calibration = text.of(model_map.model) if text else None
     if pruner.depth_only:
         scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), {}).values
     else:
@@ -104,6 +107,7 @@ def prune(
     output: str,
     method: str | None = None,
     options: dict[str, Any] | None = None,
+    outcomes: str | None = None,
     ffn_method: str | None = None,
     ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
@@ -119,6 +123,7 @@ def prune(
         output: path of the plan, a JSON file; an existing file is replaced
         method: METHODS; default: norm_entropy
         options: options of the method, e.g. alpha=0.5,entropy=raw
+        outcomes: folder of a sweep, for --method sweep
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
@@ -138,6 +143,7 @@ def prune(
     from lmeval_prune.surgery.writing import print_cut
 
     torch_device = resolve_device(device)
+    options = _with_outcomes(options, outcomes)
     scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
@@ -146,13 +152,15 @@ def prune(
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
     uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
-    calibration = _calibration(skeleton, pretrained, revision, text_options, bool(uses), scores)
+    text = _calibration(skeleton, pretrained, revision, text_options, output, bool(uses), scores)
     model_map = _load(skeleton, pretrained, revision, torch_device)
     if scored_plan:
         scored_plan.fit_to(model_map)
+    calibration = text.of(model_map.model) if text else None
     layers_folder = Path(output).with_name(f".{Path(output).name}.layers")  # finished layers, for a killed run
     progress = partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, layers_folder)
+    renew = text.renewed(model_map.model) if text else None
+    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, layers_folder, renew)
     plan = _with_provenance(plan, scored_plan, stored, uses, calibration)
     plan.save(output, model_map)
     rmtree(layers_folder, ignore_errors=True)
@@ -188,6 +196,11 @@ def cut_model(
     return 0
 
 
+def _with_outcomes(options: dict[str, Any] | None, outcomes: str | None) -> dict[str, Any]:
+    """Return the options of a method with the folder of a sweep, if one is given."""
+    return {**(options or {}), **({"outcomes": outcomes} if outcomes else {})}
+
+
 def _check_paths(output: str, text_options: TextOptions) -> None:
     if not output.endswith(".json"):
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
@@ -217,22 +230,26 @@ def _calibration(
     pretrained: str,
     revision: str | None,
     text_options: TextOptions,
+    output: str,
     is_used: bool,
     scores: str | None = None,
 ) -> Any:
-    """Read the calibration text if it is used; with stored scores, refuse a text that nothing would read."""
+    """Return the source of the calibration text if it is used; with stored scores, refuse a text nothing would read."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.pruners.calibration import check_length, read_calibration
+    from lmeval_prune.planning.texts import read_text, responses_folder
 
     if not is_used:
         if scores and text_options.has_text:
             raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
         return None
-    check_length(skeleton, text_options.tokens)
     tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
     if tokenizer is None:
         raise InputError(f"{pretrained} has no tokenizer, which calibration text needs; add its files to the folder")
-    return read_calibration(tokenizer, **vars(text_options))
+    if text_options.calibrate_on == "task":
+        return read_text(skeleton, tokenizer, text_options)
+    from lmeval_prune.planning.own_answers import OwnText
+
+    return OwnText(skeleton, tokenizer, text_options, responses_folder(text_options.responses, Path(output)))
 
 
 def _load(skeleton: Any, pretrained: str, revision: str | None, device: Any) -> Any:

@@ -37,7 +37,7 @@ from lmeval_prune.pruners.parts import (
 
 logger = logging.getLogger(__name__)
 
-REFERENCE, COMPOSITION = "flap_reference", "composition"
+REFERENCE, JOINT, COMPOSITION = "flap_reference", "joint", "composition"
 REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # cost of a head of 128 columns in channels, as in FLAP's code
 STANDARDISED = ("standardised", REFERENCE)  # allocations that compare heads with channels
 _HALF = 0.5 + 1e-9  # largest rounding error, in units
@@ -163,7 +163,7 @@ def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     if allocation == REFERENCE:
         return _below_threshold(pools, budget)
     counts = [0] * len(pools)
-    width = [(HEADS, CHANNELS)] if allocation == "standardised" else [(HEADS,), (CHANNELS,)]
+    width = [(HEADS, CHANNELS)] if allocation in ("standardised", JOINT) else [(HEADS,), (CHANNELS,)]
     for kinds in (*width, (LAYERS,), (ATTENTION, FEED_FORWARD)):
         indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
         for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):

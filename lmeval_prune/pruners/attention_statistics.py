@@ -26,7 +26,7 @@ from lmeval_prune.interventions.attention_call import (
     eager_attention,
     intercept_attention,
 )
-from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
+from lmeval_prune.pruners.calibration import Batch, CalibrationText, StopForward, stop_forward_at
 
 BLOCK = 2**22  # maximum number of attention weights in memory
 
@@ -46,26 +46,26 @@ Measure = Callable[[AttentionRows], tuple[Tensor, Tensor]]
 
 
 def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Measure) -> dict[str, Tensor]:
-    """Return the mean of a measure over the real queries of a text, by part key (`heads.L0`): (heads,) in float64."""
+    """Return the mean of a measure over the queries of a text that count, by part key (`heads.L0`), (heads,)."""
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in model_map.attention}
     counts = dict.fromkeys(sums, 0)
-    real = torch.ones(0)
+    batch = Batch(*[torch.ones(0)] * 3)
 
-    def add(label: str, rows: AttentionRows, real_rows: Tensor) -> None:
+    def add(label: str, rows: AttentionRows, counted_rows: Tensor) -> None:
         values, counted = measure(rows)
-        counted = counted & real_rows
+        counted = counted & counted_rows
         sums[label] += torch.where(counted[:, None], values, 0.0).sum((0, 2)).double().cpu()
         counts[label] += int(counted.sum())
 
     def handler(call: AttentionCall, attend: Attend) -> Attended:
-        for rows, queries in rows_of(call, real):
-            add(call.layer.label, rows, real[:, queries].bool())
+        for rows, queries in rows_of(call, batch.real):
+            add(call.layer.label, rows, batch.counted[:, queries].bool())
         return attend(call)
 
     if _can_be_intercepted(model_map):
         with ExitStack() as stack:
             intercept_attention(model_map, handler, stack)
-            for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
+            for batch in text.run(model_map.model):  # noqa: B007 - read by the handler
                 pass
     else:
         _read_output_attentions(model_map, text, add)
@@ -135,7 +135,7 @@ def _read_output_attentions(
     device = next(model.parameters()).device
     base = getattr(model, "get_base_model", lambda: model)().base_model  # without PEFT and the output head
     with eager_attention(model), torch.no_grad(), stop_forward_at(base, after=True):  # only eager returns weights
-        for ids, real in ((x.to(device), y.to(device)) for x, y in text.batches):
+        for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text):
             try:
                 layers = model(ids, attention_mask=real, output_attentions=True).attentions
             except StopForward as stop:
@@ -146,7 +146,7 @@ def _read_output_attentions(
             for layer, weights in zip(model_map.attention, layers, strict=True):
                 weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
                 visible = _visible(layer, real) | (weights > 0)
-                add(layer.label, AttentionRows(weights, visible, first, first), real.bool())
+                add(layer.label, AttentionRows(weights, visible, first, first), counted.bool())
 
 
 def _visible(layer: AttentionLayer, real: Tensor) -> Tensor:

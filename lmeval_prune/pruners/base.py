@@ -43,6 +43,7 @@ class Pruner(Settings, ABC):
         depth_only: (class) it scores nothing else.
         compares_with_unpruned: (class) scores compare with the unpruned model, so that what earlier steps removed is
             not masked: the method applies it itself.
+        one_model: (class) scores are those of one model, and say nothing of it after training.
         parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`. With
             `heads_only`, `parts` is `heads`.
     """
@@ -53,6 +54,7 @@ class Pruner(Settings, ABC):
     depth: ClassVar[bool] = False
     depth_only: ClassVar[bool] = False
     compares_with_unpruned: ClassVar[bool] = False
+    one_model: ClassVar[bool] = False
     parts: ClassVar[str] = "both"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"

@@ -37,7 +37,7 @@ class BlockInfluence(DepthPruner):
         """Average over the text; see `Pruner.depth_scores`."""
         sums = dict.fromkeys([part.key for part in parts], 0.0)
         left_out: set[nn.Module] = set()  # outputs of blocks that are left out at the moment
-        real = torch.ones(0)
+        counted = torch.ones(0)
         with ExitStack() as stack:
             for sublayer in model_map.sublayers:
                 zero = partial(_zero_if, left_out, sublayer.output)
@@ -45,7 +45,7 @@ class BlockInfluence(DepthPruner):
 
             def add(part: DepthPart, before: Tensor, after: Tensor) -> None:
                 cosines = nn.functional.cosine_similarity(before.double(), after.double(), dim=-1)
-                sums[part.key] += float(cosines[real.bool()].sum())
+                sums[part.key] += float(cosines[counted.bool()].sum())
 
             def hook(of_layer: _LayerParts, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
                 if not left_out:
@@ -56,8 +56,9 @@ class BlockInfluence(DepthPruner):
                 handle = module.register_forward_hook(partial(hook, of_layer), with_kwargs=True)
                 stack.callback(handle.remove)
             count = 0
-            for _, real in self.require_text(text).run(model_map.model):
-                count += int(real.sum())
+            for batch in self.require_text(text).run(model_map.model):
+                counted = batch.counted
+                count += int(counted.sum())
         return Scores(
             {key: torch.tensor([1 - total / max(1, count)], dtype=torch.float64) for key, total in sums.items()}
         )

@@ -42,8 +42,8 @@ class BlockKl(DepthPruner):
         """Average over the text; see `Pruner.depth_scores`."""
         model, sums, count = model_map.model, dict.fromkeys([part.key for part in parts], 0.0), 0
         earlier = make_plan(removed, True)
-        for _, real, inputs in self.require_text(text).inputs(model):
-            tokens = real.bool()
+        for batch, inputs in self.require_text(text).inputs(model):
+            tokens = batch.counted.bool()
             count += int(tokens.sum())
             with torch.no_grad():
                 dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])

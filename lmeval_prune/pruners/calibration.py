@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -22,9 +22,17 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.loading import load_task, task_manager
+from lmeval_prune.tasks.prompts import training_documents
 
 logger = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """Texts of one forward pass, each of shape (rows, tokens)."""
+
+    ids: Tensor  # token ids
+    real: Tensor  # mask of real tokens, 0 for padding
+    counted: Tensor  # mask of the tokens that are measured; others are read, too, but do not count
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class CalibrationText:
     name: str  # source of the text
     batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
+    counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
 
     @classmethod
     def from_windows(
@@ -48,51 +57,85 @@ class CalibrationText:
         real = torch.ones_like(windows) if real is None else real
         return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), tokenisation or {})
 
+    @classmethod
+    def from_answers(
+        cls,
+        name: str,
+        answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+        batch: int = 8,
+        prompts_count: bool = True,
+        tokenisation: Mapping[str, Any] | None = None,
+    ) -> CalibrationText:
+        """Make a text of prompts and answers, token ids, each pair in a row of its own, padded on the right.
+
+        Without `prompts_count`, only the tokens of the answers are measured.
+        """
+        batches, counted = [], []
+        for start in range(0, len(answers), batch):
+            rows = answers[start : start + batch]
+            width = max(len(prompt) + len(answer) for prompt, answer in rows)
+            ids, real, measured = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+            for row, (prompt, answer) in enumerate(rows):
+                length = len(prompt) + len(answer)
+                ids[row, :length] = torch.tensor([*prompt, *answer])
+                real[row, :length] = 1
+                measured[row, 0 if prompts_count else len(prompt) : length] = 1
+            batches.append((ids, real))
+            counted.append(measured)
+        return cls(name, tuple(batches), tokenisation or {}, None if prompts_count else tuple(counted))
+
+    def __iter__(self) -> Iterator[Batch]:
+        masks = self.counted or tuple(real for _, real in self.batches)
+        return (Batch(ids, real, counted) for (ids, real), counted in zip(self.batches, masks, strict=True))
+
     @property
     def tokens(self) -> int:
-        """Number of real tokens."""
-        return int(sum(real.sum() for _, real in self.batches))
+        """Number of tokens that are measured."""
+        return int(sum(batch.counted.sum() for batch in self))
 
     def record(self) -> dict[str, Any]:
         """Return the record of this text that a plan stores."""
         state = hashlib.sha256()
-        for row, real in ((row, real) for batch in self.batches for row, real in zip(*batch, strict=True)):
-            state.update(repr(row[real.bool()].tolist()).encode())
+        for batch in self:
+            for row, real, counted in zip(*batch, strict=True):
+                state.update(repr(row[real.bool()].tolist()).encode())
+                if self.counted is not None:
+                    state.update(repr(counted[real.bool()].tolist()).encode())
         counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
         return {"text": self.name, **counts, **self.tokenisation, "sha256": state.hexdigest()[:16]}
 
-    def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def run(self, model: Any) -> Iterator[Batch]:
         """Run the model, without its output head, on each batch.
 
         Yields:
-            Token ids and mask of a batch, on the model's device, before the forward pass of this batch. What hooks
-            collect is available in the next iteration.
+            Each batch, on the model's device, before its forward pass. What hooks collect is available in the next
+            iteration.
         """
         with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
-            for ids, real, inputs in self.inputs(model):
-                yield ids, real
+            for batch, inputs in self.inputs(model):
+                yield batch
                 with suppress(StopForward):
                     getattr(model, "base_model", model)(**inputs)
 
-    def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Yield token ids, mask and model arguments of each batch, on the model's device.
+    def inputs(self, model: Any) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Yield each batch and the model's arguments for it, on the model's device.
 
         An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
         """
         device = next(model.parameters()).device
-        for ids, real in self.batches:
-            ids, real = ids.to(device), real.to(device)
-            is_padded = not bool(real.all())
-            inputs: dict[str, Any] = {"input_ids": ids}
+        for batch in self:
+            batch = Batch(*(tensor.to(device) for tensor in batch))
+            is_padded = not bool(batch.real.all())
+            inputs: dict[str, Any] = {"input_ids": batch.ids}
             if is_padded:
-                inputs["attention_mask"] = real
+                inputs["attention_mask"] = batch.real
             if getattr(model.config, "is_encoder_decoder", False):
                 # a model without a head does not have this method
                 shift = getattr(model, "prepare_decoder_input_ids_from_labels", lambda ids: ids)
-                inputs["decoder_input_ids"] = shift(ids)
+                inputs["decoder_input_ids"] = shift(batch.ids)
                 if is_padded:
-                    inputs["decoder_attention_mask"] = real
-            yield ids, real, inputs
+                    inputs["decoder_attention_mask"] = batch.real
+            yield batch, inputs
 
 
 class StopForward(Exception):  # noqa: N818 - not an error
@@ -181,7 +224,7 @@ def read_calibration(
     if min(windows, tokens - 1, batch) < 1:
         raise InputError("windows and batch must be at least 1, tokens at least 2")
     if apply_chat_template:
-        _check_chat(tokenizer, text)
+        check_chat(tokenizer, text)
     name, pieces, to_text = _source(tokenizer, text, task, apply_chat_template)
     if not pieces:
         raise InputError(f"the calibration text ({name}) is empty; give another")
@@ -213,7 +256,7 @@ def _source(
     """Return the name of a source, its paragraphs or problems, and a function that converts one of them to text."""
     if text is not None:
         return f"file {Path(text).name}", _paragraphs(Path(text)), str
-    loaded, problems = _problems(str(task))
+    loaded, problems = training_documents(str(task))
     to_text = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
     return f"training split of {task}", problems, to_text
 
@@ -231,7 +274,8 @@ def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -
     return [row for row in rows if len(row) == tokens]
 
 
-def _check_chat(tokenizer: Any, text: str | None) -> None:
+def check_chat(tokenizer: Any, text: str | None = None) -> None:
+    """Raise `InputError` if there is no chat template, or if the text is a file."""
     if text is not None:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     if not tokenizer.chat_template:
@@ -250,30 +294,6 @@ def _paragraphs(path: Path) -> list[str]:
     except OSError as error:
         raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
     return [f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip()]
-
-
-def _problems(name: str) -> tuple[Any, list[Any]]:
-    """Return a task and the problems of its training split."""
-    task = load_task(task_manager({"data_split": "train"}), name)
-    try:
-        return task, list(_training_docs(name, task))
-    except InputError:
-        raise
-    except Exception as error:  # tasks raise errors of any type
-        raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
-
-
-def _training_docs(name: str, task: Any) -> Iterable[Any]:
-    docs: Iterable[Any]
-    if "prune_data" in (
-        task.get_config("dataset_kwargs") or {}
-    ):  # a task of this package: `data_split` has chosen the split that is its test split
-        docs = task.test_docs()
-    elif task.has_training_docs():
-        docs = task.training_docs()
-    else:
-        raise InputError(f"task {name} has no training split; name another task, or give --text FILE")
-    return docs
 
 
 def _as_text(task: Any, doc: Any) -> str:

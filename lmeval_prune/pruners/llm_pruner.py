@@ -19,7 +19,7 @@ from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
 from lmeval_prune.architectures.blocks import is_transposed, projection_in
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import Batch, CalibrationText
 from lmeval_prune.pruners.parts import Part, Removed, weight_of
 
 Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
@@ -117,26 +117,27 @@ def structure_sums(
 def gradients(
     model_map: ModelMap, text: CalibrationText, projections: list[nn.Module], squared: bool = False
 ) -> tuple[Gradients, Gradients]:
-    """Compute gradients of a text's mean next-token loss with respect to projection weights, in float32 or better.
+    """Compute gradients of a text's mean loss on the tokens that count, by projection, in float32 or better.
 
     With `squared`, the second result is the mean over windows of the squared gradient, else it is empty. Raises
     `InputError` if no token follows another one.
     """
     model = model_map.model
     modules = list(dict.fromkeys(projections))
-    total = sum(int((real[:, 1:] & real[:, :-1]).sum()) for _, real in text.batches)
+    total = sum(int(_predicted(batch).sum()) for batch in text)
     if not total:
         raise InputError("the calibration text has no token that follows another one; give longer windows")
     first = {module: torch.zeros(weight_of(module).shape, dtype=_gradient_dtype(module)) for module in modules}
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
-    rows = tuple((ids[n : n + 1], real[n : n + 1]) for ids, real in text.batches for n in range(len(ids)))
-    windows = CalibrationText(text.name, rows)
+    rows = [Batch(*(x[n : n + 1] for x in batch)) for batch in text for n in range(len(batch.ids))]
+    pairs, masks = tuple((row.ids, row.real) for row in rows), tuple(row.counted for row in rows)
+    windows = CalibrationText(text.name, pairs, counted=masks)
     with _gradients_of(model, modules), torch.enable_grad():
-        for _, real, inputs in (windows if squared else text).inputs(model):
-            ids, predicted = inputs["input_ids"], real[:, 1:].bool() & real[:, :-1].bool()
+        for batch, inputs in (windows if squared else text).inputs(model):
+            predicted = _predicted(batch)
             logits = model(**inputs, use_cache=False).logits[:, :-1]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            nn.functional.cross_entropy(logits[predicted], ids[:, 1:][predicted], reduction="sum").backward()
+            nn.functional.cross_entropy(logits[predicted], batch.ids[:, 1:][predicted], reduction="sum").backward()
             count = int(predicted.sum())
             for module in modules:
                 weight: Any = module.weight
@@ -160,6 +161,12 @@ def _gradients_of(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
             parameter.requires_grad_(id(parameter) in weights)
             parameter.grad = None
         yield
+
+
+def _predicted(batch: Batch) -> Tensor:
+    """Return the mask of the tokens that count and follow another one, (rows, tokens − 1)."""
+    real = batch.real.bool()
+    return batch.counted[:, 1:].bool() & real[:, 1:] & real[:, :-1]
 
 
 def _gradient_dtype(module: nn.Module) -> torch.dtype:

@@ -45,9 +45,9 @@ class Moments:
         self.deviations += deviations + difference.square() * (self.count * len(x) / total)
         self.count = total
 
-    def add_batch(self, x: Tensor, real: Tensor) -> None:
-        """Add the tokens of a batch without padding; x is (rows, tokens, columns), real (rows, tokens)."""
-        self.add(x.reshape(*real.shape, -1)[real.bool()])
+    def add_batch(self, x: Tensor, counted: Tensor) -> None:
+        """Add the tokens of a batch that count; x is (rows, tokens, columns), counted (rows, tokens)."""
+        self.add(x.reshape(*counted.shape, -1)[counted.bool()])
 
     def check(self, projection: str) -> None:
         """Raise `InputError`, with the projection's name, if the moments are not finite."""
@@ -93,9 +93,9 @@ class ReferenceFluctuation(Moments):
         self.distances = self.distances + self.windows / (self.windows + 1) * distances
         self.windows += 1
 
-    def add_batch(self, x: Tensor, real: Tensor) -> None:
+    def add_batch(self, x: Tensor, counted: Tensor) -> None:
         """Add a batch window by window."""
-        for window, mask in zip(x.reshape(*real.shape, -1), real.bool(), strict=True):
+        for window, mask in zip(x.reshape(*counted.shape, -1), counted.bool(), strict=True):
             self.add(window[mask])
 
     @property
@@ -113,21 +113,21 @@ def read_inputs(
         model_map: map of the model.
         text: calibration text.
         parts: parts whose projections are read.
-        collect: called once per batch and part with the part, its inputs (rows, tokens, columns), and a mask of real
-            tokens (rows, tokens), False for padding.
+        collect: called once per batch and part with the part, its inputs (rows, tokens, columns), and a mask of the
+            tokens that count (rows, tokens), False for padding.
     """
-    real = torch.ones(0)
+    counted = torch.ones(0)
 
     def hook(part: Part, x: Tensor) -> Tensor:
         # OPT's feed-forward projections read (rows · tokens, columns)
-        collect(part, x.detach().reshape(*real.shape, -1), real.bool())
+        collect(part, x.detach().reshape(*counted.shape, -1), counted)
         return x
 
     with ExitStack() as stack:
         for part in parts:
             change_input(part.projection, partial(hook, part), stack)
-        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
-            pass
+        for batch in text.run(model_map.model):
+            counted = batch.counted.bool()  # read by the hooks
 
 
 def input_moments(
@@ -135,7 +135,7 @@ def input_moments(
 ) -> dict[str, Moments]:
     """Return the moments of the inputs of the parts' projections over a text, by part key."""
     moments = {part.key: moments_class(in_features(part.projection)) for part in parts}
-    read_inputs(model_map, text, parts, lambda part, x, real: moments[part.key].add_batch(x, real))
+    read_inputs(model_map, text, parts, lambda part, x, counted: moments[part.key].add_batch(x, counted))
     for part in parts:
         moments[part.key].check(part.projection_name)
     return moments

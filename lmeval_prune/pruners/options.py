@@ -11,6 +11,8 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne
 
 T = TypeVar("T")
+Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
+WINDOW = 128  # tokens per calibration window
 _PARTS = {
     "both": "heads and channels",
     "layers": "whole layers",
@@ -33,10 +35,11 @@ class PruneOptions(Settings):
         ffn_multiple: the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
             add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
-            shape, and the checkpoint needs no code of this package); with a budget of parameters also standardised
-            (compare heads and channels of all layers by their distance from their layer's mean), flap_reference (the
-            same, with the costs of FLAP's released code), log (later layers lose more) and composition (choose what
-            stays of each block, or that it goes, so that the kept score is largest); default: the method's
+            shape, and the checkpoint needs no code of this package); with a budget of parameters also joint (compare
+            the scores of heads with those of channels), standardised (compare them by their distance from their layer's
+            mean), flap_reference (the same, with the costs of FLAP's released code), log (later layers lose more) and
+            composition (choose what stays of each block, or that it goes, so that the kept score is largest); default:
+            the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
         steps: number of stages; each stage computes new scores with the units of earlier stages masked
@@ -64,7 +67,7 @@ class PruneOptions(Settings):
     unit: Literal["head", "group", "balanced"] | None = None
     ffn_ratio: ShareBelowOne = 0.0
     ffn_multiple: Count = 1
-    allocation: Literal["global", "uniform", "standardised", "log", "flap_reference", "composition"] | None = None
+    allocation: Allocation | None = None
     p_min: Share = 0.0
     steps: Count = 1
     growth: Positive = 1.0
@@ -90,7 +93,8 @@ class PruneOptions(Settings):
             )
         if self.budget == "latency" and self.allocation != "composition":
             raise InputError("a budget of latency is met by --allocation composition; give it")
-        if self.budget == "heads" and self.allocation in ("standardised", "log", "flap_reference", "composition"):
+        by_parameters = ("joint", "standardised", "log", "flap_reference", "composition")
+        if self.budget == "heads" and self.allocation in by_parameters:
             raise InputError(
                 f"allocation={self.allocation} counts parameters; leave out --budget heads, or give allocation global "
                 f"or uniform"
@@ -132,16 +136,51 @@ class PruneOptions(Settings):
 
 
 @dataclass(frozen=True)
-class TextOptions(Settings):
+class AnswerOptions(Settings):
+    """Options of a model's own answers to training questions.
+
+    Attributes:
+        calibrate_on: task (problems with the answers of the data) or own (prompts of the problems with the model's own
+            answers)
+        samples: own answers to each question; several need a sample_temperature
+        sample_temperature: temperature of own answers; 0: greedy
+        max_gen_toks: tokens of an own answer at most (default: the task's)
+        prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
+        regenerate: steps or stages after which the model pruned so far answers again; 0: the unpruned model's
+            answers are used throughout
+        responses: folder of the answer store, which later runs can share (default: beside the output)
+    """
+
+    calibrate_on: Literal["task", "own"] = "task"
+    samples: Count = 1
+    sample_temperature: NonNegative = 0.0
+    max_gen_toks: Count | None = None
+    prompts_count: bool = True
+    regenerate: Natural = 1
+    responses: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_samples(self.samples, self.sample_temperature)
+
+
+def check_samples(samples: int, temperature: float) -> None:
+    """Raise `InputError` if several greedy answers to a question are asked for: they would be the same."""
+    if samples > 1 and not temperature:
+        raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
+
+
+@dataclass(frozen=True)
+class TextOptions(AnswerOptions):
     """Options of calibration text.
 
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
-        windows: number of windows of calibration text
-        tokens: tokens per calibration window, special tokens included
+        windows: number of windows of calibration text; of own answers: number of questions
+        tokens: tokens per calibration window, special tokens included (default: 128); not for own answers
         batch: calibration windows per forward pass
-        seed: seed of the order in which the text is read
+        seed: seed of the order in which the text is read, and of sampled answers
         apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
             lm_eval's option of this name
         add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
@@ -150,7 +189,7 @@ class TextOptions(Settings):
     task: str | None = None
     text: str | None = None
     windows: Count = 64
-    tokens: Annotated[int, Ge(2)] = 128
+    tokens: Annotated[int, Ge(2)] | None = None
     batch: Count = 8
     seed: int = 0
     apply_chat_template: bool = False
@@ -160,11 +199,29 @@ class TextOptions(Settings):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
+        if self.calibrate_on == "own":
+            self._check_own()
+        elif changed := [name for name in OWN if getattr(self, name) != getattr(type(self), name)]:
+            raise InputError(f"{changed[0]} is for own answers; add --calibrate_on own, or leave out {changed[0]}")
+
+    def _check_own(self) -> None:
+        if not self.task:
+            raise InputError("own answers need the questions of a task; give --task NAME, or no calibrate_on=own")
+        if self.tokens is not None:
+            raise InputError("own answers are as long as they are; leave out tokens (max_gen_toks limits an answer)")
 
     @property
     def has_text(self) -> bool:
         """True if a task or a file is given."""
         return bool(self.task or self.text)
+
+    @property
+    def window(self) -> int:
+        """Tokens per calibration window."""
+        return self.tokens or WINDOW
+
+
+OWN = tuple(each.name for each in fields(AnswerOptions) if each.name != "calibrate_on")  # options of own answers
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from lmeval_prune.pruners.sequential import (
 )
 
 Progress = Callable[[str], None]
+Renew = Callable[[int], CalibrationText | None]
 NO_SCORES: Mapping[str, Tensor] = {}
 
 # --------------------------------------------------------------------------- plans
@@ -55,6 +56,7 @@ def stages(
     scores: Mapping[str, Tensor] = NO_SCORES,
     progress: Progress = lambda _: None,
     work: Path | None = None,
+    renew: Renew | None = None,
 ) -> Iterator[Plan]:
     """Yield the plan of each step of Algorithm 1; a plan removes everything up to its step.
 
@@ -68,6 +70,8 @@ def stages(
         progress: receives progress messages.
         work: folder for finished layers of a method that prunes layer by layer, so that a killed run resumes; the
             caller deletes it after the plan is saved.
+        renew: called at each step after the first, with the earlier steps' plan applied; returns the text of this and
+            the following steps, or None if the text stays.
 
     Raises:
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
@@ -83,6 +87,11 @@ def stages(
     for step in range(1, options.steps + 1):
         stored = scores if step == 1 else NO_SCORES
         earlier = make_plan(removed, options.allow_empty_layer, compensation=compensation)
+        renewed = None
+        if renew and step > 1:
+            with earlier.applied_to(model_map.model, model_map):
+                renewed = renew(step)
+            text = text if renewed is None else renewed
         for kind in scored_kinds(options):
             if not has_scores_of(stored, kind):
                 progress(f"step {step} of {options.steps}: scoring {kind.replace('_', '-')}")
@@ -92,10 +101,15 @@ def stages(
         if step == options.steps and not any(removed.values()):
             raise _nothing_removed(pruners, model_map, options)
         means = scored.means if step == 1 else None
-        added, notes = _compensation(model_map, removed, text, options, means, progress)
+        # later steps score the original weights, so least squares replaces them after the last one
+        solves = options.compensation == "least_squares"
+        added, notes = ({}, {}) if solves and step < options.steps else _compensation(
+            model_map, removed, text, options, means, progress
+        )  # fmt: skip
         compensation = {**compensation, **added}
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
-        history.append({"step": step, **shares, **count_removed(removed)})
+        read = {} if renewed is None else {"calibration": renewed.record()}
+        history.append({"step": step, **shares, **count_removed(removed), **read})
         values = {key: per_member(columns) for key, columns in scored.values.items()}
         provenance = {**record, **notes, "stages": list(history)}
         fields = {"compensation": compensation, "scores": values, "provenance": provenance}
@@ -257,10 +271,6 @@ def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
         _check_budget_of_heads(options, pruner, channel_pruner)
     if isinstance(pruner, SequentialPruner):
         _check_sequential(options, pruner_name(pruner))
-    if options.steps > 1 and options.compensation == "least_squares":
-        raise InputError(
-            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias"
-        )
     if not options.ratio and not options.ffn_ratio:
         raise InputError(
             "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "

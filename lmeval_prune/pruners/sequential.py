@@ -259,10 +259,10 @@ class LayerReplay:
 
         `keep_output` stores the layer's output, which the next layer needs.
         """
-        real = torch.ones(0)
+        counted = torch.ones(0)
 
         def collect(statistics: Moments, x: Tensor) -> Tensor:
-            statistics.add_batch(x, real)
+            statistics.add_batch(x, counted)
             return x
 
         with ExitStack() as stack, torch.no_grad():
@@ -271,14 +271,13 @@ class LayerReplay:
             for layer in self.layers[:number]:
                 replace_forward(layer, lambda *_, **__: self.outputs[self.batch], stack)
             stack.enter_context(stop_forward_at(self.layers[number], after=True))
-            batches = self.text.inputs(self.model)
-            for batch, (_, real, inputs) in enumerate(batches):  # noqa: B007 - read by `collect`
-                self.batch = batch
+            for number_of_batch, (batch, inputs) in enumerate(self.text.inputs(self.model)):
+                self.batch, counted = number_of_batch, batch.counted
                 try:
                     self.model(**inputs)
                 except StopForward as stop:
                     if keep_output:  # replaces the output of the previous layer
-                        self.outputs[batch : batch + 1] = [stop.output]
+                        self.outputs[self.batch : self.batch + 1] = [stop.output]
                 else:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model did not run")
 

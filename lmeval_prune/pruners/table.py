@@ -14,6 +14,8 @@ PRUNERS = {
     "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
     "block_influence": "lmeval_prune.pruners.block_influence:BlockInfluence",
     "block_kl": "lmeval_prune.pruners.block_kl:BlockKl",
+    "gisp": "lmeval_prune.pruners.gisp:Gisp",
+    "sweep": "lmeval_prune.sprint.sweep_scores:SweepScores",
 }
 
 

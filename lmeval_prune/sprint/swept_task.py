@@ -11,8 +11,7 @@ from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
-from lmeval_prune.tasks import compat
+from lmeval_prune.tasks import compat, tries
 
 
 class SweptTask(compat.GenerateTask):
@@ -62,12 +61,12 @@ class SweptTask(compat.GenerateTask):
         """Apply the filter to each response as if it were its document's only response."""
         singles: list[Instance] = []
         for instance in self.instances:
-            tries = instance.resps[: instance.repeats]  # excludes the copies that pad ranks
-            singles += [replace(instance, resps=[text], filtered_resps={}) for text in tries]
-        filtered = iter(self._filtered(singles))
+            texts = instance.resps[: instance.repeats]  # excludes the copies that pad ranks
+            singles += [replace(instance, resps=[text], filtered_resps={}) for text in texts]
+        filtered = iter(tries.filtered(self, singles))
         for instance in self.instances:
-            tries = instance.resps[: instance.repeats]
-            instance.filtered_resps = {self.filter: [next(filtered) for _ in tries]}
+            texts = instance.resps[: instance.repeats]
+            instance.filtered_resps = {self.filter: [next(filtered) for _ in texts]}
         return None
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
@@ -79,13 +78,7 @@ class SweptTask(compat.GenerateTask):
         outcomes, extracted = [], []
         for response in responses:
             scores = compat.score_response(self, super().process_results, doc, response)
-            if self.metric not in scores or float(scores[self.metric]) not in (0.0, 1.0):
-                numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
-                raise InputError(
-                    f"task {self.task_name}: {self.metric} is not a metric with values 0 and 1; choose another with "
-                    f"--metric, of {numbers}"
-                )
-            outcomes.append(bool(scores[self.metric]))
+            outcomes.append(tries.is_right(self, scores, self.metric))
             extracted.append(str(scores.get("extracted", "")))
         return {"outcomes": outcomes, "extracted": extracted}
 
@@ -96,12 +89,6 @@ class SweptTask(compat.GenerateTask):
     def higher_is_better(self) -> dict[str, bool]:
         """Return that higher is better."""
         return {"outcomes": True, "extracted": True}
-
-    def _filtered(self, singles: list[Instance]) -> list[Any]:
-        """Filter instances with one response each."""
-        (ensemble,) = compat.filters(self)
-        ensemble.apply(singles)
-        return [single.filtered_resps[self.filter] for single in singles]
 
 
 def swept(
@@ -115,16 +102,11 @@ def swept(
         question_field: document field with the question; default: the task's metadata, else `question`.
         split: name of the evaluated split; default: the task's own.
     """
-    filters = [ensemble.name for ensemble in compat.filters(task)]
-    metric_name, _, filter_name = (metric or "").partition(",")
-    if filter_name and filter_name not in filters:
-        raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
+    metric_name, filter_name = tries.choose_metric(task, metric)
     kind = type(task)
     result: Any = task
     result.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
-    result.metric = metric_name or _default_metric(task)
-    result.filter = filter_name or filters[0]
-    compat.keep_filter(result, result.filter)
+    result.metric, result.filter = metric_name, filter_name
     declared = (task.get_config("metadata") or {}).get("question_field")
     result.question_field = str(question_field or declared or "question")
     result.split = split or str(task.get_config("test_split") or task.get_config("validation_split"))
@@ -132,13 +114,8 @@ def swept(
     # score an empty answer, so that a wrong metric is refused before the model generates anything
     doc = result.eval_docs[0]
     empty = compat.request("generate_until", ("", {}), result.task_name, 0, doc=doc, resps=[""])
-    result.score_tries(doc, result._filtered([empty]))
+    result.score_tries(doc, tries.filtered(result, [empty]))
     return result
-
-
-def _default_metric(task: Task) -> str:
-    names = [entry["metric"] for entry in task.get_config("metric_list") or []]
-    return "exact_match" if "exact_match" in names or not names else str(names[0])
 
 
 def configure(task: SweptTask, repeats: int, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def test_probe_pruning_chooses_what_it_chooses_on_a_cpu(state: str, planned: boo
 
     def logits(device: str) -> torch.Tensor:
         with plan.applied_to(model), one.applied_to(model), torch.no_grad():
-            return torch.cat([model(**inputs).logits[:, -1] for _, _, inputs in text.inputs(model.to(device))]).cpu()
+            return torch.cat([model(**inputs).logits[:, -1] for _, inputs in text.inputs(model.to(device))]).cpu()
 
     torch.testing.assert_close(logits("cpu"), logits(DEVICE), **NEAR)
 

@@ -1,0 +1,300 @@
+"""A model's own answers to training questions: calibration text of pruners, and what a student learns.
+
+The decoding engine generates them, greedily or sampled by a seed, through `pruned-hf`, so they are in the answer store
+under the keys that any evaluation has: a killed run resumes, and other runs with the same model and questions find
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lmeval_prune.architectures import map_model
+from lmeval_prune.errors import InputError
+from lmeval_prune.models import generation
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.planning.texts import TextSource
+from lmeval_prune.pruners.calibration import CalibrationText, check_chat
+from lmeval_prune.pruners.options import TextOptions
+from lmeval_prune.pruners.schedule import Renew
+from lmeval_prune.tasks import compat, tries
+from lmeval_prune.tasks.prompts import prompt_of, training_documents
+
+logger = logging.getLogger(__name__)
+
+
+class Question(NamedTuple):
+    """A training question.
+
+    Attributes:
+        number: of its document; samples are drawn by it.
+        document: document of the task.
+        prompt: lm-eval's prompt.
+    """
+
+    number: int
+    document: Mapping[str, Any]
+    prompt: str
+
+
+class OwnAnswer(NamedTuple):
+    """A model's answer: token ids of prompt and answer with the end token, its text, and whether it was cut off."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    cut_off: bool
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are generated.
+
+    Attributes:
+        samples: answers to each question.
+        temperature: 0 for greedy answers.
+        max_gen_toks: tokens of an answer at most; None: the task's.
+        seed: of sampled answers.
+    """
+
+    samples: int = 1
+    temperature: float = 0.0
+    max_gen_toks: int | None = None
+    seed: int = 0
+
+    def settings(self, task: Any) -> dict[str, Any]:
+        """Return lm-eval's generation settings: the task's, with this length and temperature."""
+        settings = generation.without_sampling(dict(task.get_config("generation_kwargs") or {}))
+        if self.max_gen_toks:
+            names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_length")
+            settings = {name: value for name, value in settings.items() if name not in names}
+            settings["max_gen_toks"] = self.max_gen_toks
+        return settings | ({"do_sample": True, "temperature": self.temperature} if self.temperature else {})
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Asks models the questions of a task.
+
+    Attributes:
+        task: a loaded generative task.
+        tokenizer: of the models.
+        sampling: how answers are generated.
+        responses: folder of the answer store.
+        add_bos_token: as lm-eval's model_arg.
+    """
+
+    task: Any
+    tokenizer: Any
+    sampling: Sampling
+    responses: Path
+    add_bos_token: bool | None = None
+
+    def answers(self, model: Any, questions: Sequence[Question]) -> list[list[OwnAnswer]]:
+        """Return a model's answers to each question, from the store or generated now, with its interventions."""
+        bos = {} if self.add_bos_token is None else {"add_bos_token": self.add_bos_token}
+        engine = {"engine": "batched", "deterministic": True}
+        with _quiet_hf():
+            lm = PrunedHFLM(
+                model, tokenizer=copy.deepcopy(self.tokenizer), responses=str(self.responses), **engine, **bos
+            )
+        lm.seed = self.sampling.seed
+        try:
+            requests = [request for one in questions for request in [self._request(one)] * self.sampling.samples]
+            texts = lm.generate_until(requests)
+            records = lm.answering.stored("generate_until", requests)
+            pairs = zip(requests, texts, records, strict=True)
+            answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
+            assert lm.answering.store
+            lm.answering.store.compact()
+        finally:
+            lm.close()
+        size = self.sampling.samples
+        return [answers[start : start + size] for start in range(0, len(answers), size)]
+
+    def _request(self, question: Question) -> Any:
+        arguments = question.prompt, self.sampling.settings(self.task)
+        name, repeats = str(self.task.task_name), self.sampling.samples
+        return compat.request("generate_until", arguments, name, question.number, repeats, doc=dict(question.document))
+
+    def _answer(self, lm: PrunedHFLM, request: Any, text: str, record: Mapping[str, Any]) -> OwnAnswer:
+        params, _ = generation.engine_settings(lm, request.args[1])
+        prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
+        cut_off = bool(record.get("cut_off"))
+        tokens = record.get("tokens") or self._encoded(text, cut_off)
+        return OwnAnswer(prompt, tuple(tokens), text, cut_off)
+
+    def _encoded(self, text: str, cut_off: bool) -> list[int]:
+        """Tokenise an answer that was not generated by the engine, and add its end."""
+        end = [] if cut_off else [self.tokenizer.eos_token_id]
+        return [*self.tokenizer.encode(text, add_special_tokens=False), *end]
+
+    def outcomes(
+        self, questions: Sequence[Question], answers: Sequence[Sequence[OwnAnswer]], metric: str | None = None
+    ) -> list[list[bool]]:
+        """Return whether each answer is right, by the task's own filter and metric; `metric` as in `choose_metric`."""
+        name, _ = tries.choose_metric(self.task, metric)
+        documents = [one.document for one, several in zip(questions, answers, strict=True) for _ in several]
+        texts = [answer.text for several in answers for answer in several]
+        rights = iter(tries.outcomes(self.task, name, documents, texts))
+        return [[next(rights) for _ in several] for several in answers]
+
+
+@contextmanager
+def _quiet_hf() -> Iterator[None]:
+    """Silence the warnings of lm-eval's `hf` that a loaded model is given to it."""
+    hf_logger = logging.getLogger("lm_eval.models.huggingface")
+    hf_logger.disabled = True
+    try:
+        yield
+    finally:
+        hf_logger.disabled = False
+
+
+# --------------------------------------------------------------------------- calibration
+
+
+class OwnText(TextSource):
+    """Calibration text of a model's own answers to training questions of a task.
+
+    Args:
+        skeleton: the model, perhaps without weights.
+        tokenizer: of the model.
+        options: task, number of questions, sampling.
+        responses: folder of the answer store.
+
+    Raises:
+        InputError: the model does not generate, or the task has no suitable questions.
+    """
+
+    def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
+        check_generates(skeleton)
+        if options.apply_chat_template:
+            check_chat(tokenizer)
+        self.options = options
+        task, documents = training_documents(str(options.task))
+        check_generative(task)
+        numbers = list(range(len(documents)))
+        random.Random(options.seed).shuffle(numbers)
+        numbers = numbers[: options.windows]
+        if len(numbers) < options.windows:
+            logger.warning("%s has %d of %d training questions", options.task, len(numbers), options.windows)
+        chat = tokenizer if options.apply_chat_template else None
+        self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
+        sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
+        self.answerer = Answerer(task, tokenizer, sampling, responses, options.add_bos_token)
+
+    def of(self, model: Any) -> CalibrationText:
+        """Return the text of a model, with its interventions."""
+        options = self.options
+        answers = self.answerer.answers(model, self.questions)
+        tokenisation = {"apply_chat_template": options.apply_chat_template}
+        name = f"own answers to training questions of {options.task}"
+        return calibration_text(
+            name, answers, self.answerer.sampling, options.prompts_count, options.batch, tokenisation
+        )
+
+    def renewed(self, model: Any) -> Renew | None:
+        """Return the function that asks the model pruned so far again, every `regenerate` steps."""
+        every = self.options.regenerate
+        return (lambda step: None if (step - 1) % every else self.of(model)) if every else None
+
+
+def calibration_text(
+    name: str,
+    answers: Sequence[Sequence[OwnAnswer]],
+    sampling: Sampling,
+    prompts_count: bool,
+    batch: int = 8,
+    tokenisation: Mapping[str, Any] | None = None,
+) -> CalibrationText:
+    """Make calibration text of own answers, each with its prompt in a row; the arguments are recorded with it."""
+    flat = [answer for several in answers for answer in several]
+    about = {
+        "questions": len(answers),
+        "samples": sampling.samples,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "prompts_count": prompts_count,
+        "cut_off": sum(answer.cut_off for answer in flat),
+    }
+    rows = [(answer.prompt, answer.tokens) for answer in flat]
+    record = {**(tokenisation or {}), "own_answers": about}
+    return CalibrationText.from_answers(name, rows, batch, prompts_count, record)
+
+
+def check_generates(model: Any) -> None:
+    """Raise `InputError` for a model, perhaps without weights, that is no causal language model."""
+    if not map_model(model).predicts_next_token:
+        raise InputError(
+            f"own answers need a causal language model; this {model.config.model_type} model is none; leave out "
+            f"calibrate_on=own"
+        )
+
+
+def check_generative(task: Any) -> None:
+    """Raise `InputError` for a task whose questions are not answered by generated texts."""
+    if task.get_config("output_type") != "generate_until":
+        raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
+
+
+# --------------------------------------------------------------------------- what a student learns
+
+
+class Lesson(NamedTuple):
+    """What a student learns: token ids of a prompt and of an answer with its end token, and the question's place."""
+
+    question: int  # index in the list of questions
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+class Lessons(NamedTuple):
+    """Lessons of a teacher, the questions without any, and counts for a report."""
+
+    lessons: list[Lesson]
+    without: list[int]  # indices of the questions without an answer that is kept
+    counts: dict[str, int]
+
+
+def lessons_of(
+    answerer: Answerer,
+    teacher: Any,
+    questions: Sequence[Question],
+    keep: Literal["right", "all"] = "right",
+    metric: str | None = None,
+) -> Lessons:
+    """Return a teacher's sampled answers to questions as a student learns them.
+
+    An answer that was cut off has no end, and is not kept. Equal answers to a question are kept once.
+
+    Args:
+        answerer: task, tokenizer and sampling.
+        teacher: the model.
+        questions: training questions.
+        keep: `right`: answers that the task's own scorer finds right; `all`.
+        metric: as in `choose_metric`.
+    """
+    answers = answerer.answers(teacher, questions)
+    rights = answerer.outcomes(questions, answers, metric)
+    lessons, without = list[Lesson](), list[int]()
+    for index, (several, right) in enumerate(zip(answers, rights, strict=True)):
+        kept = [a for a, is_right in zip(several, right, strict=True) if not a.cut_off and (is_right or keep == "all")]
+        lessons += [Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in kept)]
+        without += [] if kept else [index]
+    counts = {
+        "questions": len(questions),
+        "answers": sum(map(len, answers)),
+        "right": sum(map(sum, rights)),
+        "cut_off": sum(answer.cut_off for several in answers for answer in several),
+        "kept": len(lessons),
+        "questions_without": len(without),
+    }
+    return Lessons(lessons, without, counts)

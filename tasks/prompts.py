@@ -1,0 +1,54 @@
+"""Prompts of documents as lm-eval writes them, and the training documents of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.tasks.loading import load_task, task_manager
+
+
+def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:
+    """Return lm-eval's prompt of a document with the task's examples, in the chat template of a tokenizer if given."""
+    shots = task.get_config("num_fewshot") or 0
+    if tokenizer is None:
+        return str(task.fewshot_context(document, shots))
+
+    def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    try:
+        return str(task.fewshot_context(document, shots, apply_chat_template=True, chat_template=as_chat))
+    except TemplateError as error:
+        raise InputError(f"the chat template fails ({first_line(error)}); leave the chat template out") from error
+
+
+def training_documents(name: str) -> tuple[Any, list[Any]]:
+    """Return a task and the documents of its training split; `InputError` if it has none."""
+    task = load_task(task_manager({"data_split": "train"}), name)
+    try:
+        return task, list(_documents(name, task))
+    except InputError:
+        raise
+    except Exception as error:  # tasks raise errors of any type
+        raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
+
+
+def _documents(name: str, task: Any) -> Any:
+    if "prune_data" in (
+        task.get_config("dataset_kwargs") or {}
+    ):  # a task of this package: `data_split` has chosen the split that is its test split
+        return task.test_docs()
+    if task.has_training_docs():
+        return task.training_docs()
+    raise InputError(f"task {name} has no training split; name another task, or give --text FILE")

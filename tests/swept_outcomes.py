@@ -1,0 +1,45 @@
+"""Outcome stores of sweeps, written without sweeping."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.sprint.outcomes import DENSE, OutcomeStore, Question
+
+
+def write_outcomes(folder: Path, z: dict[str, list[float]], model: dict[str, Any]) -> Path:
+    """Write a store with the outcomes of each column, 0, 1 or NaN (not run)."""
+    rows = max(map(len, z.values()))
+    questions = [
+        {**Question("toy", "train", n)._asdict(), "question": f"q{n}", "prompt": "p", "attributes": {}}
+        for n in range(rows)
+    ]
+    store = OutcomeStore(folder)
+    store.begin(model, {"toy": {}}, questions, list(z))
+    blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
+    store.add(
+        {**Question("toy", "train", n)._asdict(), "head": head, "outcome": bool(value), **blank}
+        for head, column in z.items()
+        for n, value in enumerate(column)
+        if not np.isnan(value)
+    )
+    return folder
+
+
+def drawn_outcomes(model_map: ModelMap, folder: Path | None = None, questions: int = 24, seed: int = 0) -> Path:
+    """Write a store of a model with drawn outcomes of all heads."""
+    heads = [f"{layer.label}H{head}" for layer in model_map.attention for head in range(layer.heads)]
+    draw = np.random.default_rng(seed)
+    z = {name: draw.integers(0, 2, questions).astype(float).tolist() for name in [DENSE, *heads]}
+    folder = folder or Path(tempfile.mkdtemp(prefix="outcomes"))
+    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights})
+
+
+def options_of(method: str, model_map: ModelMap) -> dict[str, Any]:
+    """Return the options without which a method cannot score a model."""
+    return {"outcomes": str(drawn_outcomes(model_map))} if method == "sweep" else {}

@@ -1,0 +1,244 @@
+"""GISP: scores and the joint ranking against literal loops in float64; which tokens count."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from lmeval_prune import InputError, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.cli import main
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.llm_pruner import gradients, projections_of
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import Part, parts_of
+from lmeval_prune.pruners.schedule import stages
+from tests.test_pruners import text_of
+from tests.tiny_models import tiny, tokens
+
+PAIRS = [([3, 9, 4], [7, 8, 2]), ([5], [6, 11, 13, 2]), ([12, 3, 3, 8, 10], [2])]  # prompts and answers
+
+
+def literal_gradients(model: Any, pairs: Any, prompts_count: bool) -> dict[str, torch.Tensor]:
+    """Gradients of the mean loss, token by token; of each text by itself, without padding."""
+    losses = []
+    for prompt, answer in pairs:
+        ids = [*prompt, *answer]
+        logits = model(torch.tensor([ids])).logits[0]
+        for position in range(1, len(ids)):
+            if prompts_count or position >= len(prompt):
+                row = logits[position - 1]
+                losses.append(row.exp().sum().log() - row[ids[position]])
+    model.zero_grad()
+    (sum(losses) / len(losses)).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def literal_scores(model: Any, grads: dict[str, torch.Tensor], normalize: str) -> dict[str, list[float]]:
+    """Σ|w·g| weight by weight of a llama with 4 heads of 8 columns, 2 keys and values, and 48 channels."""
+    parameters = dict(model.named_parameters())
+    scores: dict[str, list[float]] = {}
+
+    def terms(name: str, rows: range | None = None, columns: range | None = None) -> list[float]:
+        weight, grad = parameters[name].detach(), grads[name]
+        return [
+            abs(float(weight[i, j]) * float(grad[i, j]))
+            for i in rows or range(weight.shape[0])
+            for j in columns or range(weight.shape[1])
+        ]
+
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        heads, channels = [], []
+        for head in range(4):
+            mine, shared = range(8 * head, 8 * head + 8), range(8 * (head // 2), 8 * (head // 2) + 8)
+            own = terms(f"{attention}.q_proj.weight", mine) + terms(f"{attention}.o_proj.weight", None, mine)
+            half = terms(f"{attention}.k_proj.weight", shared) + terms(f"{attention}.v_proj.weight", shared)
+            size = {"size": len(own) + len(half) / 2, "released": 4 * 8 * 32, "none": 1}[normalize]
+            heads.append((math.fsum(own) + math.fsum(half) / 2) / size)
+        for channel in range(48):
+            one = range(channel, channel + 1)
+            own = terms(f"{mlp}.gate_proj.weight", one) + terms(f"{mlp}.up_proj.weight", one)
+            own += terms(f"{mlp}.down_proj.weight", None, one)
+            channels.append(math.fsum(own) / {"size": len(own), "released": 3 * 48, "none": 1}[normalize])
+        scores |= {f"heads.L{layer}": heads, f"channels.L{layer}": channels}
+    return scores
+
+
+@pytest.mark.parametrize("normalize", ["size", "released", "none"])
+@pytest.mark.parametrize("prompts_count", [True, False])
+def test_gisp_scores_are_those_of_a_loop_over_weights(normalize: str, prompts_count: bool) -> None:
+    model = tiny("llama")
+    model_map = map_model(model)
+    text = CalibrationText.from_answers("test", PAIRS, 2, prompts_count)
+    actual = make_pruner("gisp", {"normalize": normalize}).scores(model_map, text, parts_of(model_map), {}).values
+    expected = literal_scores(model, literal_gradients(model, PAIRS, prompts_count), normalize)
+    assert actual.keys() == expected.keys()
+    for key, values in expected.items():
+        # norms compute in float32
+        torch.testing.assert_close(actual[key], torch.tensor(values).double(), rtol=2e-5, atol=1e-12, msg=key)
+
+
+def test_gradients_of_answers_do_not_depend_on_batches_and_padding() -> None:
+    model_map = map_model(tiny("llama"))
+    projections = projections_of(parts_of(model_map))
+    results = []
+    for batch in (1, 2, 3):
+        text = CalibrationText.from_answers("test", PAIRS, batch, prompts_count=False)
+        results.append(gradients(model_map, text, projections, squared=True))
+        assert text.tokens == sum(len(answer) for _, answer in PAIRS)
+    for first, second in results[1:]:
+        for module in projections:
+            torch.testing.assert_close(first[module], results[0][0][module], rtol=1e-4, atol=1e-9)
+            torch.testing.assert_close(second[module], results[0][1][module], rtol=1e-4, atol=1e-9)
+
+
+def ranked(model_map: ModelMap, scores: dict[str, Any], ratio: float) -> tuple[set[str], dict[str, set[int]]]:
+    """Remove groups of heads and channels, lowest mean score first, until the parameters are nearest to the ratio."""
+    units = []
+    for part in parts_of(model_map):
+        size, cost = (2, part.cost("group")) if part.kind == "heads" else (1, part.cost("head"))
+        own = [
+            (sum(map(float, scores[part.key][start : start + size])) / size, part, range(start, start + size), cost)
+            for start in range(0, part.size, size)
+        ]
+        units += sorted(own, key=lambda unit: unit[0])[:-1]  # the last unit of a layer stays
+    units.sort(key=lambda unit: unit[0])
+    due = ratio * sum(
+        part.cost("group") * (part.size // (2 if part.kind == "heads" else 1)) for part in parts_of(model_map)
+    )
+    sums = [sum(unit[3] for unit in units[:count]) for count in range(len(units) + 1)]
+    count = min(range(len(sums)), key=lambda number: abs(sums[number] - due))
+    heads, channels = set[str](), dict[str, set[int]]()
+    for _, part, members, _ in units[:count]:
+        if part.kind == "heads":
+            heads |= {f"{part.label}H{member}" for member in members}
+        else:
+            channels.setdefault(part.label, set()).update(members)
+    return heads, channels
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5])
+def test_gisp_ranks_heads_and_channels_of_all_layers_together(ratio: float) -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
+    pruner = make_pruner("gisp", {})
+    (plan,) = stages(pruner, model_map, PruneOptions(ratio), text)
+    heads, channels = ranked(model_map, pruner.scores(model_map, text, parts_of(model_map), {}).values, ratio)
+    assert plan.provenance["options"]["allocation"] == "joint" and channels
+    assert {*plan.heads} == heads
+    assert {label: {*plan.channel_numbers(label)} for label in plan.channels} == channels
+
+
+def test_gisp_steps_score_what_is_left_and_are_nested() -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
+    pruner = make_pruner("gisp", {})
+    plans = list(stages(pruner, model_map, PruneOptions(0.4, steps=4), text))
+    for earlier, later in pairwise(plans):
+        assert {*earlier.heads} <= {*later.heads}
+        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
+    removed = {
+        f"heads.{x.label}": {int(h.partition("H")[2]) for h in plans[-2].heads if h.startswith(f"{x.label}H")}
+        for x in model_map.attention
+    }
+    removed |= {f"channels.{label}": {*plans[-2].channel_numbers(label)} for label in plans[-2].channels}
+    with plans[-2].applied_to(model_map.model):
+        again = pruner.scores(model_map, text, parts_of(model_map), removed).values
+    for key, values in again.items():
+        torch.testing.assert_close(plans[-1].scores[key], values)
+
+
+def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:
+    """Without biases; so joint ranks by what a parameter is worth."""
+    model_map = map_model(tiny("llama"))
+    sizes = {part.key: divisor for part, divisor in make_pruner("gisp", {})._divisors(parts_of(model_map))}  # type: ignore[attr-defined]
+    for part in parts_of(model_map):
+        members = 2 if part.kind == "heads" else 1
+        assert float(sizes[part.key][:members].sum()) == part.cost("group")
+
+
+def test_joint_is_for_any_method_and_one_budget_of_parameters() -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    (plan,) = stages(make_pruner("random", {}), model_map, PruneOptions(0.3, allocation="joint"))
+    drawn = make_pruner("random", {}).scores(model_map, None, parts_of(model_map), {}).values
+    heads, _ = ranked(model_map, drawn, 0.3)
+    assert {*plan.heads} == heads
+    with pytest.raises(InputError, match="allocation=joint counts parameters"):
+        PruneOptions(0.3, budget="heads", allocation="joint")
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda m: make_pruner("gisp", {"normalize": "block"}), "normalize='block' must be size, released or none"),
+        (lambda m: list(stages(make_pruner("gisp", {}), m, PruneOptions(0.2))), "gisp needs a calibration text"),
+        (
+            lambda m: list(stages(make_pruner("gisp", {}), map_model(tiny("bert")), PruneOptions(0.2), text_of())),
+            "gisp needs the loss of a causal language model; this bert",
+        ),
+        (
+            lambda m: make_pruner("gisp", {}).scores(
+                m, CalibrationText.from_answers("t", [([3, 4], [])], 1, False), parts_of(m), {}
+            ),
+            "no token that follows another one",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(action: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        action(map_model(tiny("llama")))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["flap", "norm_entropy", "confidence", "slimgpt", "wanda_sp"])
+def test_statistics_are_those_of_the_tokens_that_count(name: str) -> None:
+    """Other tokens are read, too: the statistics of an answer are those in the presence of its prompt."""
+    model_map = map_model(tiny("llama"))
+    pruner = make_pruner(name, {})
+    parts = parts_of(model_map, ["heads"]) if pruner.heads_only else parts_of(model_map)
+
+    def scores(prompts_count: bool, batch: int = 2) -> dict[str, torch.Tensor]:
+        text = CalibrationText.from_answers("test", PAIRS, batch, prompts_count)
+        return pruner.scores(model_map, text, parts, {}).values
+
+    every, answers = scores(True), scores(False)
+    assert all(not torch.allclose(every[key], answers[key]) for key in every)
+    for key, values in scores(False, batch=1).items():
+        torch.testing.assert_close(values, answers[key])
+
+
+def test_moments_of_answers_by_hand() -> None:
+    """Mean square of the inputs of a projection over the positions of answers."""
+    model = tiny("llama")
+    block = map_model(model).feed_forward[1]
+    recorded: list[torch.Tensor] = []
+    handle = block.down.register_forward_pre_hook(lambda _, args: recorded.append(args[0][0]))
+    for prompt, answer in PAIRS:
+        with torch.no_grad():
+            model(torch.tensor([[*prompt, *answer]]))
+    handle.remove()
+    rows = torch.cat([x[len(prompt) :] for x, (prompt, _) in zip(recorded, PAIRS, strict=True)])
+    text = CalibrationText.from_answers("test", PAIRS, 2, prompts_count=False)
+    actual = make_pruner("flap", {"metric": "ifv"}).scores(map_model(model), text, [Part(block)], {}).values
+    torch.testing.assert_close(actual["channels.L1"], rows.var(0, correction=0))
+
+
+def test_the_record_of_a_text_says_what_counts() -> None:
+    every, answers = (CalibrationText.from_answers("t", PAIRS, 2, each).record() for each in (True, False))
+    assert every["sha256"] != answers["sha256"] and every["windows"] == answers["windows"] == 3
+    assert (every["tokens"], answers["tokens"]) == (17, 8)
+    plain = CalibrationText.from_windows("t", tokens(3, 4))
+    assert plain.record()["sha256"] == CalibrationText("t", plain.batches).record()["sha256"]
+
+
+def test_the_command_prunes_by_gisp(tiny_folder: Any, tmp_path: Any) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    words = ["prune", "--pretrained", str(tiny_folder), "--method", "gisp", "--ratio", "0.3", "--steps", "2", "--text",
+             str(tmp_path / "text.txt"), "--windows", "2", "--tokens", "16", "--output", str(tmp_path / "p.json")]  # fmt: skip
+    assert main(words) == 0

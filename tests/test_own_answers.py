@@ -1,0 +1,306 @@
+"""Own answers: those of `generate`, sampled by a seed, from the store after a kill, as calibration text and lessons."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import InputError, Plan
+from lmeval_prune.cli import main
+from lmeval_prune.decoding import Engine
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.planning.own_answers import Answerer, OwnText, Question, Sampling, calibration_text, lessons_of
+from lmeval_prune.pruners.options import TextOptions
+from lmeval_prune.tasks.prompts import prompt_of, training_documents
+from tests.kills import killing_after
+from tests.tiny_models import tiny
+
+LENGTH = 12
+
+
+def task_file(folder: Path, answers: dict[int, str] | None = None, **changes: Any) -> str:
+    """Write a task with 20 training questions and return its path; `answers` replaces the answer of some."""
+    folder.mkdir(exist_ok=True)
+    rows = [
+        {"question": f"What is {n} + {n}?", "answer": (answers or {}).get(n, str(2 * n)), "n": n} for n in range(20)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(folder / "rows.jsonl"), "cache_dir": str(folder)},
+        "training_split": "train",
+        "test_split": "train",
+        "output_type": "generate_until",
+        "doc_to_text": "Asked: {{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\u0000"], "max_gen_toks": LENGTH, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+        **changes,
+    }
+    path = folder / "sums.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML
+    return str(path)
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> str:
+    return task_file(tmp_path / "task")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64).eval()
+
+
+def own_text(folder: Path, name: str, model: Any, tokenizer: Any = None, **options: Any) -> OwnText:
+    settings = TextOptions(calibrate_on="own", task=name, windows=options.pop("windows", 6), **options)
+    return OwnText(model, tokenizer, settings, folder)
+
+
+def answerer(tiny_folder: Path, folder: Path, name: str, **sampling: Any) -> tuple[Answerer, list[Question]]:
+    task, documents = training_documents(name)
+    questions = [Question(n, document, prompt_of(task, document)) for n, document in enumerate(documents)]
+    return Answerer(task, AutoTokenizer.from_pretrained(tiny_folder), Sampling(**sampling), folder), questions
+
+
+def generated(model: Any, prompt: tuple[int, ...]) -> list[int]:
+    """Return what `generate` answers greedily."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = model.generate(ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def test_greedy_answers_are_those_of_generate(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
+    """In the task's prompts, with the chat template and without."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    for chat in (False, True):
+        own = own_text(tmp_path / "store", sums, model, tokenizer, apply_chat_template=chat)
+        text = own.of(model)
+        (ids, real), *_ = text.batches
+        for question, row, mask in zip(own.questions, ids, real.bool(), strict=True):
+            prompt = f"Asked: What is {question.document['n']} + {question.document['n']}?"
+            expected = tokenizer.encode(f"u: {prompt}\na:" if chat else prompt)
+            assert row[mask].tolist() == [*expected, *generated(model, tuple(expected))]
+    assert len({question.number for question in own.questions}) == 6
+    about = text.record()
+    assert about["text"].startswith("own answers to training questions of") and about["windows"] == 6
+    assert about["own_answers"]["questions"] == 6 and about["own_answers"]["temperature"] == 0
+
+
+def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    every = own_text(tmp_path / "store", sums, model, tokenizer).of(model)
+    own = own_text(tmp_path / "store", sums, model, tokenizer, prompts_count=False)
+    answers = own.of(model)
+    for whole, part in zip(every, answers, strict=True):
+        assert torch.equal(whole.ids, part.ids) and torch.equal(whole.real, part.real)
+        assert torch.equal(whole.counted, whole.real)
+        for row, question in enumerate(own.questions):
+            start = len(tokenizer.encode(question.prompt))
+            assert part.counted[row, :start].sum() == 0
+            assert torch.equal(part.counted[row, start:], part.real[row, start:])
+    assert every.record()["sha256"] != answers.record()["sha256"]
+
+
+def test_samples_are_drawn_by_the_seed_and_found_again(
+    tiny_folder: Path, sums: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(store: str, seed: int, samples: int = 4) -> list[list[Any]]:
+        settings = {"samples": samples, "temperature": 2.0, "max_gen_toks": 8, "seed": seed}
+        own, questions = answerer(tiny_folder, tmp_path / store, sums, **settings)
+        return own.answers(model, questions[:5])
+
+    first, other = answers("a", 1), answers("a", 2)
+    assert [len(several) for several in first] == [4] * 5
+    assert all(len({answer.tokens for answer in several}) > 1 for several in first)
+    assert all(len(answer.tokens) <= 8 for several in first for answer in several)
+    assert first != other and answers("b", 1) == first
+    monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("answers were decoded again"))
+    assert answers("a", 1) == first  # all from the store, by the key of any evaluation
+    assert answers("a", 1, samples=2) == [several[:2] for several in first]
+
+
+def test_killed_answers_resume_where_they_were(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
+    """SIGKILL at several moments; the text in the end is that of an uninterrupted run."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    sampling = {"samples": 2, "sample_temperature": 1.0}
+    whole = own_text(tmp_path / "whole", sums, model, tokenizer, **sampling).of(model)
+    stored = []
+    for moment in (3, 4):
+        child = os.fork()
+        if child == 0:
+            AnswerStore.add = killing_after(moment)(AnswerStore.add)  # type: ignore[method-assign]
+            own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        stored.append(len({record["key"] for record in read_answers(tmp_path / "killed")}))
+    assert stored == [3, 7]
+    resumed = own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
+    assert resumed.record() == whole.record()
+
+
+def test_answers_that_the_engine_did_not_generate_are_tokenised(
+    tiny_folder: Path, sums: str, tmp_path: Path, model: Any
+) -> None:
+    """As `hf` stores them: a text without tokens."""
+    own, questions = answerer(tiny_folder, tmp_path / "store", sums)
+    ((answer,),) = own.answers(model, questions[:1])
+    (tmp_path / "store" / "answers.parquet").unlink()
+    store = AnswerStore(tmp_path / "store")
+    key = next(iter(_keys(own, model, questions[:1])))
+    store.add(key, "It is 7.", {"kind": "generate_until", "task": "sums", "length": 9, "cut_off": False})
+    store.close()
+    ((again,),) = own.answers(model, questions[:1])
+    assert again.text == "It is 7." and again.prompt == answer.prompt
+    assert list(again.tokens) == [*own.tokenizer.encode("It is 7."), own.tokenizer.eos_token_id]
+
+
+def _keys(own: Answerer, model: Any, questions: list[Question]) -> set[str]:
+    folder = own.responses.with_name("keys")
+    copied = Answerer(own.task, own.tokenizer, own.sampling, folder)
+    copied.answers(model, questions)
+    return {record["key"] for record in read_answers(folder)}
+
+
+# --------------------------------------------------------------------------- pruning
+
+
+def prune(tiny_folder: Path, output: Path, name: str, *words: str) -> int:
+    command = ["prune", "--pretrained", str(tiny_folder), "--ratio", "0.3", "--task", name, "--calibrate_on", "own"]
+    return main([*command, "--windows", "5", "--output", str(output), *words])
+
+
+@pytest.mark.parametrize("method", ["slimgpt", "gisp", "norm_entropy"])
+def test_the_command_prunes_on_own_answers(tiny_folder: Path, sums: str, tmp_path: Path, method: str) -> None:
+    assert prune(tiny_folder, tmp_path / "plan.json", sums, "--method", method, "--prompts_count", "false") == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    about = plan.provenance["calibration"]
+    assert about["own_answers"]["prompts_count"] is False and about["windows"] == 5
+    assert len(list(read_answers(tmp_path / "plan.responses"))) == 5
+    assert main(["importance", "--pretrained", str(tiny_folder), "--task", sums, "--calibrate_on", "own", "--windows",
+                 "5", "--responses", str(tmp_path / "plan.responses"), "--output", str(tmp_path / "s.json")]) == 0  # fmt: skip
+    assert len(list(read_answers(tmp_path / "plan.responses"))) == 5  # shared
+
+
+@pytest.mark.parametrize(("regenerate", "texts"), [(1, 3), (2, 2), (0, 1)])
+def test_the_model_pruned_so_far_answers_again(
+    tiny_folder: Path, sums: str, tmp_path: Path, regenerate: int, texts: int
+) -> None:
+    words = ["--method", "flap", "--steps", "3", "--regenerate", str(regenerate)]
+    assert prune(tiny_folder, tmp_path / "plan.json", sums, *words) == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    hashes = [plan.provenance["calibration"]["sha256"]]
+    hashes += [stage["calibration"]["sha256"] for stage in plan.provenance["stages"] if "calibration" in stage]
+    assert len(hashes) == texts == len({*hashes})
+
+
+def test_answers_of_a_pruned_model_are_those_of_its_plan(
+    tiny_folder: Path, sums: str, tmp_path: Path, model: Any
+) -> None:
+    """Also with the biases that make up for what was removed."""
+    plan = Plan("L0H0+L0H1", {"L1": "0-9"}, compensation={"L0.o_proj.bias": torch.ones(32, dtype=torch.float64)})
+    own, questions = answerer(tiny_folder, tmp_path / "store", sums)
+    dense = own.answers(model, questions[:4])
+    with plan.applied_to(model):
+        pruned = own.answers(model, questions[:4])
+        for (answer,), (other,) in zip(pruned, dense, strict=True):
+            assert list(answer.tokens) == generated(model, answer.prompt)
+            assert answer.prompt == other.prompt
+    assert pruned != dense
+
+
+# --------------------------------------------------------------------------- lessons
+
+
+def test_lessons_are_answers_that_the_task_finds_right(tiny_folder: Path, tmp_path: Path, model: Any) -> None:
+    """The targets are the model's own answers to some questions, and wrong for others; equal answers count once."""
+    settings = {"samples": 3, "temperature": 1.5, "max_gen_toks": 3, "seed": 5}
+    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "a"), **settings)
+    answers = own.answers(model, questions)
+    texts = [[answer.text for answer in several] for several in answers]
+    gold = {n: texts[n][n % 3] for n in range(0, 20, 2)}
+    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "b", gold), **settings)
+    result = lessons_of(own, model, questions)
+    expected, without = [], []
+    for n, several in enumerate(answers):
+        right = [a for a in several if n in gold and a.text == gold[n] and not a.cut_off]
+        expected += [(n, *pair) for pair in dict.fromkeys((a.prompt, a.tokens) for a in right)]
+        without += [] if right else [n]
+    assert [tuple(lesson) for lesson in result.lessons] == expected
+    assert result.without == without and {*range(1, 20, 2)} <= {*without}
+    assert result.counts["questions"] == 20 and result.counts["answers"] == 60
+    assert result.counts["right"] == sum(text == gold.get(n) for n, several in enumerate(texts) for text in several)
+    assert result.counts["kept"] == len(expected) and result.counts["questions_without"] == len(without)
+    everything = lessons_of(own, model, questions, keep="all")
+    assert {lesson.question for lesson in everything.lessons} >= {lesson.question for lesson in result.lessons}
+    assert all(
+        len({lesson.answer for lesson in everything.lessons if lesson.question == n})
+        == len({a.tokens for a in answers[n] if not a.cut_off})
+        for n in range(20)
+    )
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"calibrate_on": "own"}, "own answers need the questions of a task; give --task NAME"),
+        ({"calibrate_on": "own", "text": "file"}, "own answers need the questions of a task"),
+        ({"calibrate_on": "own", "task": "t", "tokens": 64}, "leave out tokens .max_gen_toks limits an answer"),
+        ({"calibrate_on": "own", "task": "t", "samples": 4}, "samples=4 greedy answers .*give a sample_temperature"),
+        ({"task": "t", "samples": 4, "sample_temperature": 1.0}, "samples is for own answers; add --calibrate_on own"),
+        ({"task": "t", "prompts_count": False}, "prompts_count is for own answers"),
+        ({"task": "t", "responses": "folder"}, "responses is for own answers"),
+        ({"calibrate_on": "mine"}, "calibrate_on='mine' must be task or own"),
+        ({"calibrate_on": "own", "task": "t", "sample_temperature": -1}, "sample_temperature=-1"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(settings: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        TextOptions(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_answer_is_refused_before_weights_are_loaded(
+    tiny_folder: Path, tmp_path: Path, sums: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str, *words: str) -> str:
+        capsys.readouterr()
+        assert prune(tiny_folder, tmp_path / "plan.json", name, "--method", "flap", *words) == 2
+        return str(capsys.readouterr().err.strip().splitlines()[-1])  # after lm-eval's warnings
+
+    monkeypatch.setattr("lmeval_prune.checkpoints.skeleton.with_weights", lambda *_: pytest.fail("loaded"))
+    choice = {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "doc_to_target": 0}
+    assert "is not generative" in refused(task_file(tmp_path / "c", **choice))
+    assert "has no training split" in refused(task_file(tmp_path / "c", training_split=None))
+    assert "no_such_task" in refused("no_such_task")
+    for family in ("bert", "bart"):
+        with pytest.raises(InputError, match=f"need a causal language model; this {family} model is none"):
+            own_text(tmp_path, sums, tiny(family))
+
+
+def test_a_metric_that_is_not_right_or_wrong_is_refused(
+    tiny_folder: Path, sums: str, tmp_path: Path, model: Any
+) -> None:
+    own, questions = answerer(tiny_folder, tmp_path / "store", sums)
+    with pytest.raises(InputError, match=r"length is not a metric with values 0 and 1; .*exact_match="):
+        own.outcomes(questions[:2], own.answers(model, questions[:2]), "length")
+
+
+def test_text_of_several_answers_names_their_number(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
+    own, questions = answerer(tiny_folder, tmp_path / "store", sums, samples=3, temperature=1.0)
+    answers = own.answers(model, questions[:4])
+    about = calibration_text("t", answers, own.sampling, True).record()
+    assert about["windows"] == 12 and about["own_answers"]["questions"] == 4 and about["own_answers"]["samples"] == 3

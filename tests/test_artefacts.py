@@ -52,6 +52,7 @@ from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
+from lmeval_prune.distillation import lessons
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
 from lmeval_prune.errors import DiskError
@@ -694,6 +695,13 @@ def _distillation(folder: Path) -> Kind:
     return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
+def _lessons(folder: Path) -> Kind:
+    text = {"ids": [5, 6, 7], "start": 2}
+    content = {"texts": {"train": [text, text], "validation": [text]}, "counts": {"train": {"kept": 2}}}
+    write_artefact(folder / "lessons.json", lessons.SCHEMA, lessons.VERSION, content)
+    return Kind([folder / "lessons.json"], lambda: str(lessons.read_lessons(folder)))
+
+
 def _begun(folder: Path) -> Kind:
     write_text(folder / "options.json", json.dumps({"epochs": 1, "train": ["a"]}))
     return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
@@ -767,6 +775,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "grid": _grid,
     "athena": _athena,
     "distillation": _distillation,
+    "lessons": _lessons,
     "begun": _begun,
     "results": _results,
     "layers": _layers,

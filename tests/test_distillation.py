@@ -392,7 +392,7 @@ def test_student_heads_are_compared_with_their_teacher_heads(
 
 def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
-    target = PruneOptions(0.5, steps=3)
+    target = PruneOptions(0.5, steps=3, budget="heads")
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
         assert stage_pruning(
             target, 1 if left == 24 else 2, base, _left(base, left), allocation
@@ -671,10 +671,10 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
 # ---------------------------------------------------------------- refusals
 
 
-def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> None:
-    (about,) = re.findall(r"\n +method: (.+?)\n +options: ", DistillOptions.__doc__ or "", re.DOTALL)
+def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
+    (about,) = re.findall(r"\n +budget: (.+?)\n +parts: ", DistillOptions.__doc__ or "", re.DOTALL)
     by_layer = {name for name in PRUNERS if issubclass(pruner_class(name), SequentialPruner)}
-    assert by_layer == set(PRUNERS) & set(re.findall(r"\w+", about.partition(";")[2]))
+    assert by_layer == set(PRUNERS) & set(re.findall(r"\w+", about.partition("needed by")[2]))
 
 
 @pytest.mark.parametrize(
@@ -689,8 +689,16 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
         ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
         ({"method": "norm_entropi"}, "did you mean 'norm_entropy'"),
         ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
-        ({"method": "slimgpt"}, "slimgpt scores layer by layer"),
-        ({"method": "wanda_sp"}, "wanda_sp scores layer by layer"),
+        ({"method": "slimgpt"}, "slimgpt counts parameters; give --budget parameters"),
+        ({"method": "wanda_sp"}, "wanda_sp counts parameters; give --budget parameters"),
+        ({"method": "slimgpt", "budget": "parameters", "steps": 2}, "goes through the layers once; leave out --steps"),
+        ({"method": "sweep", "options": {"outcomes": "swept"}}, "sweep scores one model, .*give --stages 1"),
+        ({"method": "sweep", "stages": 1}, "give --outcomes FOLDER"),
+        ({"calibrate_on": "own"}, "calibrate_on is for language models"),
+        ({"train_on": "teacher"}, "train_on is for language models"),
+        ({"budget": "parameters", "ffn_ratio": 0.2}, "leave out ffn_ratio and ffn_multiple"),
+        ({"budget": "parameters", "ratio": 0.99}, "would take all heads of a layer"),
+        ({"skip_first": 1}, "skip_first is for --budget parameters"),
         ({"method": "flap", "options": {"reference": True}}, "allocates by flap_reference, which counts parameters"),
         ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
         ({"trainer": {"seed": 3}}, "seed follows from the other options"),
@@ -721,7 +729,12 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
         ({"temperature": 0.0}, "temperature=0.0 must be"),
         ({"ratio": 1.0}, "ratio=1.0 must be a number, at least 0 and below 1"),
         ({"stages": 0}, "stages=0 must be a whole number, at least 1"),
-        ({"allocation": "log"}, "allocation='log' must be global or uniform"),
+        ({"allocation": "log"}, "allocation=log counts parameters; leave out --budget heads"),
+        ({"unit": "layer"}, "unit='layer' must be head, group or balanced"),
+        ({"samples": 4}, "samples=4 greedy answers"),
+        ({"samples": 4, "sample_temperature": 1.0}, "samples is for calibrate_on=own or train_on=teacher"),
+        ({"keep_answers": "all"}, "keep_answers is for train_on=teacher"),
+        ({"prompts_count": False, "train_on": "teacher"}, "prompts_count is for calibrate_on=own"),
     ],
 )
 def test_mistakes_are_one_line_before_any_weights_are_read(

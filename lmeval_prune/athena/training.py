@@ -26,6 +26,7 @@ from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_settings,
+    default_settings,
     report_full_disk,
     result_settings,
     write_options,
@@ -142,7 +143,8 @@ def train(options: TrainOptions) -> Athena:
     work = target.with_name(f"{target.name}.training")
     settings = result_settings(options)
     if target.exists():
-        check_same_settings(settings, checkpoint.describe(target).get("options", {}), target)
+        stored = checkpoint.describe(target).get("options", {})
+        check_same_settings(settings, stored, target, default_settings(TrainOptions))
     else:
         with output_lock(target), report_full_disk(work):
             checkpoint.write(_train_model(options, settings, work), target)
@@ -154,7 +156,7 @@ def train(options: TrainOptions) -> Athena:
 
 def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     """Train a model with checkpoints in `work`."""
-    check_resumable(work, settings)
+    check_resumable(work, settings, default_settings(TrainOptions))
     split = ProblemSplit.load(options)
     set_seed(options.seed)
     model = checkpoint.begin(

@@ -23,7 +23,10 @@ from lmeval_prune.tasks.data import load
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import TrainingQuestions
 
-_LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}  # with their defaults
+_LANGUAGE_OPTIONS = {  # with their defaults
+    **{"task": None, "chat": False, "answer": "{}", "answer_field": None},
+    **{"calibrate_on": "task", "train_on": "task"},
+}
 
 
 class AthenaHost(Host):

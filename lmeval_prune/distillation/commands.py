@@ -37,7 +37,7 @@ def distill(**options: Any) -> int:
         if distance := stage.get("distance"):  # stages of earlier versions lack it
             shown = cells(distance)
             print(f"  from the unpruned model: mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%")
-    if heads < share_of(settings.ratio, total_heads):
+    if settings.budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]

@@ -70,6 +70,7 @@ class TrainingExamples:
     lengths: Sequence[int]  # number of tokens of each training example
     note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
     problems: Sequence[Any] = ()  # validation problems, for a host that solves them
+    questions: Sequence[Any] = ()  # training problems that a model can be asked
 
 
 class Host(ABC):
@@ -205,11 +206,26 @@ class Host(ABC):
         """Return texts on which next-token distributions are compared; empty for a host without such."""
         return []
 
-    def calibration(self, examples: TrainingExamples) -> CalibrationText:
-        """Draw training examples by the seed as calibration text of the pruner."""
-        generator = torch.Generator().manual_seed(self.options.seed)
-        order = torch.randperm(len(examples.train), generator=generator).tolist()
-        drawn = [examples.train[index] for index in order[: self.options.calibration]]
+    def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
+        """Raise an `InputError` if models cannot be asked the training problems."""
+
+    def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
+        """Ask the first teacher the training and validation problems, and write what a student learns to a folder."""
+        raise NotImplementedError
+
+    def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
+        """Return examples of what the teacher answered; `InputError` if too little of it is kept."""
+        raise NotImplementedError
+
+    def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
+        """Draw training examples by the seed as calibration text of the pruner; other arguments as in `cut_stage`."""
+        drawn = self.drawn(examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]
         pairs = tuple((batch["input_ids"], batch["attention_mask"]) for batch in batches)
         return CalibrationText(f"{len(drawn)} training problems", pairs)
+
+    def drawn(self, examples: Sequence[Any]) -> list[Any]:
+        """Draw as many examples by the seed as `calibration` says."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        return [examples[index] for index in order[: self.options.calibration]]

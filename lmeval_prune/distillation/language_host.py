@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,18 @@ from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
+from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import tokenizer_fingerprint
-from lmeval_prune.pruners.calibration import encode
+from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
+from lmeval_prune.planning.texts import responses_folder
+from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.loading import load_task, task_manager
-from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_key
+from lmeval_prune.tasks.prompts import prompt_of
+from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
 
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
@@ -113,28 +118,29 @@ class LanguageHost(Host):
         drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, test_name)
         random.Random(options.seed).shuffle(drawn)
         drawn = drawn[: options.limit]
-        pairs = [(self._text(row), question_key(row)) for row in drawn]
-        pairs = [(x, key) for x, key in pairs if len(x.ids) <= options.max_length and x.start < len(x.ids)]
+        problems = [self._problem(number, row) for number, row in enumerate(drawn)]
+        problems = [x for x in problems if len(x.ids) <= options.max_length and x.start < len(x.ids)]
         share = 0.1 if options.validation is None else options.validation
-        count = round(share * len(pairs))
-        (validation, validation_keys), (train, train_keys) = (
-            ([text for text, _ in part], frozenset(key for _, key in part)) for part in (pairs[:count], pairs[count:])
+        count = round(share * len(problems))
+        validation, train = problems[:count], problems[count:]
+        train_keys, validation_keys = (
+            question_keys(problem.question.document for problem in part) for part in (train, validation)
         )
         questions = self.all_questions(TrainingQuestions(train_keys, validation_keys), rows.test, test_name)
         if not train or (share and not validation):
             raise InputError(
-                f"{len(pairs)} of {len(drawn)} problems are too few to train and validate; raise limit, validation or "
-                f"max_length"
+                f"{len(problems)} of {len(drawn)} problems are too few to train and validate; raise limit, validation "
+                f"or max_length"
             )
         note = {
             "train": len(train),
             "validation": len(validation),
-            "too_long": len(drawn) - len(pairs),
+            "too_long": len(drawn) - len(problems),
             "repeated": repeated,
             "splits": {"task": options.task, "test": options.test, "train": rows.names},
             **questions.to_artefact(),
         }
-        return TrainingExamples(train, validation, [len(text.ids) for text in train], note)
+        return TrainingExamples(train, validation, [len(text.ids) for text in train], note, questions=train)
 
     def _rows(self) -> Rows:
         """Load the task's training and test documents."""
@@ -171,31 +177,18 @@ class LanguageHost(Host):
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""
-
-        def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )
-
-        shots = self.task.get_config("num_fewshot") or 0
-        if not self.options.chat:
-            return str(self.task.fewshot_context(row, shots))
-        if not self.tokenizer.chat_template:
+        if self.options.chat and not self.tokenizer.chat_template:
             raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
-        return str(self.task.fewshot_context(row, shots, apply_chat_template=True, chat_template=as_chat))
+        return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
-    def _text(self, row: dict[str, Any]) -> Text:
+    def _problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenize a prompt and its answer."""
         delimiter = "" if self.options.chat else self.task.get_config("target_delimiter")
         answer = delimiter + self.options.answer.replace("{}", self._target(row))
-        question = encode(self.tokenizer, self._prompt(row))
+        prompt = self._prompt(row)
+        start = encode(self.tokenizer, prompt)
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return Text([*question, *ids, self.tokenizer.eos_token_id], len(question))
+        return Problem(Question(number, row, prompt), [*start, *ids, self.tokenizer.eos_token_id], len(start))
 
     def _target(self, row: dict[str, Any]) -> str:
         """Return the answer to learn: a field of the document, or the task's target."""
@@ -208,6 +201,50 @@ class LanguageHost(Host):
         if isinstance(target, int):
             target = self.task.doc_to_choice(row)[target]
         return str(target[0] if isinstance(target, list) and target else target)
+
+    @cached_property
+    def answerer(self) -> Answerer:
+        """Asks models the training problems."""
+        options = self.options
+        sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
+        return Answerer(self.task, self.tokenizer, sampling, responses_folder(options.responses, Path(options.output)))
+
+    @override
+    def check_answers(self) -> None:
+        if self.options.task is None:
+            raise InputError("answers of a model are to the problems of a task; give task")
+        check_generative(self.task)
+
+    @override
+    def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
+        parts = {"train": examples.questions, "validation": [x for x in examples.validation if isinstance(x, Problem)]}
+        teacher: Any = self.read(self.options.teacher or self.options.pretrained)
+        write_lessons(work, self.answerer, teacher.to(device), parts, self.options)
+
+    @override
+    def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
+        lessons = read_lessons(work) or {}
+        train, validation = ([Text(**text) for text in lessons["texts"][part]] for part in ("train", "validation"))
+        if not train or (examples.validation and not validation):
+            raise InputError(
+                f"of the teacher's answers to {len(examples.questions)} training problems too few are kept; give more "
+                f"samples, keep_answers=all or unsolved=target"
+            )
+        train += [text for text in examples.train if not isinstance(text, Problem)]
+        note = {**examples.note, "lessons": lessons["counts"]}
+        lengths = [len(text.ids) for text in train]
+        return replace(examples, train=train, validation=validation, lengths=lengths, note=note)
+
+    @override
+    def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
+        if self.options.calibrate_on == "task":
+            return super().calibration(examples, model, answering)
+        questions = [problem.question for problem in self.drawn(examples.questions)]
+        if answering is not None:
+            model = cast("Any", self.read(answering)).to(next(model.parameters()).device)
+        answers = self.answerer.answers(model, questions)
+        name = f"own answers to {len(questions)} training problems"
+        return calibration_text(name, answers, self.answerer.sampling, self.options.prompts_count)
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, ShareBelowOne
+from lmeval_prune.pruners.options import Allocation, PruneOptions, check_samples
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,45 @@ class DistillOptions(Settings):
         answer: (language models) template of the answer; {} is replaced by the task's target
         answer_field: (language models) document field with the answer, instead of the task's target
         max_length: (language models) largest number of tokens in a training problem; longer problems are left out
-        ratio: share of all query heads to remove in total; if ratio and ffn_ratio are 0, the model is only trained
-        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group)
+        ratio: share to remove in total, of all query heads, or with budget=parameters of the parameters of heads and
+            channels; if ratio and ffn_ratio are 0, the model is only trained
+        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
+            default: head, with budget=parameters what can be cut
         ffn_ratio: share of all feed-forward channels to remove
         ffn_multiple: the number of remaining channels in each block is a multiple of this
-        allocation: global or uniform (default: the method's)
+        allocation: as for `lmeval-prune prune` (default: the method's)
         p_min: share at which the schedule starts; after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         growth: exponent of the schedule
         stages: number of stages of pruning and training
-        method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy or random; it must score all layers
-            at once, unlike slimgpt and wanda_sp
+        method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy or slimgpt
         options: options of the method, e.g. alpha=0.5
         ffn_method: pruner that scores channels (default: the same as `method`)
         ffn_options: options of ffn_method
+        budget: heads (ratio counts query heads, ffn_ratio channels) or parameters (ratio counts those of heads and
+            channels; needed by slimgpt and wanda_sp)
+        parts: with budget=parameters, what is removed: both, heads or channels (default: what the method's paper
+            removes)
+        skip_first: with budget=parameters, number of first layers that are not pruned and do not count in the ratio
+        skip_last: the same for the last layers
+        log_start: with allocation=log, share that the first layer loses, divided by the ratio
+        compensation: of each stage for what it removes: none, bias or least_squares (default: the method's)
+        damping: of least squares
+        steps: steps of the removal in a stage, each with new scores and no training
+        calibrate_on: (language models) task (training problems with the answers of the data) or own (with the model's
+            own answers)
+        train_on: (language models) task (targets of the data) or teacher (sampled answers of the first teacher)
+        keep_answers: with train_on=teacher, right (answers that the task's scorer finds right) or all
+        unsolved: with train_on=teacher, what becomes of a question without an answer that is kept: target (its target
+            is learned) or drop
+        answer_metric: METRIC or METRIC,FILTER of the task that decides what is right (default: exact_match or its
+            first)
+        samples: own answers, or the teacher's, to each question; several need a sample_temperature
+        sample_temperature: temperature of these answers; 0: greedy
+        max_gen_toks: tokens of such an answer at most (default: the task's)
+        prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
+        regenerate: stages after which the model pruned so far answers again for the calibration; 0: the unpruned
+            model's answers are used throughout
+        responses: folder of the answer store, which other runs can share (default: OUTPUT.responses)
         calibration: number of training problems that the pruner reads to compute scores
         response: use the response term: the student learns the teacher's answers
         feature: use the feature term: the student learns the teacher's attention maps
@@ -78,10 +104,10 @@ class DistillOptions(Settings):
     answer_field: str | None = None
     max_length: Count = 512
     ratio: float = 0.25
-    unit: str = "head"
+    unit: Literal["head", "group", "balanced"] | None = None
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
-    allocation: Literal["global", "uniform"] | None = None
+    allocation: Allocation | None = None
     p_min: float = 0.0
     growth: float = 1.0
     stages: Count = 3
@@ -89,6 +115,25 @@ class DistillOptions(Settings):
     options: dict[str, Any] = field(default_factory=dict)
     ffn_method: str | None = None
     ffn_options: dict[str, Any] = field(default_factory=dict)
+    budget: Literal["heads", "parameters"] = "heads"
+    parts: Literal["both", "heads", "channels"] | None = None
+    skip_first: Natural = 0
+    skip_last: Natural = 0
+    log_start: Share = 0.3125
+    compensation: Literal["none", "bias", "least_squares"] | None = None
+    damping: NonNegative = 0.01
+    steps: Count = 1
+    calibrate_on: Literal["task", "own"] = "task"
+    train_on: Literal["task", "teacher"] = "task"
+    keep_answers: Literal["right", "all"] = "right"
+    unsolved: Literal["target", "drop"] = "target"
+    answer_metric: str | None = None
+    samples: Count = 1
+    sample_temperature: NonNegative = 0.0
+    max_gen_toks: Count | None = None
+    prompts_count: bool = True
+    regenerate: Natural = 1
+    responses: str | None = None
     calibration: Count = 64
     response: bool = True
     feature: bool = True
@@ -110,7 +155,10 @@ class DistillOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.unit is None and self.budget == "heads":
+            object.__setattr__(self, "unit", "head")
         self.pruning()
+        self._check_answers()
         if self.test in self.train:
             raise InputError(f"test={self.test} is also a training split; leave it out of train")
         if not (self.uses_teacher or self.task_weight):
@@ -121,6 +169,25 @@ class DistillOptions(Settings):
             raise InputError("answer must contain {}, which is replaced by the target")
         if self.ffn_options and not self.ffn_method:
             raise InputError("ffn_options need ffn_method; give both")
+
+    def _check_answers(self) -> None:
+        """Raise an `InputError` for options of generated answers that are not used, or ask for equal ones."""
+        check_samples(self.samples, self.sample_temperature)
+        uses = {
+            "calibrate_on=own": ("prompts_count", "regenerate"),
+            "train_on=teacher": ("keep_answers", "unsolved", "answer_metric"),
+            "calibrate_on=own or train_on=teacher": ("samples", "sample_temperature", "max_gen_toks", "responses"),
+        }
+        used = {"calibrate_on=own": self.calibrate_on == "own", "train_on=teacher": self.train_on == "teacher"}
+        for use, names in uses.items():
+            for name in names:
+                if getattr(self, name) != getattr(type(self), name) and not used.get(use, self.asks_models):
+                    raise InputError(f"{name} is for {use}; give that, or leave out {name}")
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether models answer training problems."""
+        return self.calibrate_on == "own" or self.train_on == "teacher"
 
     @property
     def uses_teacher(self) -> bool:
@@ -134,6 +201,6 @@ class DistillOptions(Settings):
 
     def pruning(self) -> PruneOptions:
         """Return the pruner's options; each stage is one step of its schedule."""
-        names = ("ratio", "unit", "ffn_ratio", "ffn_multiple", "allocation", "p_min", "growth")
+        names = {each.name for each in fields(PruneOptions)} & {each.name for each in fields(self)}
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return PruneOptions(**shared, steps=self.stages, budget="heads", compensation="none")
+        return PruneOptions(**{**shared, "steps": self.stages})

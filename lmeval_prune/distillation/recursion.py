@@ -26,6 +26,7 @@ from lmeval_prune.distance.tokens import logits_of, pass_distances
 from lmeval_prune.distance.variants import Distances
 from lmeval_prune.distillation.attention_maps import check_returns_maps
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
+from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
@@ -35,6 +36,7 @@ from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_settings,
+    default_settings,
     report_full_disk,
     result_settings,
     write_options,
@@ -68,7 +70,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         settings[name] = host.identity(settings[name]) if settings[name] else None
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
-        check_same_settings(settings, read_note(target)["options"], target)
+        check_same_settings(settings, read_note(target)["options"], target, default_settings(DistillOptions))
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -110,6 +112,8 @@ def check(host: Host) -> None:
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
     host.check_layers()
+    if options.asks_models:
+        host.check_answers()
     check_pruning(options, model_map)
     check_arguments(options)
     if options.teacher:
@@ -125,7 +129,7 @@ def check(host: Host) -> None:
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
     """Run the incomplete stages in order."""
     options = host.options
-    check_resumable(work, settings)
+    check_resumable(work, settings, default_settings(DistillOptions))
     examples = host.examples()
     if options.patience and not examples.validation:
         raise InputError("patience needs a validation split, and the model was trained without one; give validation")
@@ -134,6 +138,8 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         write_options(work, settings)
         counts = ", ".join(f"{name} {count}" for name, count in examples.note.items() if isinstance(count, int))
         print(f"problems: {counts}", flush=True)
+    if options.train_on == "teacher":
+        examples = _taught(host, examples, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
@@ -142,6 +148,20 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
             with report_full_disk(work):
                 Stage(host, examples, number, parent, note, work, folder).run()
         parent, note = str(folder), read_note(folder)
+
+
+def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamples:
+    """Return the examples with answers of the teacher, which one process asks once."""
+    process = this_process()
+    if process.is_main_process and read_lessons(work) is None:
+        print("asking the teacher", flush=True)
+        host.ask_teacher(examples, work, process.device)
+    process.wait_for_everyone()
+    examples = host.taught(examples, work)
+    if process.is_main_process:
+        for part, counts in examples.note["lessons"].items():
+            print(f"teacher, {part}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
+    return examples
 
 
 @dataclass
@@ -164,8 +184,10 @@ class Stage:
         if self.process.is_main_process and not smaller.is_dir():
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
             model: Any = self.host.read(self.parent).to(self.process.device)
-            result = cut_stage(self.host, model, self.number, self.examples)
+            finished = self.work / f"stage{self.number}.layers"
+            result = cut_stage(self.host, model, self.number, self.examples, self._answering(), finished)
             self.host.write(self.host.with_backbone(model, result.model.cpu()), result.manifest, smaller)
+            shutil.rmtree(finished, ignore_errors=True)
             del model, result
         self.process.wait_for_everyone()
         manifest = read_manifest(self.host.backbone_folder(smaller)) or {}
@@ -190,6 +212,14 @@ class Stage:
     def _teacher(self) -> str:
         first = self.host.options.teacher if self.number == 1 else None
         return first or self.parent
+
+    def _answering(self) -> str | None:
+        """Return the model that answers the questions of own calibration text; None: the one that is pruned."""
+        every = self.host.options.regenerate
+        first = 1 + (self.number - 1) // every * every if every else 1  # the stage whose model answers
+        if first == self.number:
+            return None
+        return self.host.options.pretrained if first == 1 else str(self.work / f"stage{first - 1}")
 
     def _distance(self, student: Any) -> Summary:
         """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -10,11 +11,12 @@ from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import share_of
+from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
-from lmeval_prune.pruners.sequential import SequentialPruner, count_removed
+from lmeval_prune.pruners.sequential import count_removed
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 
@@ -25,15 +27,15 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         return
     head_pruner, channel_pruner = make_pruners(options, 0)
     for pruner in (head_pruner, channel_pruner):
-        if isinstance(pruner, SequentialPruner):
+        if pruner.one_model and options.stages > 1:
             raise InputError(
-                f"{pruner_name(pruner)} scores layer by layer, and a stage needs scores of all layers at once; use "
-                f"another method"
+                f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1"
             )
-    pruning = resolve_options(pruning, head_pruner, model_map, channel_pruner)
-    check_methods(head_pruner, channel_pruner, model_map, pruning, True)
-    check_cuttable(model_map, bool(pruning.ratio))
-    if pruning.ratio and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
+    within = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
+    check_methods(head_pruner, channel_pruner, model_map, within, True)
+    pruning = replace(within, steps=pruning.steps, p_min=pruning.p_min, growth=pruning.growth)
+    check_cuttable(model_map, HEADS in pruning.kinds)
+    if HEADS in pruning.kinds and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
         raise InputError(
             "unit=head keeps zeroed heads in groups with a shared key-value head, and training would change them; use "
             "group or balanced"
@@ -64,27 +66,66 @@ def _reseeded(pruner: Any, stage: int) -> Pruner:
     return seeded
 
 
-def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) -> Cut:
-    """Score a model and cut the scheduled share of a stage; `InputError` if nothing is left to remove."""
+def cut_stage(
+    host: Host,
+    model: Any,
+    stage: int,
+    examples: TrainingExamples,
+    answering: str | None = None,
+    work: Path | None = None,
+) -> Cut:
+    """Score a model and cut the scheduled share of a stage; `InputError` if nothing is left to remove.
+
+    Args:
+        host: host of the model.
+        model: model of the previous stage.
+        stage: number of the stage, from 1.
+        examples: training problems.
+        answering: folder of the model that answers for own calibration text; None: `model`.
+        work: folder for finished layers of a method that prunes layer by layer, so that a killed run resumes.
+    """
     options, backbone = host.options, host.backbone(model)
     model_map, pruning = map_model(backbone), options.pruning()
     if not pruning.ratio and not pruning.ffn_ratio:
         return cut(backbone, Plan())
     heads, channels = make_pruners(options, stage)
     unpruned = map_model(host.skeleton(options.pretrained))
-    step = stage_pruning(pruning, stage, unpruned, model_map, pruning.allocation or heads.allocation)
+    # units and parts are those that suit the unpruned model
+    within = resolve_options(_within_stage(pruning, options), heads, unpruned, channels)
+    step = stage_pruning(replace(within, **_schedule(pruning)), stage, unpruned, model_map, _allocation(within, heads))
+    step = replace(step, steps=options.steps)
     plan = Plan()
     if step.ratio or step.ffn_ratio:
-        *_, plan = stages(heads, model_map, step, host.calibration(examples), channels)
+        text = host.calibration(examples, model, answering)
+        *_, plan = stages(heads, model_map, step, text, channels, work=work)
     if not plan.heads and not plan.channels:
         raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
     return cut(backbone, plan)
+
+
+def _within_stage(pruning: PruneOptions, options: DistillOptions) -> PruneOptions:
+    """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
+    return replace(pruning, p_min=0.0, growth=1.0, steps=options.steps)
+
+
+def _schedule(pruning: PruneOptions) -> dict[str, Any]:
+    """Return the options of the schedule over stages."""
+    return {"p_min": pruning.p_min, "growth": pruning.growth, "steps": pruning.steps}
+
+
+def _allocation(pruning: PruneOptions, pruner: Pruner) -> str:
+    return pruning.allocation or pruner.allocation
 
 
 def stage_pruning(
     pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
+    once: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
+    if pruning.budget == "parameters":
+        before, left = (_removable(each, pruning, allocation) for each in (unpruned, model_map))
+        due = pruning.shares(stage)[0] * before - (before - left)
+        return replace(pruning, ratio=max(0.0, due) / left, **once)
     head_share, channel_share = pruning.shares(stage)
     ratios = []
     for share, sizes, remaining in (
@@ -94,4 +135,9 @@ def stage_pruning(
         totals = sizes if allocation == "uniform" else [sum(sizes)]
         removed = sum(sizes) - remaining
         ratios.append(max(0, sum(share_of(share, size) for size in totals) - removed) / max(1, remaining))
-    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], p_min=0.0, steps=1, growth=1.0)
+    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **once)
+
+
+def _removable(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
+    """Return the number of parameters that a budget of parameters counts in a model."""
+    return sum(pool.total for pool in unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning)))

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,33 @@ def result_settings(options: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in json.loads(json.dumps(asdict(options))).items()
-        if name not in ("output", "data_dir")
+        if name not in ("output", "data_dir", "responses")
     }
 
 
-def check_same_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
-    """Raise an `InputError` if a folder was made with other options."""
+def default_settings(options: Any) -> dict[str, Any]:
+    """Return the defaults of a class of options as JSON; a folder of an earlier version lacks options with them."""
+    defaults = {each.name: each.default for each in fields(options) if each.default is not MISSING}
+    factories = {each.name: each.default_factory for each in fields(options) if each.default_factory is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps({**defaults, **{name: make() for name, make in factories.items()}}))
+    return plain
+
+
+def check_same_settings(
+    settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]
+) -> None:
+    """Raise an `InputError` if a folder was made with other options; missing ones are the `defaults`."""
+    stored = {**defaults, **stored} if stored else {}
     differ = [name for name in settings if stored.get(name) != settings[name]]
     if differ:
         values = ", ".join(f"{name}={stored.get(name)}" for name in differ[:3])
         raise InputError(f"{folder} was made with other options ({values}); name another output, or delete it")
 
 
-def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if a folder of checkpoints has other options."""
+def check_resumable(checkpoints: Path, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise an `InputError` if a folder of checkpoints has other options; `defaults` as in `check_same_settings`."""
     if (checkpoints / OPTIONS).is_file():
-        check_same_settings(settings, read_options(checkpoints), checkpoints)
+        check_same_settings(settings, read_options(checkpoints), checkpoints, defaults)
 
 
 def read_options(checkpoints: Path) -> dict[str, Any]:

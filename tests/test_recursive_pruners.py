@@ -1,0 +1,331 @@
+"""Stages of a distillation: any pruner with its compensation, own calibration text, and what a teacher's answers teach."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.decoding import Engine
+from lmeval_prune.distillation.host import read_note
+from lmeval_prune.distillation.lessons import read_lessons
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.recursion import distill, make_host
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.planning.own_answers import calibration_text
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.layer_store import LayerStore
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import Part
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.athena_hosts import data_folder, quick_training
+from tests.kills import killing_after
+from tests.swept_outcomes import drawn_outcomes
+from tests.test_own_answers import task_file
+from tests.tiny_models import tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures() -> Iterator[None]:
+    with quick_training():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four layers, so that a fifth of the parameters is several units."""
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    model = tiny("llama", vocab_size=259, max_position_embeddings=512, num_hidden_layers=4, dtype=torch.float64)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def options(model_folder: str, tmp_path: Path) -> DistillOptions:
+    """Two stages without training, of a third of the parameters."""
+    return DistillOptions(
+        pretrained=model_folder,
+        output=str(tmp_path / "student"),
+        data_dir=str(data_folder(tmp_path / "data")),
+        task="prune_asdiv_a_equation",
+        test="fold0",
+        limit=10,
+        validation=0.2,
+        ratio=0.3,
+        budget="parameters",
+        stages=2,
+        epochs=0,
+        calibration=6,
+        max_length=400,
+        feature=False,
+    )
+
+
+def by_hand(options: DistillOptions, **more: Any) -> Any:
+    """Score, compensate and cut twice, by the shares of the unpruned model that eq. 5 gives."""
+    host: Any = make_host(options)
+    examples = host.examples()
+    model = host.read(options.pretrained)
+    pruner = make_pruner(options.method, options.options)
+    whole = None
+    for share in (options.ratio / 2, options.ratio):
+        model_map = map_model(model)
+        text = host.calibration(examples, model, None)
+        (first, *_) = stages(pruner, model_map, PruneOptions(share, unit="group", **more), text)
+        whole = whole or first.provenance["parameters"]["removable"]
+        left = first.provenance["parameters"]["removable"]
+        ratio = (share * whole - (whole - left)) / left
+        *_, plan = stages(pruner, model_map, PruneOptions(ratio, unit="group", steps=options.steps, **more), text)
+        model = cut(model, plan).model
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "more"),
+    [
+        ("slimgpt", 1, {}),
+        ("wanda_sp", 1, {"compensation": "bias"}),
+        ("flap", 2, {}),
+        ("gisp", 3, {}),
+        ("gisp", 2, {"compensation": "least_squares", "skip_first": 1}),
+        ("random", 1, {"allocation": "uniform", "compensation": "least_squares"}),
+    ],
+)
+def test_each_stage_scores_compensates_and_cuts(
+    options: DistillOptions, method: str, steps: int, more: dict[str, Any]
+) -> None:
+    """The weights are those of the same plans made one after another."""
+    options = replace(options, method=method, steps=steps, **more)
+    if method == "random":  # draws anew in each stage
+        distill(options)
+    else:
+        expected = by_hand(options, **more).state_dict()
+        distill(options)
+        actual = load_pretrained(options.output).state_dict()
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value.to(actual[name].dtype), rtol=1e-5, atol=1e-6)
+    manifest = read_manifest(options.output)
+    assert manifest is not None
+    made = [stage["plan"]["made"] for stage in manifest["stages"]]
+    compensation = {"slimgpt": "least_squares", "flap": "bias"}.get(method, "none")
+    assert [each["options"]["compensation"] for each in made] == [more.get("compensation", compensation)] * 2
+    assert [len(each["stages"]) for each in made] == [steps] * 2
+    removable = made[0]["parameters"]["removable"]
+    removed = sum(each["parameters"]["removed"] for each in made)
+    unit = Part(map_model(load_pretrained(options.pretrained)).attention[0]).cost("group")
+    assert abs(removed - 0.3 * removable) <= 2 * unit
+
+
+def test_a_budget_of_parameters_needs_no_unit(options: DistillOptions) -> None:
+    """Groups where heads share keys and values; heads by a budget of heads."""
+    assert (options.unit, replace(options, budget="heads").unit) == (None, "head")
+    distill(replace(options, method="gisp", stages=1))
+    removed = read_note(options.output)["stages"][0]["removed"]
+    assert removed["heads"] == 2 * removed["kv_heads"] and not removed["fillers"]
+
+
+def test_a_sweep_scores_the_only_stage(options: DistillOptions, tmp_path: Path) -> None:
+    dense = load_pretrained(options.pretrained)
+    folder = drawn_outcomes(map_model(dense), tmp_path / "swept")
+    distill(replace(options, method="sweep", options={"outcomes": str(folder)}, stages=1, ratio=0.25))
+    manifest = read_manifest(options.output)
+    assert manifest is not None and manifest["stages"][0]["plan"]["made"]["method"] == "sweep"
+
+
+def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
+    options = replace(options, method="slimgpt")
+    distill(replace(options, output=str(tmp_path / "whole")))
+    child = os.fork()
+    if child == 0:
+        LayerStore.save = killing_after(6)(LayerStore.save)  # type: ignore[method-assign]
+        distill(options)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert len(list(Path(f"{options.output}.distilling/stage2.layers").glob("*.safetensors"))) == 2
+    distill(options)
+    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+# ---------------------------------------------------------------- own calibration text
+
+
+def made_texts(options: DistillOptions) -> list[dict[str, Any]]:
+    manifest = read_manifest(options.output)
+    assert manifest is not None
+    return [stage["plan"]["made"]["calibration"] for stage in manifest["stages"]]
+
+
+@pytest.mark.parametrize("regenerate", [1, 0, 2])
+def test_stages_read_answers_of_the_model_that_is_to_give_them(options: DistillOptions, regenerate: int) -> None:
+    options = replace(
+        options,
+        method="flap",
+        calibrate_on="own",
+        max_gen_toks=10,
+        regenerate=regenerate,
+        stages=3,
+        prompts_count=False,
+    )
+    distill(options)
+    texts = made_texts(options)
+    assert all(text["text"] == "own answers to 6 training problems" for text in texts)
+    hashes = [text["sha256"] for text in texts]
+    expected = {1: [0, 1, 2], 2: [0, 0, 2], 0: [0, 0, 0]}[regenerate]
+    assert [hashes.index(each) for each in hashes] == expected
+    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 6 * len({*expected})
+
+
+def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> None:
+    options = replace(options, calibrate_on="own", max_gen_toks=10)
+    host: Any = make_host(options)
+    examples, model = host.examples(), host.read(options.pretrained)
+    text = host.calibration(examples, model, None)
+    drawn = host.drawn(examples.questions)
+    answers = host.answerer.answers(model, [problem.question for problem in drawn])
+    expected = calibration_text(text.name, answers, host.answerer.sampling, True)
+    assert text.record() == expected.record() and len(drawn) == 6
+    for row, mask, problem in zip(text.batches[0][0], text.batches[0][1].bool(), drawn, strict=True):
+        assert row[mask].tolist()[: problem.start] == problem.ids[: problem.start]
+
+
+# ---------------------------------------------------------------- a teacher's answers
+
+
+def teaching(options: DistillOptions, tmp_path: Path, **changes: Any) -> DistillOptions:
+    """A training by a teacher's answers, which end at a third of all characters."""
+    ends = [chr(number) for number in range(33, 126)]
+    path = task_file(
+        tmp_path / "task",
+        dataset_kwargs={
+            "data_files": {name: str(tmp_path / "task" / f"{name}.jsonl") for name in ("rows", "test")},
+            "cache_dir": str(tmp_path),
+        },
+        training_split="rows",
+        test_split="test",
+        generation_kwargs={"until": ends, "max_gen_toks": 8, "do_sample": False},
+    )
+    (tmp_path / "task" / "test.jsonl").write_text(
+        json.dumps({"question": "What is 50 + 50?", "answer": "100", "n": 50})
+    )
+    settings = {
+        "task": path,
+        "test": None,
+        "data_dir": None,
+        "train_on": "teacher",
+        "samples": 3,
+        "sample_temperature": 1.5,
+        "max_gen_toks": 8,
+        "epochs": 1,
+        "stages": 1,
+        "ratio": 0.25,
+        "batch": 4,
+        "answer": "\\boxed{{}}",
+        **changes,
+    }
+    return replace(options, **settings)
+
+
+@pytest.mark.parametrize("unsolved", ["target", "drop"])
+def test_a_student_learns_the_answers_that_are_kept(
+    options: DistillOptions, tmp_path: Path, unsolved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the answers is right here, by a scorer that looks at the last character."""
+    options = teaching(options, tmp_path, unsolved=unsolved)
+    host: Any = make_host(options)
+
+    def score(documents: Any, texts: Any) -> list[bool]:
+        return [ord(text[-1]) % 4 == 0 if text else False for text in texts]
+
+    monkeypatch.setattr(
+        "lmeval_prune.tasks.tries.outcomes", lambda task, metric, documents, texts: score(documents, texts)
+    )
+    examples = host.examples()
+    answers = host.answerer.answers(host.read(options.pretrained), [p.question for p in examples.questions])
+    note = distill(options)
+    counts = note["material"]["lessons"]["train"]
+    lessons = read_note(options.output)["material"]["lessons"]
+    assert lessons["train"] == counts and counts["questions"] == len(examples.questions) == 8
+    expected, solved = [], 0
+    for problem, several in zip(examples.questions, answers, strict=True):
+        right = [a for a in several if not a.cut_off and score([], [a.text])[0]]
+        texts = [[*pair[0], *pair[1]] for pair in dict.fromkeys((a.prompt, a.tokens) for a in right)]
+        solved += bool(texts)
+        expected += texts or ([problem.ids] if unsolved == "target" else [])
+    assert counts["unsolved"] == 8 - solved and counts["answers"] == 24
+    assert counts["right"] == sum(score([], [a.text])[0] for several in answers for a in several)
+    assert counts["kept"] == len(expected) - (8 - solved if unsolved == "target" else 0)
+
+
+def test_lessons_are_written_once_and_survive_a_kill(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the teacher answers, then while the student trains; the result is that of an uninterrupted run."""
+    options = teaching(options, tmp_path, keep_answers="all")
+    distill(replace(options, output=str(tmp_path / "whole")))
+    work = Path(f"{options.output}.distilling")
+    for target, name, count in ((AnswerStore, "add", 7), (Plan, "__post_init__", 0)):
+        child = os.fork()
+        if child == 0:
+            setattr(target, name, killing_after(count)(getattr(target, name)))
+            distill(options)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        assert (read_lessons(work) is not None) == (target is Plan)
+    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 30
+    monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("the teacher was asked again"))
+    distill(options)
+    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_another_teacher_is_asked(options: DistillOptions, tmp_path: Path) -> None:
+    model = load_pretrained(options.pretrained)
+    cut_to(tmp_path / "teacher", model, Plan("L0H0-1"), AutoTokenizer.from_pretrained(options.pretrained))
+    both = [teaching(options, tmp_path, keep_answers="all"), teaching(options, tmp_path, keep_answers="all")]
+    both[1] = replace(both[1], teacher=str(tmp_path / "teacher"), output=str(tmp_path / "other"))
+    texts = []
+    for each in both:
+        host: Any = make_host(each)
+        host.ask_teacher(host.examples(), tmp_path / Path(each.output).name, torch.device("cpu"))
+        texts.append((read_lessons(tmp_path / Path(each.output).name) or {})["texts"])
+    assert texts[0] != texts[1]
+
+
+def test_a_teacher_without_an_answer_to_keep_is_one_line(options: DistillOptions, tmp_path: Path) -> None:
+    """A random model solves no problem."""
+    with pytest.raises(InputError, match=r"to 8 training problems too few are kept; .*unsolved=target") as error:
+        distill(teaching(options, tmp_path, unsolved="drop"))
+    assert "\n" not in str(error.value)
+    note = distill(teaching(options, tmp_path, output=str(tmp_path / "fallback")))
+    assert note["material"]["lessons"]["train"]["unsolved"] == 8
+
+
+def test_outputs_of_versions_without_these_options_are_complete(options: DistillOptions) -> None:
+    """An option that a folder does not have is its default."""
+    distill(replace(options, method="random", stages=1))
+    path = Path(options.output) / "distillation.json"
+    note = read_json(path)
+    for name in ("calibrate_on", "train_on", "steps", "samples", "keep_answers"):
+        del note["options"][name]
+    write_text(path, json.dumps(note))
+    distill(replace(options, method="random", stages=1))
+    with pytest.raises(InputError, match=r"was made with other options \(steps=1\)"):
+        distill(replace(options, method="random", stages=1, steps=2))

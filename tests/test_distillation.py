@@ -26,6 +26,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion, stages
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.host import read_note
+from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.stages import stage_pruning
@@ -110,7 +111,7 @@ def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path) -> DistillO
 
 
 def losses(folder: str) -> list[list[tuple[str, float]]]:
-    names = ("loss", "task", "response", "feature", "eval_loss", "eval_task", "eval_accuracy")
+    names = ("loss", "task", "response", "feature", "hidden", "eval_loss", "eval_task", "eval_hidden", "eval_accuracy")
     stages = read_note(Path(folder))["stages"]
     return [[(name, row[name]) for row in stage["log"] for name in names if name in row] for stage in stages]
 
@@ -243,18 +244,18 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     assert prompt.endswith("a:")
 
 
-def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | None = None, **changes: Any) -> Any:
+def trainer_of(options: DistillOptions, folder: Path) -> Any:
     """A trainer whose student is the teacher itself, in float64."""
     host = make_host(options)
     student, teacher = (host.read(options.pretrained).double() for _ in range(2))
     layers = map_model(host.backbone(student)).attention
-    kept = kept or [list(range(layer.heads)) for layer in layers]
-    return DistillTrainer(host, student, teacher, kept, host.examples(), folder)
+    same = LayerMap({x.label: x.label for x in layers}, {x.label: list(range(x.heads)) for x in layers})
+    return DistillTrainer(host, student, teacher, same, host.examples(), folder)
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])
 def test_identical_student_has_no_distillation_loss(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
+    options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0, hidden=True)
     trainer = trainer_of(options, tmp_path / "work")
     trainer.model.train()
     for module in trainer.model.modules():
@@ -267,9 +268,9 @@ def test_identical_student_has_no_distillation_loss(kind: str, request: pytest.F
     part = trainer.host.backbone
     with eager_attention(part(trainer.student)), eager_attention(part(trainer.teacher)):
         _, parts = trainer.losses(trainer.model, inputs, counts)
-        assert set(parts) == {"task", "response", "feature"}
-        assert float(parts["response"].detach()) == pytest.approx(0, abs=1e-12)
-        assert float(parts["feature"].detach()) == pytest.approx(0, abs=1e-12)
+        assert set(parts) == {"task", "response", "feature", "hidden"}
+        for name in ("response", "feature", "hidden"):
+            assert float(parts[name].detach()) == pytest.approx(0, abs=1e-12)
         assert float(parts["task"].detach()) > 0
         trainer.total(parts).backward()
     for name, parameter in trainer.model.named_parameters():
@@ -315,9 +316,11 @@ def test_dropout_adds_no_feature_loss(athena: DistillOptions, dense: TrainOption
     assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
 
 
-def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("normalize", ["none", "teacher"])
+def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path, normalize: Any) -> None:
     """Token by token, of a student with other weights."""
-    options = replace(language, temperature=3.0, distill_weight=0.7, task_weight=0.2)
+    weights = {"distill_weight": 0.7, "task_weight": 0.2, "feature_weight": 3.0, "hidden_weight": 5.0}
+    options = replace(language, temperature=3.0, hidden=True, normalize=normalize, **weights)
     trainer = trainer_of(options, tmp_path / "work")
     with torch.no_grad():
         for parameter in trainer.student.parameters():
@@ -331,6 +334,7 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
             model(inputs["input_ids"], attention_mask=inputs["attention_mask"], output_attentions=True)
             for model in (trainer.teacher, trainer.student)
         ]
+        states = [layer_outputs(model, inputs) for model in (trainer.teacher, trainer.student)]
     task = response = items = 0.0
     for row in range(3):
         for index in range(1, inputs["labels"].shape[1]):
@@ -341,16 +345,40 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
             response += float((p * (p / q).log()).sum())
             task -= float(outputs[1].logits[row, index - 1].softmax(-1)[label].log())
             items += 1
-    feature = 0.0
     lengths = inputs["attention_mask"].sum(1).tolist()
+    feature = hidden = 0.0
+    relative, layers = normalize == "teacher", len(outputs[0].attentions)
     for expected, got in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
-        squares = [(expected[i, :, :n, :n] - got[i, :, :n, :n]).square().flatten() for i, n in enumerate(lengths)]
-        feature += float(torch.cat(squares).mean()) / len(outputs[0].attentions)
-    expected_loss = 0.7 * (9 * response / items + feature) + 0.2 * task / items
+        rows, heads = [], expected.shape[1]
+        for i, n in enumerate(lengths):
+            a, b = expected[i, :, :n, :n], got[i, :, :n, :n]
+            squares = (a - b).square().sum(-1)
+            rows += (squares / a.square().sum(-1) if relative else squares).flatten().tolist()
+        feature += sum(rows) / heads / sum(n if relative else n * n for n in lengths) / layers
+    for expected, got in zip(*states, strict=True):
+        for i, n in enumerate(lengths):
+            for a, b in zip(expected[i, :n], got[i, :n], strict=True):
+                square = float((a - b).square().mean())
+                hidden += square / (float(a.square().mean()) if relative else 1) / sum(lengths) / layers
+    expected_loss = 0.7 * (9 * response / items + 3 * feature + 5 * hidden) + 0.2 * task / items
     assert loss == pytest.approx(expected_loss, rel=1e-9)
     del inputs["logits_to_keep"]  # of a family that computes all of them
     with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
         assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
+
+
+def layer_outputs(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Run a Llama's layers one after another, and return what each returns."""
+    base, x = model.model, model.model.embed_tokens(inputs["input_ids"])
+    positions = torch.arange(x.shape[1])[None]
+    rotary = base.rotary_emb(x, positions)
+    visible = torch.ones(x.shape[1], x.shape[1]).tril().bool() & inputs["attention_mask"].bool()[:, None, None]
+    mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)
+    result = []
+    for layer in base.layers:
+        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        result.append(x)
+    return result
 
 
 def test_student_heads_are_compared_with_their_teacher_heads(
@@ -361,7 +389,8 @@ def test_student_heads_are_compared_with_their_teacher_heads(
 
     def compared(self: DistillTrainer) -> Any:
         maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
-        for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.heads, strict=True):
+        assert self.features is not None and self.features.places == [0, 1]
+        for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.features.heads, strict=True):
             assert len(kept) == student_layer.heads
             for index, head in enumerate(kept):
                 student_rows, teacher_rows = student_layer.rows("q", index), teacher_layer.rows("q", head)
@@ -614,7 +643,7 @@ def test_accumulated_batches_are_one_large_batch(
 ) -> None:
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
     if kind == "athena":
-        options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
+        options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0, hidden=True)
     outputs = []
     for batch, accumulate in ((2, 3), (6, 1)):
         variant = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
@@ -631,7 +660,7 @@ def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_pa
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
-    trainer = trainer_of(replace(athena, batch=batch, feature=False), tmp_path / "work")
+    trainer = trainer_of(replace(athena, batch=batch, feature=False, hidden=True), tmp_path / "work")
     host, material, examples = trainer.host, trainer.examples, trainer.examples.train
     order = BatchesByLength(material.lengths, batch, 1)
     dataset = padded(examples, 2 * batch)
@@ -654,7 +683,7 @@ def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_pa
     for inputs in idle:
         assert float(trainer.compute_loss(trainer.model, inputs)) == 0
         assert {name: float(over) for name, (_, over) in trainer._validation_sums.items()} == dict.fromkeys(
-            ("task", "response"), 0.0
+            ("task", "response", "hidden"), 0.0
         )
         assert all(float(total) == 0 for total, _ in trainer._validation_sums.values())
 
@@ -1054,7 +1083,7 @@ def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tm
     from dataclasses import asdict
 
     options = replace(
-        athena, pretrained=still_host(dense, tmp_path), batch=4, rate=0.05, clip=1e9, decay=0.0
+        athena, pretrained=still_host(dense, tmp_path), batch=4, rate=0.05, clip=1e9, decay=0.0, hidden=True
     )  # five batches of twenty problems, four for validation: the second process has less to do
     script = tmp_path / "script.py"
     script.write_text(

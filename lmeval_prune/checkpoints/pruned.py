@@ -55,6 +55,7 @@ class Stage(TypedDict):
     plan: dict[str, Any]
     removed: Removed
     kept_heads: dict[str, list[int]]
+    kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
 
 
 Class = TypedDict("Class", {"class": str})

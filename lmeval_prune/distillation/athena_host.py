@@ -25,7 +25,7 @@ from lmeval_prune.training.questions import TrainingQuestions
 
 _LANGUAGE_OPTIONS = {  # with their defaults
     **{"task": None, "chat": False, "answer": "{}", "answer_field": None},
-    **{"calibrate_on": "task", "train_on": "task"},
+    **{"corpus": None, "top_k": 0, "calibrate_on": "task", "train_on": "task"},
 }
 
 

@@ -44,7 +44,7 @@ def distill(**options: Any) -> int:
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"
     else:
-        task, model = splits["task"], "pruned-hf"
+        task, model = splits["task"] or "TASK", "pruned-hf"
     metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
     chat = " --apply_chat_template" if settings.chat else ""
     print(

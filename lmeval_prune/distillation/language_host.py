@@ -20,6 +20,7 @@ from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
+from lmeval_prune.distillation.corpus import Corpus, Text, check_corpus, read_corpus
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
@@ -29,20 +30,12 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
-from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
 
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
-
-
-class Text(NamedTuple):
-    """Token ids of a problem with its answer; the answer begins at `start`."""
-
-    ids: list[int]
-    start: int
 
 
 class Rows(NamedTuple):
@@ -61,15 +54,18 @@ class LanguageHost(Host):
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
-        if options.task is None:
-            raise InputError("name the task with the training problems: task, e.g. prune_asdiv_a_equation")
-        self.task_name = options.task
+        if options.corpus:
+            check_corpus(options)
+        elif options.task is None:
+            raise InputError(
+                "name the task with the training problems: task, e.g. prune_asdiv_a_equation; or a corpus of texts"
+            )
 
     @cached_property
     def task(self) -> Any:
         """The lm-eval task with the training problems."""
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
-        return load_task(task_manager(metadata), self.task_name)
+        return load_task(task_manager(metadata), str(self.options.task))
 
     @override
     def skeleton(self, folder: str) -> Any:
@@ -113,45 +109,66 @@ class LanguageHost(Host):
     @override
     def examples(self) -> TrainingExamples:
         options = self.options
-        rows = self._with_questions(self._rows())
+        rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
         test_name = options.test or "test"
         drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, test_name)
         random.Random(options.seed).shuffle(drawn)
         drawn = drawn[: options.limit]
         problems = [self._problem(number, row) for number, row in enumerate(drawn)]
         problems = [x for x in problems if len(x.ids) <= options.max_length and x.start < len(x.ids)]
+        corpus = self._corpus(rows.test)
+        first: list[Any] = problems if options.task else corpus.texts  # those of them that are validated on
+        others = corpus.texts if options.task else []
         share = 0.1 if options.validation is None else options.validation
-        count = round(share * len(problems))
-        validation, train = problems[:count], problems[count:]
-        train_keys, validation_keys = (
-            question_keys(problem.question.document for problem in part) for part in (train, validation)
-        )
-        questions = self.all_questions(TrainingQuestions(train_keys, validation_keys), rows.test, test_name)
-        if not train or (share and not validation):
+        count = round(share * len(first))
+        validation, train = first[:count], [*first[count:], *others]
+        if len(first) <= count or (share and not validation):
             raise InputError(
-                f"{len(problems)} of {len(drawn)} problems are too few to train and validate; raise limit, validation "
-                f"or max_length"
+                f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate; raise limit, "
+                f"validation or max_length"
             )
+        asked = [[text for text in part if isinstance(text, Problem)] for part in (train, validation)]
+        keys = (question_keys(problem.question.document for problem in part) for part in asked)
+        questions = self.all_questions(TrainingQuestions(*keys), rows.test, test_name)
         note = {
             "train": len(train),
             "validation": len(validation),
             "too_long": len(drawn) - len(problems),
             "repeated": repeated,
+            **({"corpus": corpus.note} if corpus.texts else {}),
             "splits": {"task": options.task, "test": options.test, "train": rows.names},
             **questions.to_artefact(),
         }
-        return TrainingExamples(train, validation, [len(text.ids) for text in train], note, questions=train)
+        lengths = [len(text.ids) for text in train]
+        solved = [problem.question.document for problem in asked[1]]
+        return TrainingExamples(train, validation, lengths, note, solved, asked[0])
 
-    def _rows(self) -> Rows:
-        """Load the task's training and test documents."""
+    def _corpus(self, test: Iterable[Mapping[str, Any]]) -> Corpus:
+        """Return the texts of the corpus without test questions; empty without a corpus."""
+        if not self.options.corpus:
+            return Corpus([], {})
+        questions = [str(row["question"]) for row in test]
+        return read_corpus(self.options, self.tokenizer, questions, self._in_chat)
+
+    def _in_chat(self, prompt: str) -> str:
+        """Return a prompt as the user's turn of the chat template; with chat=false, the prompt."""
+        if not self.options.chat:
+            return prompt
+        messages = [{"role": "user", "content": prompt}]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def rows(self) -> Rows:
+        """Return the task's training and test documents."""
         arguments = self.task.get_config("dataset_kwargs") or {}
-        with as_input_error(f"the training split of {self.task_name} cannot be read"):
+        with as_input_error(f"the training split of {self.options.task} cannot be read"):
             if data := arguments.get("prune_data"):
                 return self._split_rows(data, self.options.test or arguments.get("prune_test", "test"))
             return self._task_rows()
 
     def _split_rows(self, data: str, test: str) -> Rows:
         """Load splits of a data set of this package."""
+        from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
+
         folder = self.options.data_dir
         splits = self.options.train or (("train",) if "train" in DATA[data].splits else other_folds(data, test))
         if test in splits:
@@ -162,9 +179,9 @@ class LanguageHost(Host):
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
         if self.options.train or self.options.test:
-            raise InputError(f"train and test are for tasks of lmeval-prune; leave them out for {self.task_name}")
+            raise InputError(f"train and test are for tasks of lmeval-prune; leave them out for {self.options.task}")
         if not self.task.has_training_docs():
-            raise InputError(f"task {self.task_name} has no training split; use another task")
+            raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
         return Rows([dict(row) for row in self.task.training_docs()], [dict(row) for row in test or ()], "train")
 
@@ -172,10 +189,10 @@ class LanguageHost(Host):
         """Add the field `question` to documents without it: their prompt."""
         if "question" in (rows.train or [{}])[0]:
             return rows
-        train, test = ([{**row, "question": self._prompt(row)} for row in part] for part in (rows.train, rows.test))
+        train, test = ([{**row, "question": self.prompt(row)} for row in part] for part in (rows.train, rows.test))
         return Rows(train, test, rows.names)
 
-    def _prompt(self, row: Mapping[str, Any]) -> str:
+    def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""
         if self.options.chat and not self.tokenizer.chat_template:
             raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
@@ -184,18 +201,18 @@ class LanguageHost(Host):
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenize a prompt and its answer."""
         delimiter = "" if self.options.chat else self.task.get_config("target_delimiter")
-        answer = delimiter + self.options.answer.replace("{}", self._target(row))
-        prompt = self._prompt(row)
+        answer = delimiter + self.options.answer.replace("{}", self.target(row))
+        prompt = self.prompt(row)
         start = encode(self.tokenizer, prompt)
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return Problem(Question(number, row, prompt), [*start, *ids, self.tokenizer.eos_token_id], len(start))
 
-    def _target(self, row: dict[str, Any]) -> str:
+    def target(self, row: dict[str, Any]) -> str:
         """Return the answer to learn: a field of the document, or the task's target."""
         field = self.options.answer_field
         if field is not None:
             if not isinstance(row.get(field), str):
-                raise InputError(f"the documents of {self.task_name} have no text in answer_field={field}")
+                raise InputError(f"the documents of {self.options.task} have no text in answer_field={field}")
             return str(row[field])
         target = self.task.doc_to_target(row)
         if isinstance(target, int):
@@ -268,7 +285,7 @@ class LanguageHost(Host):
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
         texts = (examples.validation or examples.train)[:COMPARED]
         return [
-            tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), (self.task_name, number))
+            tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), (self.options.task or "", number))
             for number, text in enumerate(texts)
         ]
 
@@ -288,7 +305,8 @@ class LanguageHost(Host):
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        return answer_divergence(expected, actual, self.options.temperature)
+        options = self.options
+        return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
 
 
 def _answer_logits(outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ class DistillOptions(Settings):
         pretrained: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
         output: folder of the distilled model; the same command resumes an interrupted distillation
         teacher: teacher of the first stage instead of the unpruned model; it must have the same vocabulary
+        teachers: teacher of the later stages: previous (the student of the stage before, Algorithm 2) or first (the
+            teacher of the first stage)
         task: (language models) task with the training problems, e.g. prune_asdiv_a_equation
         train: splits to train on (default: for an ATHENA, those that it was trained on; for a language model, the
             task's training split, or all folds but the test fold)
@@ -32,6 +34,13 @@ class DistillOptions(Settings):
         answer: (language models) template of the answer; {} is replaced by the task's target
         answer_field: (language models) document field with the answer, instead of the task's target
         max_length: (language models) largest number of tokens in a training problem; longer problems are left out
+        corpus: (language models) train also on a text corpus, or on it alone without a task: a file or folder of .txt
+            and .jsonl files, or the name of a data set for `datasets.load_dataset`
+        corpus_field: field of the documents with the text
+        corpus_prompt: field of the documents with a prompt; then corpus_field is its answer, which alone is learned
+        corpus_options: arguments of load_dataset, e.g. name=wikitext-2-raw-v1,split=train
+        corpus_texts: number of texts from the corpus, drawn with the seed
+        corpus_tokens: tokens of a text that is cut out of the corpus; prompts with answers have up to max_length
         ratio: share to remove in total, of all query heads, or with budget=parameters of the parameters of heads and
             channels; if ratio and ffn_ratio are 0, the model is only trained
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
@@ -73,15 +82,27 @@ class DistillOptions(Settings):
         responses: folder of the answer store, which other runs can share (default: OUTPUT.responses)
         calibration: number of training problems that the pruner reads to compute scores
         response: use the response term: the student learns the teacher's answers
+        top_k: (language models) likeliest tokens of the teacher that the response term compares; 0: all tokens
+        top_k_rest: with top_k, what happens to the other tokens: bucket (they are one outcome) or none (both
+            distributions are renormalised without them)
         feature: use the feature term: the student learns the teacher's attention maps
+        feature_weight: weight of the feature term beside the response term
+        hidden: use the hidden-state term: the student learns the outputs of the teacher's layers
+        hidden_weight: weight of the hidden-state term beside the response term
+        normalize: teacher (the feature and hidden-state terms are divided by the teacher's squares, query by query and
+            token by token) or none (as the paper prints them)
+        layer_map: teacher's layer for each layer of the student that the hidden-state term compares, e.g.
+            L5=L7,L11=L15 (default: each layer that is left, with the same layer of the teacher)
         temperature: temperature τ of the response term
-        distill_weight: λ₁, weight of the response and feature terms; 0 trains without a teacher
+        distill_weight: λ₁, weight of the response, feature and hidden-state terms; 0 trains without a teacher
         task_weight: λ₂, weight of the task loss
         epochs: largest number of epochs of a stage; 0 only prunes
         patience: epochs without a better validation metric before a stage ends; 0: no early stopping
         batch: problems per step
         accumulate: steps per update
         save_steps: updates between checkpoints, validations and logs; 0: once per epoch
+        lora: train LoRA updates of the projections instead of all weights, and add them to the written weights:
+            arguments of peft's LoraConfig, e.g. r=16,lora_dropout=0.05 (default of lora_alpha: 2·r)
         rate: learning rate
         decay: weight decay
         warmup: share of the updates with a rising learning rate
@@ -94,6 +115,7 @@ class DistillOptions(Settings):
     pretrained: str
     output: str
     teacher: str | None = None
+    teachers: Literal["previous", "first"] = "previous"
     task: str | None = None
     train: tuple[str, ...] = ()
     test: str | None = None
@@ -103,6 +125,12 @@ class DistillOptions(Settings):
     answer: str = "{}"
     answer_field: str | None = None
     max_length: Count = 512
+    corpus: str | None = None
+    corpus_field: str = "text"
+    corpus_prompt: str | None = None
+    corpus_options: dict[str, Any] = field(default_factory=dict)
+    corpus_texts: Count = 1000
+    corpus_tokens: Annotated[int, Ge(2)] = 128
     ratio: float = 0.25
     unit: Literal["head", "group", "balanced"] | None = None
     ffn_ratio: float = 0.0
@@ -136,7 +164,14 @@ class DistillOptions(Settings):
     responses: str | None = None
     calibration: Count = 64
     response: bool = True
+    top_k: Natural = 0
+    top_k_rest: Literal["bucket", "none"] = "bucket"
     feature: bool = True
+    feature_weight: Positive = 1.0
+    hidden: bool = False
+    hidden_weight: Positive = 1.0
+    normalize: Literal["teacher", "none"] = "teacher"
+    layer_map: dict[str, str] = field(default_factory=dict)
     temperature: Positive = 2.0
     distill_weight: NonNegative = 0.5
     task_weight: NonNegative = 0.5
@@ -145,6 +180,7 @@ class DistillOptions(Settings):
     batch: Count = 8
     accumulate: Count = 1
     save_steps: Natural = 0
+    lora: dict[str, Any] = field(default_factory=dict)
     rate: Positive = 5e-5
     decay: NonNegative = 0.01
     warmup: ShareBelowOne = 0.06
@@ -167,6 +203,9 @@ class DistillOptions(Settings):
             raise InputError("patience needs a validation split; give validation")
         if "{}" not in self.answer:
             raise InputError("answer must contain {}, which is replaced by the target")
+        self._check_sources()
+        if self.layer_map and not self.hidden:
+            raise InputError("layer_map names the layers of the hidden-state term; give hidden=true, too")
         if self.ffn_options and not self.ffn_method:
             raise InputError("ffn_options need ffn_method; give both")
 
@@ -189,15 +228,30 @@ class DistillOptions(Settings):
         """Whether models answer training problems."""
         return self.calibrate_on == "own" or self.train_on == "teacher"
 
+    def _check_sources(self) -> None:
+        """Raise an `InputError` for options of a source of training text that is not given."""
+        for name in ("corpus_prompt", "corpus_options"):
+            if getattr(self, name) and not self.corpus:
+                raise InputError(f"{name} describes a corpus; give corpus, too")
+        if self.corpus and not self.task:
+            for name in ("train", "test", "answer_field", "limit"):
+                if getattr(self, name):
+                    raise InputError(f"{name} is for the problems of a task; give task, too, or leave {name} out")
+
     @property
     def uses_teacher(self) -> bool:
         """Whether a teacher is used."""
-        return self.distill_weight > 0 and (self.response or self.feature)
+        return self.distill_weight > 0 and (self.response or self.feature or self.hidden)
 
     @property
     def uses_attention_maps(self) -> bool:
         """Whether the loss compares the attention maps of student and teacher (the feature term)."""
         return self.distill_weight > 0 and self.feature
+
+    @property
+    def uses_hidden_states(self) -> bool:
+        """Whether the loss compares the hidden states of student and teacher."""
+        return self.distill_weight > 0 and self.hidden
 
     def pruning(self) -> PruneOptions:
         """Return the pruner's options; each stage is one step of its schedule."""

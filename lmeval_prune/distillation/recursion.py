@@ -19,17 +19,20 @@ from accelerate import PartialState
 from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.artefacts import output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
-from lmeval_prune.checkpoints.embedded import check_name
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.summary import Summary, summarize
 from lmeval_prune.distance.tokens import logits_of, pass_distances
 from lmeval_prune.distance.variants import Distances
-from lmeval_prune.distillation.attention_maps import check_returns_maps
+from lmeval_prune.distillation.corpus import corpus_identity
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
+from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.lessons import read_lessons
+from lmeval_prune.distillation.lora import add_lora, check_lora, merge
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage
-from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
+from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
+from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments, stage_seed
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
@@ -47,16 +50,21 @@ LINES = {
     "loss": ("all (λ₁·distillation + λ₂·task)", COLOURS[7], "-"),
     "response": ("response", COLOURS[0], "-"),
     "feature": ("feature", COLOURS[2], "-"),
+    "hidden": ("hidden states", COLOURS[4], "-"),
     "task": ("task", COLOURS[1], "-"),
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
 _ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that each written artefact gets again
 
 
-def distill(options: DistillOptions) -> dict[str, Any]:
+def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:
     """Prune and distil a model and write it; resume an interrupted distillation.
 
     Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is.
+
+    Args:
+        options: what is pruned, and how the student is trained.
+        host: the model's host, e.g. with other examples. Default: that of the options.
 
     Returns:
         The fields of `distillation.json`.
@@ -64,10 +72,12 @@ def distill(options: DistillOptions) -> dict[str, Any]:
     Raises:
         InputError: an option is invalid (before any weights are read, if possible), or `output` has other options.
     """
-    target, host = Path(options.output), make_host(options)
+    target, host = Path(options.output), host or make_host(options)
     settings = result_settings(options)
     for name in ("pretrained", "teacher"):
         settings[name] = host.identity(settings[name]) if settings[name] else None
+    if options.corpus:
+        settings["corpus"] = corpus_identity(options.corpus)
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         check_same_settings(settings, read_note(target)["options"], target, default_settings(DistillOptions))
@@ -96,7 +106,7 @@ def make_host(options: DistillOptions) -> Host:
         from lmeval_prune.distillation.athena_host import AthenaHost
 
         return AthenaHost(options)
-    check_name(options.pretrained)
+    embedded.check_name(options.pretrained)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(
             f"pretrained={folder}: there is no model in this folder, neither an ATHENA nor a language model"
@@ -116,14 +126,9 @@ def check(host: Host) -> None:
         host.check_answers()
     check_pruning(options, model_map)
     check_arguments(options)
-    if options.teacher:
-        host.check_teacher(options.teacher)
-    if options.uses_attention_maps:
-        check_returns_maps(skeleton)
-        if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
-            raise InputError(
-                f"feature compares heads, and the teacher {options.teacher} has other heads; give --feature false"
-            )
+    if options.lora:
+        check_lora(options.lora, model_map)
+    check_teachers(host, model_map)
 
 
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
@@ -192,26 +197,31 @@ class Stage:
         self.process.wait_for_everyone()
         manifest = read_manifest(self.host.backbone_folder(smaller)) or {}
         student: Any = self.host.read(str(smaller))
-        layers = [layer.label for layer in map_model(self.host.backbone(student)).attention]
-        kept = {label: manifest["stages"][-1]["kept_heads"][label] for label in layers}
         training: dict[str, Any] = {"best_epoch": 0, "log": []}
         if options.epochs:
-            teacher = self.host.read(self._teacher()) if options.uses_teacher else None
-            heads = list(kept.values())
-            training = DistillTrainer(
-                self.host, student, teacher, heads, self.examples, checkpoints, self.number, time.monotonic() - begin
-            ).run()
+            training = self._train(student, manifest["stages"], checkpoints, begin)
         self.process.wait_for_everyone()
         if self.process.is_main_process:
             distance = self._distance(student.eval())
-            self._write(student.cpu(), manifest, kept, training | ({"distance": distance} if distance else {}))
+            self._write(student.cpu(), manifest, training | ({"distance": distance} if distance else {}))
             shutil.rmtree(smaller, ignore_errors=True)
             shutil.rmtree(checkpoints, ignore_errors=True)
         self.process.wait_for_everyone()
 
-    def _teacher(self) -> str:
-        first = self.host.options.teacher if self.number == 1 else None
-        return first or self.parent
+    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path, begin: float) -> dict[str, Any]:
+        """Train the student; return the best epoch and the log. LoRA updates are added to the weights."""
+        host, options = self.host, self.host.options
+        teacher = host.read(teacher_of(host, self.number, self.parent)) if options.uses_teacher else None
+        layers = compared_layers(host, self.number, stages)
+        tuner = None
+        if options.lora:
+            tuner = add_lora(options.lora, map_model(host.backbone(student)), stage_seed(options, self.number))
+        training = DistillTrainer(
+            host, student, teacher, layers, self.examples, checkpoints, self.number, time.monotonic() - begin
+        ).run()
+        if tuner is not None:
+            merge(tuner)
+        return training
 
     def _answering(self) -> str | None:
         """Return the model that answers the questions of own calibration text; None: the one that is pruned."""
@@ -232,19 +242,17 @@ class Stage:
         )
         return summarize(Distances(texts, {"": [distances for *_, distances in passes]}, {}).frame(""))
 
-    def _write(
-        self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]
-    ) -> None:
+    def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the trained model with `distillation.json`; after the last stage also the loss curves."""
         head_share, channel_share = self.host.options.pruning().shares(self.number)
-        before = self.note["stages"][-1]["heads"] if self.note["stages"] else {}
+        unpruned = LayerMap.of(manifest["stages"][-self.number :])
         stage = {
             "stage": self.number,
             "ratio": head_share,
             "ffn_ratio": channel_share,
             "removed": manifest["stages"][-1]["removed"],
-            # head numbers in the unpruned model
-            "heads": {x: [before[x][head] for head in heads] if x in before else heads for x, heads in kept.items()},
+            # labels and head numbers of the unpruned model
+            "heads": {unpruned.layers[label]: heads for label, heads in unpruned.heads.items()},
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **training,
         }

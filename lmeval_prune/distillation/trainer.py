@@ -15,15 +15,15 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.distillation.attention_maps import check_maps, turn_off_map_dropout
+from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import Host, TrainingExamples
-from lmeval_prune.distillation.losses import attention_distance
+from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean, first_line
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
-TERMS = ("response", "feature", "task")
+TERMS = ("response", "feature", "hidden", "task")
 
 
 class Student(nn.Module):
@@ -41,15 +41,21 @@ class Student(nn.Module):
         return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return the state dict with tied tensors under their first name only."""
-        first_names = self._first_names()
+        """Return the state dict without frozen parameters, and with tied tensors under their first name only."""
+        first_names, frozen = self._first_names(), self._frozen()
         state = super().state_dict(*args, **settings)
-        return {name: tensor for name, tensor in state.items() if first_names.get(name, name) == name}
+        return {
+            name: tensor for name, tensor in state.items() if first_names.get(name, name) == name and name not in frozen
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **settings: Any) -> Any:
-        """Load a state dict that has tied tensors under their first name only."""
+        """Load a state dict that `state_dict` returned."""
         tied = {name: state_dict[first] for name, first in self._first_names().items() if first in state_dict}
-        return super().load_state_dict({**state_dict, **tied}, *args, **settings)
+        return super().load_state_dict({**self._frozen(), **state_dict, **tied}, *args, **settings)
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Return the parameters that are not trained, which all checkpoints have in common."""
+        return {name: x.data for name, x in self.named_parameters(remove_duplicate=False) if not x.requires_grad}
 
     def _first_names(self) -> dict[str, str]:
         """Map each tensor name to the first name of the same tensor."""
@@ -96,7 +102,7 @@ class DistillTrainer(ResumableTrainer):
         host: host of both models.
         model: the student.
         teacher: the teacher, or None.
-        heads: for each layer, the teacher's head of each student's head.
+        layers: the teacher's layer of each of the student's, and its heads.
         examples: training and validation examples.
         work: folder of the checkpoints.
         stage: number of the stage, from 1.
@@ -108,16 +114,15 @@ class DistillTrainer(ResumableTrainer):
         host: Host,
         model: Any,
         teacher: Any,
-        heads: Sequence[Sequence[int]],
+        layers: LayerMap,
         examples: TrainingExamples,
         work: Path,
         stage: int = 1,
         preparation: float = 0.0,
     ) -> None:
-        self.host, self.student, self.teacher, self.heads, self.examples = host, model, teacher, heads, examples
+        self.host, self.student, self.teacher, self.examples = host, model, teacher, examples
         self.options = options = host.options
-        model_map = map_model(host.backbone(model))
-        self.layers, self.model_type = [layer.heads for layer in model_map.attention], model_map.model_type
+        self.features: Features | None = None
         self._training_sums: dict[str, Tensor] = {}
         self._updates = 0
         self._validation_sums: dict[str, Any] = {}
@@ -136,8 +141,9 @@ class DistillTrainer(ResumableTrainer):
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
-            if options.uses_attention_maps:
-                turn_off_map_dropout(model_map)
+            if options.uses_attention_maps or options.uses_hidden_states:
+                maps = (map_model(host.backbone(each)) for each in (model, teacher))
+                self.features = Features(options, layers, *maps)
 
     def run(self) -> dict[str, Any]:
         """Train from the last complete checkpoint, with eager attention if attention maps are compared."""
@@ -153,11 +159,19 @@ class DistillTrainer(ResumableTrainer):
             return super().run()
 
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return the number of items and of pairs of real positions in the batches that are not idle."""
+        """Return the numbers of items, of real tokens and of their pairs in the batches that are not idle."""
         batches = [batch for batch in batches if "idle" not in batch]
+        lengths = [batch["attention_mask"].sum(1) for batch in batches]
         items = sum(self.host.items(batch) for batch in batches)
-        pairs = sum(int(batch["attention_mask"].sum(1).square().sum()) for batch in batches)
-        return torch.tensor([items, pairs], dtype=torch.float64)
+        tokens, pairs = (sum(int((x**power).sum()) for x in lengths) for power in (1, 2))
+        return torch.tensor([items, tokens, pairs], dtype=torch.float64)
+
+    def count_of(self, term: str, counts: Tensor) -> Tensor:
+        """Return the divisor of a term: items, real tokens, or their pairs."""
+        items, tokens, pairs = counts
+        if term == "feature":
+            return tokens if self.options.normalize == "teacher" else pairs
+        return tokens if term == "hidden" else items
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the batches of an update and their counts over all processes, the divisors of the losses."""
@@ -173,7 +187,7 @@ class DistillTrainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return λ₁·(response + feature) + λ₂·task (eqs. 6 and 7)."""
+        """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
@@ -187,33 +201,36 @@ class DistillTrainer(ResumableTrainer):
 
     def losses(self, model: nn.Module, inputs: dict[str, Any], counts: Tensor) -> tuple[Any, dict[str, Tensor]]:
         """Return the student's outputs on a batch and the terms of the loss, divided by the counts."""
-        options, (items, pairs) = self.options, counts
-        maps = {"output_attentions": True} if options.uses_attention_maps and self.teacher is not None else {}
-        outputs = model(**inputs, **maps)
-        terms = {"task": self.host.task_loss(outputs, inputs) / items}
-        if self.teacher is None:
-            return outputs, terms
-        with torch.no_grad(), self.accelerator.autocast():
-            target = self.teacher(**{name: value for name, value in inputs.items() if name != "labels"}, **maps)
-        if options.response:
-            terms["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs) / items
-        if maps:
-            check_maps(outputs.attentions, self.model_type, self.layers)
-            distance = attention_distance(target.attentions, outputs.attentions, self.heads, inputs["attention_mask"])
-            terms["feature"] = distance / pairs
-        return outputs, terms
+        options, features = self.options, self.features
+        with ExitStack() as stack:
+            if features is not None:
+                stack.enter_context(features.collected())
+            further = features.inputs if features is not None else {}
+            outputs = model(**inputs, **further)
+            sums = {"task": self.host.task_loss(outputs, inputs)}
+            if self.teacher is not None:
+                with torch.no_grad(), self.accelerator.autocast():
+                    others = {name: value for name, value in inputs.items() if name != "labels"}
+                    target = self.teacher(**others, **further)
+                if options.response:
+                    sums["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs)
+                if features is not None:
+                    sums |= features.terms(target, outputs, inputs["attention_mask"])
+        return outputs, {name: total / self.count_of(name, counts) for name, total in sums.items()}
 
     def total(self, terms: Mapping[str, Any]) -> Any:
-        """Return λ₁·(response + feature) + λ₂·task of the available terms (eq. 6)."""
-        distillation = [terms[name] for name in ("response", "feature") if name in terms]
-        return self.options.task_weight * terms["task"] + self.options.distill_weight * sum(distillation)
+        """Return λ₁·(response + w·feature + w·hidden) + λ₂·task of the available terms (eq. 6)."""
+        options = self.options
+        weights = {"response": 1.0, "feature": options.feature_weight, "hidden": options.hidden_weight}
+        distillation = sum(weight * terms[name] for name, weight in weights.items() if name in terms)
+        return options.task_weight * terms["task"] + options.distill_weight * distillation
 
     def _record(self, terms: Mapping[str, Tensor], counts: Tensor, training: bool) -> None:
         for name, term in terms.items():
             if training:
                 self._training_sums[name] = self._training_sums.get(name, 0.0) + term.detach()
             else:
-                count = counts[1 if name == "feature" else 0]
+                count = self.count_of(name, counts)
                 total, total_count = self._validation_sums.get(name, (0.0, 0.0))
                 self._validation_sums[name] = (total + term.detach() * count, total_count + count)
 
@@ -286,5 +303,10 @@ def distillation_arguments(
 ) -> TrainingArguments:
     """Make transformers' arguments of a stage; each stage has its own seed."""
     others = {"per_device_eval_batch_size": 16, **options.trainer}
-    seed = 1000 * stage + options.seed
+    seed = stage_seed(options, stage)
     return training_arguments(options, work, options.rate, seed, best_by, options.save_steps, others)
+
+
+def stage_seed(options: DistillOptions, stage: int) -> int:
+    """Return the seed of a stage's order, dropout and LoRA updates."""
+    return 1000 * stage + options.seed

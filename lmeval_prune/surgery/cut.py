@@ -27,6 +27,7 @@ from lmeval_prune.architectures import (
     weights_fingerprint,
 )
 from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.layers import layers_in
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
@@ -166,6 +167,8 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         smaller, note = _first_right(models_with(tensors, kept), kept)
     stage = _stage(plan, kept, [note] if note else [], keep_shapes)
+    if kept.depth.absent or kept.depth.layers:
+        stage["kept_layers"] = _kept_layers(kept, smaller)
     model = model_map.model
     earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
     stages = [*getattr(model, _STAGES, earlier.get("stages", [])), stage]
@@ -186,6 +189,14 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
         **questions,
     }
     return Cut(smaller, manifest, plan, model_map)
+
+
+def _kept_layers(kept: Kept, smaller: Any) -> dict[str, str]:
+    """Return the label before the cut of each layer that stays; layers have new numbers if the class has fewer."""
+    family = kept.model_map.attention[0].family
+    staying = [x.label for x in layers_in(kept.model_map.model, family) if x.name not in kept.depth.layers]
+    after = [x.label for x in layers_in(smaller, family)]
+    return dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
 
 
 def _first_right(models: Iterator[tuple[Any, str]], kept: Kept) -> tuple[Any, str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
-from lmeval_prune.tasks.data import DATA
 
 Document = Mapping[str, Any]
 
@@ -25,6 +24,8 @@ def question_keys(documents: Iterable[Document]) -> frozenset[str]:
 
 def other_folds(data: str, test: str | None) -> list[str]:
     """Return the folds of a data set other than the test fold; `InputError` if `test` is not a fold."""
+    from lmeval_prune.tasks.data import DATA
+
     folds = [name for name in DATA[data].splits if name.startswith("fold")]
     if test not in folds:
         raise InputError(

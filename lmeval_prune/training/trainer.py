@@ -57,7 +57,7 @@ class Progress(TrainerCallback):
         preparation: seconds that each of them needs before its first step.
     """
 
-    LOSSES = ("loss", "response", "feature", "task")  # that a row of a training step may have
+    LOSSES = ("loss", "response", "feature", "hidden", "task")  # that a row of a training step may have
     VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
 
     def __init__(self, name: str = "", following: int = 0, preparation: float = 0.0) -> None:

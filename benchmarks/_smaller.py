@@ -1,0 +1,197 @@
+"""The experiment of smaller_model.py: its goal, recipes and rows, and what is stored of a row."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import TypedDict
+
+from lmeval_prune.artefacts import read_json, validate_json, write_text
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.errors import InputError, did_you_mean
+
+DENSE = "dense"
+
+
+class Goal(TypedDict):
+    """What is to be reached; the keys are explained in smaller_model.yaml."""
+
+    parameters: float
+    speed: float
+    batches: list[int]
+    loss: float
+    lower_bound: float
+
+
+class Settings(TypedDict):
+    """Contents of the experiment's file."""
+
+    goal: Goal
+    task: str
+    new_tokens: int
+    folds: list[int]
+    seeds: list[int]
+    dense: dict[str, Any]
+    recipes: dict[str, dict[str, Any]]
+
+
+class Answer(TypedDict):
+    """An answer to a problem: the document's id and the text."""
+
+    id: str
+    answer: str
+
+
+class Record(TypedDict):
+    """What is stored of a row."""
+
+    recipe: str
+    fold: int
+    seed: int
+    device: str
+    seconds: float
+    parameters: list[int]  # all, without embeddings
+    plans: list[dict[str, Any]]  # what each stage removed
+    stages: list[dict[str, Any]]  # losses and distances, from distillation.json
+    validation: list[Answer]
+    test: list[Answer]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: a recipe, or the dense model, on one fold by one seed."""
+
+    recipe: str
+    fold: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Name of the row's files."""
+        return f"{self.recipe}_fold{self.fold}_seed{self.seed}"
+
+    @property
+    def dense(self) -> Row:
+        """The dense model of the same fold and seed."""
+        return Row(DENSE, self.fold, self.seed)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment and the folder of its rows.
+
+    Attributes:
+        file: YAML file with the settings.
+        work: folder for models, records and measurements.
+        pretrained: the model that is fine-tuned.
+        changes: options that replace those of the dense model and of all recipes, for rehearsals.
+    """
+
+    file: Path
+    work: Path
+    pretrained: str = "smollm2-135m"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> Any:
+        """The contents of the file; `InputError` if they are not of their types."""
+        try:
+            content = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise InputError(f"{self.file} cannot be read ({str(error).splitlines()[0]})") from None
+        settings: Any = validate_json(content, Settings, self.file)
+        if DENSE in settings["recipes"]:
+            raise InputError(f"{self.file}: a recipe is called {DENSE}, which is the name of the model without pruning")
+        return settings
+
+    @property
+    def goal(self) -> Goal:
+        """What is to be reached."""
+        goal: Goal = self.settings["goal"]
+        return goal
+
+    def rows(self, recipes: Sequence[str] = (), folds: Sequence[int] = (), seeds: Sequence[int] = ()) -> Iterator[Row]:
+        """Yield the rows of recipes (default: all), folds and seeds; a dense row comes before those that need it."""
+        for name in recipes:
+            if name not in self.settings["recipes"] and name != DENSE:
+                raise InputError(f"there is no recipe {name}{did_you_mean(name, self.settings['recipes'])}")
+        names = [name for name in recipes or self.settings["recipes"] if name != DENSE]
+        for seed, fold in itertools.product(seeds or self.settings["seeds"], folds or self.settings["folds"]):
+            yield from (Row(name, fold, seed) for name in (DENSE, *names))
+
+    def options(self, row: Row) -> DistillOptions:
+        """Return the options by which a row's model is made; `InputError` if they are invalid."""
+        is_dense = row.recipe == DENSE
+        own = self.settings["dense"] if is_dense else self.settings["recipes"][row.recipe]
+        values = {
+            **own,
+            **self.changes,
+            "pretrained": self.pretrained if is_dense else str(self.model(row.dense)),
+            "output": str(self.model(row)),
+            "task": self.settings["task"],
+            "test": f"fold{row.fold}",
+            "seed": row.seed,
+        }
+        if is_dense:  # of `changes`, what is removed is for the recipes
+            values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
+        return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")
+
+    def model(self, row: Row) -> Path:
+        """Return the folder of a row's model."""
+        return self.work / "models" / row.key
+
+    def path(self, row: Row) -> Path:
+        """Return the file of a row's record."""
+        return self.work / "rows" / f"{row.key}.json"
+
+    def record(self, row: Row) -> Any:
+        """Read a row's record; None if it is not made yet."""
+        path = self.path(row)
+        return read_json(path, Record) if path.is_file() else None
+
+    def records(self) -> dict[Row, Any]:
+        """Read all records, of whatever recipes."""
+        records = [read_json(path, Record) for path in sorted((self.work / "rows").glob("*.json"))]
+        return {Row(record["recipe"], record["fold"], record["seed"]): record for record in records}
+
+    def take(self, folder: Path) -> int:
+        """Copy the records of another folder that are not here; return their number."""
+        count = 0
+        for path in sorted(folder.glob("*.json")):
+            if not (target := self.work / "rows" / path.name).is_file():
+                read_json(path, Record)
+                write_text(target, path.read_text(encoding="utf-8"))
+                count += 1
+        return count
+
+    def give(self, row: Row, folder: Path) -> None:
+        """Copy a row's record to another folder."""
+        write_text(folder / f"{row.key}.json", self.path(row).read_text(encoding="utf-8"))
+
+    def check_same(self) -> None:
+        """Write the settings beside the rows; `InputError` if there are rows by other settings.
+
+        Recipes may be added, but not changed.
+        """
+        path = self.work / "experiment.json"
+        current = json.loads(json.dumps({**self.settings, "pretrained": self.pretrained, "changes": self.changes}))
+        if path.is_file():
+            before: dict[str, Any] = read_json(path)
+            known = before["recipes"]
+            changed = [name for name in known if current["recipes"].get(name, known[name]) != known[name]]
+            for name in ("goal", "task", "new_tokens", "dense", "changes"):
+                changed += [name] if before[name] != current[name] else []
+            if changed:
+                raise InputError(
+                    f"{self.work} has rows by other settings ({', '.join(changed)}); name another --work, or a recipe "
+                    f"of another name"
+                )
+            current["recipes"] = {**known, **current["recipes"]}
+        write_text(path, json.dumps(current, indent=1) + "\n")

@@ -15,7 +15,11 @@ LM_EVAL_TESTS ?= compat tasks pass_at scorers sweep served_sweep routing respons
 # The lowest versions that pyproject.toml allows, with the build of torch that TORCH names (some GB).
 LOWEST_VENV ?= .venv-lowest
 
-.PHONY: demo test test-long test-lm-eval test-lowest test-vllm test-llamacpp lint format bench scoring-report scoring-generality clean
+# A clean environment for the wheel and the source archive, and where they are tried.
+DIST_VENV ?= .venv-dist
+
+.PHONY: demo test test-long test-docs test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
+	scoring-report scoring-generality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lmeval-prune demo
@@ -25,6 +29,9 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+test-docs: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "long or not long" --durations 0 tests/test_guides.py
 
 test-lm-eval: $(VENV)/.installed-dev
 	$(PYTHON) -m venv --clear --without-pip $(LM_EVAL_VENV)
@@ -52,6 +59,23 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/site/stage.py
+	$(BIN)/zensical build --strict
+
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+test-dist: dist
+	$(PYTHON) -m venv --clear $(DIST_VENV)
+	$(DIST_VENV)/bin/pip install -q "$(TORCH)"
+	for archive in dist/*.whl dist/*.tar.gz; do \
+		$(DIST_VENV)/bin/pip install -q --force-reinstall --no-deps "$$archive" && $(DIST_VENV)/bin/pip install -q "$$archive" && \
+		DIST=$(abspath $(DIST_VENV))/bin sh tests/installed.sh || exit 1; \
+	done
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/unpruned_overhead.py
 
@@ -74,6 +98,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml lmeval_prune/plugin/bridge.pth
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q -e ".[dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/pip install -q -e ".[docs]"
 	touch $@
 
 $(LOWEST_VENV)/.installed: pyproject.toml
@@ -109,4 +137,4 @@ $(LLAMACPP_VENV)/.installed: tests/engines/llama_server.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL_VENV) $(LOWEST_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out
+	rm -rf $(VENV) $(LM_EVAL_VENV) $(LOWEST_VENV) $(DIST_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out

@@ -89,5 +89,5 @@ def write_table(document: Path, name: str, table: str) -> None:
     _, found, after = rest.partition(end)
     if not found:
         raise SystemExit(f"{document} has no {begin} with {end} after it")
-    document.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+    document.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
     print(f"written: {document}, {name}")

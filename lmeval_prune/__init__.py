@@ -3,7 +3,7 @@
 Names are imported on first use, because `lmeval_prune.plugin.bridge` is imported at each start of Python.
 """
 
-__version__ = "0.1.0"
+__version__ = "1.0.0.dev0"
 
 _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",

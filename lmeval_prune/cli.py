@@ -44,6 +44,7 @@ COMMANDS = {
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
     "distill": "lmeval_prune.distillation.commands:distill",
+    "migrate": "lmeval_prune.migration:migrate",
 }
 
 # Options that name an output, which the command locks; the commands of SHARED take their own locks.

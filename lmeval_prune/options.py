@@ -59,11 +59,7 @@ def read_options(
     Raises:
         InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
     """
-    parser = Parser(prog=f"lmeval-prune {command}", description=summary(function))
-    parser.add_function_arguments(function, as_group=False)
-    section = command.split()[0]
-    config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
-    parser.add_argument("--config", metavar="FILE", help=config_help)
+    parser = command_parser(command, function)
     words = _name_first_words(parser, function, words)
     try:
         if not {"-h", "--help"} & set(words):
@@ -73,6 +69,16 @@ def read_options(
         raise InputError(_one_line(str(error))) from None
     del options["config"]
     return {f"{name}_" if iskeyword(name) else name: value for name, value in options.items()}
+
+
+def command_parser(command: str, function: Callable[..., int]) -> Parser:
+    """Return the parser of a command's options; the reference of the documentation reads it, too."""
+    parser = Parser(prog=f"lmeval-prune {command}", description=summary(function))
+    parser.add_function_arguments(function, as_group=False)
+    section = command.split()[0]
+    config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
+    parser.add_argument("--config", metavar="FILE", help=config_help)
+    return parser
 
 
 def summary(function: Callable[..., Any]) -> str:
@@ -96,12 +102,14 @@ class Parser(ArgumentParser):
 
     Attributes:
         known: names of its options.
+        types: their annotations.
         repeatable: those that can be repeated.
         lists: those that are tuples.
     """
 
     def __init__(self, **settings: Any) -> None:
         self.known: set[str] = set()
+        self.types: dict[str, Any] = {}
         self.repeatable: set[str] = set()
         self.lists: set[str] = set()
         super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
@@ -112,6 +120,7 @@ class Parser(ArgumentParser):
         kind = union_members(hint)[0]
         name = names[-1].strip("-+").rstrip("_")
         self.known.add(name)
+        self.types[name] = hint
         if get_origin(kind) is Sequence:
             self.repeatable.add(name)
             settings |= {"action": "append", "type": get_args(kind)[0], "default": []}

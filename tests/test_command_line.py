@@ -17,7 +17,7 @@ import pytest
 import torch
 from lm_eval.__main__ import cli_evaluate
 
-from lmeval_prune import InputError, preflight
+from lmeval_prune import InputError, __version__, preflight
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.models.arguments import Arguments
@@ -404,7 +404,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_the_wheel_holds_the_package_and_the_bridge_and_nothing_beside(installed) -> None:
     names = zipfile.ZipFile(installed[1]).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"lmeval_prune", "_lmeval_prune_bridge.pth", "lmeval_prune-0.1.0.dist-info"}
+    assert tops == {"lmeval_prune", "_lmeval_prune_bridge.pth", f"lmeval_prune-{__version__}.dist-info"}
     for name in (
         "tasks/data.py",
         "tasks/__init__.py",

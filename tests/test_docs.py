@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(ROOT / folder / "README.md" for folder in ("tasks", "configs", "kernels")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/guides").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMES = {path: str(path.relative_to(ROOT)) for path in PAGES}
@@ -81,7 +83,7 @@ def test_options_and_tasks_of_commands_exist(page: Path, capsys: pytest.CaptureF
     """Of our commands that stand in blocks; an example's own tasks are shown on the same page."""
     tasks = {path.stem for path in (ROOT / "tasks").glob("*/*.yaml")}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in "\n".join(block for name, block in BLOCK.findall(text) if not name).splitlines():
+    for line in "\n".join(block for name, block in BLOCK.findall(text) if name in ("", "bash")).splitlines():
         for names in re.findall(r"--tasks? (prune_[\w,]+)", line):
             assert all(name in tasks or f"task: {name}\n" in text for name in names.split(",")), line
         if found := re.match(r"lmeval-prune ([a-z-]+(?: [a-z]+)?)([^#]*)", line):
@@ -92,15 +94,24 @@ def test_options_and_tasks_of_commands_exist(page: Path, capsys: pytest.CaptureF
             assert {name.replace("_", "-") for name in re.findall(r"(?<!\S)--\w[\w-]*", found[2])} <= options, line
 
 
-def test_arguments_and_families_of_the_readme_are_those_of_the_code() -> None:
-    readme = ROOT / "README.md"
-    rows = re.findall(r"^\| (`.+?) \|", section(readme, "Arguments of `pruned-hf`"), re.MULTILINE)
+def test_arguments_and_families_of_the_pages_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (`.+?) \|", section(ROOT / "docs/pruned-hf.md", "Arguments"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
     assert {*METHODS, "mask", "responses", "engine", "router"} <= named <= set(argument_names())
-    families = (
-        section(readme, "Model families, and what is missing").partition("Other families")[0].partition("hand:")[2]
-    )
+    known = section(ROOT / "docs/families.md", "Known and recognised")
+    families = known.partition("Other families")[0].partition("hand:")[2]
     assert set(re.findall(r"[a-z][\w-]*", families)) - {"encoders", "encoder-decoders"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_lists_and_tables_are_read_alike_by_github_and_the_site(page: Path) -> None:
+    """The site's parser needs an empty line before a list or table, and four spaces before a nested list."""
+    item = re.compile(r" *(?:[-*]|\d\.) ")
+    for before, line in pairwise(prose(page).splitlines()):
+        assert not re.match(r" {1,3}(?:[-*]|\d\.) ", line), line
+        is_inside = not before.strip() or item.match(before) or before.startswith(" ")
+        assert is_inside or not item.match(line), line
+        assert not line.startswith("|") or not before.strip() or before.startswith("|"), line
 
 
 def trees(page: Path) -> Iterator[ast.Module]:
@@ -205,6 +216,35 @@ def test_the_task_of_the_example_works_as_it_stands(tmp_path: Path, monkeypatch:
     for document in greedy.test_docs():
         assert greedy.process_results(document, [f"So it is {document['target']}."])["exact_match"] == 1
         assert sampled.process_results(document, [["7", document["target"]] * 4])["pass@8"] == 1
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """In CITATION.cff; and CHANGELOG.md has what belongs to it, a development version's under *Unreleased*."""
+    version = lmeval_prune.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    first = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[:2]
+    assert first[0] == "Unreleased" and (first[1] == version) != (".dev" in version)
+
+
+def templates() -> set[str]:
+    """Return the texts of the code, with `…` for what is filled in."""
+    texts = set()
+    for path in (ROOT / "lmeval_prune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def test_the_messages_of_the_faq_are_those_of_the_code() -> None:
+    faq = (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("## Why is")[0]
+    messages = re.findall(r"^\| (`+) ?(.+?) ?\1 \| ", faq, re.MULTILINE)
+    assert len(messages) > 20
+    texts = templates()
+    for _, message in messages:
+        assert any(message in text for text in texts), message
 
 
 def test_the_public_names_can_be_seen() -> None:

@@ -193,13 +193,13 @@ def test_every_other_family_is_recognised_or_refused(name: str) -> None:
 
 
 def test_every_causal_family_is_listed() -> None:
-    """A family that a newer transformers adds is named here; the README counts those of 5.23."""
+    """A family that a newer transformers adds is named here; docs/families.md counts those of 5.23."""
     every, table = {*causal_families()}, {*FAMILIES, *INNER}
     unknown = every - table - {*RECOGNISED, *REFUSED}
     assert not unknown, f"not listed: {', '.join(sorted(unknown))}; `lmeval-prune families` says what they are"
     assert not table & {*RECOGNISED, *REFUSED} and not {*RECOGNISED} & {*REFUSED}
     if transformers.__version__.startswith("5.23."):
-        text = section(ROOT / "README.md", "Model families, and what is missing").replace("\n", " ")
+        text = section(ROOT / "docs/families.md", "Known and recognised").replace("\n", " ")
         stated = re.search(
             r"(\d+) causal families of transformers 5\.23 .*?: (\d+) known, (\d+) recognised, (\d+) refused", text
         )

@@ -203,7 +203,10 @@ class OutcomeStore:
             )
         content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
         if content["schema_version"] < SCHEMA_VERSION:
-            raise InputError(f"{self.folder} was written by an older lmeval-prune; sweep into a new folder")
+            raise InputError(
+                f"{self.folder} was written by an older lmeval-prune; rewrite it by `lmeval-prune migrate {self.folder} "
+                f"--output FOLDER`, or sweep into a new folder"
+            )
         return content
 
     def begin(

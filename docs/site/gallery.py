@@ -1,0 +1,59 @@
+"""Write the gallery of results: every committed figure and table, with the command that makes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+# What makes the files of a folder of docs/results, and the page that explains them.
+FOLDERS = {
+    "athena": ("ATHENA on the embedded encoder", "lmeval-prune athena train --config configs/athena/minilm.yaml", "athena"),
+    "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report", "baselines"),
+    "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py", "distillation"),
+    "grid": ("A grid", "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2", "grid"),
+    "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py", "pruning"),
+    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "sprint"),
+    "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py", "token_filtering"),
+}
+
+
+def page(root: Path) -> str:
+    """Write the page; a folder or results file without a command ends the program."""
+    parts = [
+        "# Results",
+        "Every figure and table that is committed, with the command that makes it. Where the page does not say "
+        "otherwise, figures are of SmolLM2-135M, the embedded model, on two cores.",
+    ]
+    for folder in sorted(path for path in (root / "docs/results").iterdir() if path.is_dir()):
+        if folder.name not in FOLDERS:
+            raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
+        title, command, about = FOLDERS[folder.name]
+        parts += [f"## {title}", f"`{command}`, explained in [{about}](docs/{about}.md)."]
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        shown = [path for path in files if path.suffix == ".png"]
+        others = [path for path in files if path.suffix not in (".png", ".svg")]
+        parts.append(", ".join(f"[{path.name}]({path.relative_to(root)})" for path in others))
+        parts += [f"![{path.stem.replace('_', ' ')}]({path.relative_to(root)})" for path in shown]
+    parts += ["## Measurements", "Files of `benchmarks/results`. Each names its commit, processor and versions."]
+    lines = ["| file | command | on |", "| --- | --- | --- |"]
+    for path in sorted((root / "benchmarks/results").glob("*.json")):
+        record = find(json.loads(path.read_text(encoding="utf-8")), "command")
+        if not record:
+            raise SystemExit(f"{path} names no command; write it by `_record.environment()`")
+        command = re.sub(r"^python (?:benchmarks/)?", "python benchmarks/", record["command"])
+        device = record.get("device") or ""
+        lines.append(f"| [{path.stem}]({path.relative_to(root)}) | `{command}` | {device} |")
+    return "\n\n".join([*filter(None, parts), "\n".join(lines)]) + "\n"
+
+
+def find(value: Any, name: str) -> dict[str, Any] | None:
+    """Return the first dictionary that has a name, in depth."""
+    if isinstance(value, dict):
+        if name in value:
+            return value
+        return next((found for each in value.values() if (found := find(each, name))), None)
+    if isinstance(value, list):
+        return next((found for each in value if (found := find(each, name))), None)
+    return None

@@ -1,0 +1,76 @@
+"""Stage the pages of the documentation site in build/pages: `python docs/site/stage.py`.
+
+The folder mirrors the repository, so that the links of the pages, which are those of GitHub, hold there, too: the
+Markdown pages, every file that they link to, and pages that are made from the code and the results.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGE = ROOT / "build/pages"
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import gallery  # noqa: E402
+import reference  # noqa: E402
+
+PAGES = ("*.md", "docs/**/*.md", "configs/README.md", "kernels/README.md", "tasks/README.md", "tasks/*/README.md")
+ASSETS = ("docs/site/*.css",)
+BLOCK = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^()\s:]+)\)")
+LINK = re.compile(r"\]\(([^()\s#]+)[^()\s]*\)")
+
+
+def linked(page: Path) -> Iterator[Path]:
+    """Yield the files of the repository that a page links to."""
+    for name in LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        target = (page.parent / name).resolve()
+        if not re.match(r"\w+:", name) and target.is_file() and target.is_relative_to(ROOT):
+            yield target
+
+
+def navigation() -> set[str]:
+    """Return the pages that the menu of the site lists."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    return set(re.findall(r"([\w./-]+\.md)$", menu, re.MULTILINE))
+
+
+def stage() -> None:
+    """Write the folder anew."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    sources = {path for pattern in PAGES for path in ROOT.glob(pattern)}
+    results = {path for folder in ("docs/results", "benchmarks/results") for path in (ROOT / folder).rglob("*.*")}
+    assets = {path for pattern in ASSETS for path in ROOT.glob(pattern)}
+    for path in sources | results | assets | {target for page in sources for target in linked(page)}:
+        copy = STAGE / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents}
+    missing = sorted(pages - navigation())
+    if missing:
+        raise SystemExit(f"mkdocs.yml has no line for {', '.join(missing)}")
+    made = {"results.md": gallery.page(ROOT), **reference.pages(ROOT)}
+    for name, text in made.items():
+        path = STAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    check()
+
+
+def check() -> None:
+    """End the program for what the builder does not refuse: lines of the menu and pictures that lead nowhere."""
+    absent = [name for name in sorted(navigation()) if not (STAGE / name).is_file()]
+    for page in STAGE.rglob("*.md"):
+        names = IMAGE.findall(BLOCK.sub("", page.read_text(encoding="utf-8")))
+        absent += [f"{page.relative_to(STAGE)}: {name}" for name in names if not (page.parent / name).is_file()]
+    if absent:
+        raise SystemExit(f"no such file: {', '.join(absent)}")
+
+
+if __name__ == "__main__":
+    stage()

@@ -1,7 +1,7 @@
 """`lmeval-prune migrate`: rewrite an artefact of an earlier format version in the current one.
 
-The policy is in docs/artefacts.md. A migration loses nothing, invents nothing and loads no model. To add one, add a line
-to `MIGRATIONS`: the schema, and a function that reads a path and writes another.
+The policy is in docs/artefacts.md. A migration loses nothing, invents nothing and loads no model. To add one, add a
+line to `MIGRATIONS`: the schema, and a function that reads a path and writes another.
 """
 
 from __future__ import annotations

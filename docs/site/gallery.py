@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-# What makes the files of a folder of docs/results, and the page that explains them.
+# The title of a folder of docs/results and the command that makes its files; the page of the same name explains them.
 FOLDERS = {
-    "athena": ("ATHENA on the embedded encoder", "lmeval-prune athena train --config configs/athena/minilm.yaml", "athena"),
-    "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report", "baselines"),
-    "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py", "distillation"),
-    "grid": ("A grid", "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2", "grid"),
-    "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py", "pruning"),
-    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "sprint"),
-    "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py", "token_filtering"),
+    "athena": ("ATHENA on the embedded encoder", "lmeval-prune athena train --config configs/athena/minilm.yaml"),
+    "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report"),
+    "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py"),
+    "grid": ("A grid", "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2"),
+    "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py"),
+    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py"),
+    "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py"),
 }
 
 
@@ -29,7 +29,7 @@ def page(root: Path) -> str:
     for folder in sorted(path for path in (root / "docs/results").iterdir() if path.is_dir()):
         if folder.name not in FOLDERS:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
-        title, command, about = FOLDERS[folder.name]
+        (title, command), about = FOLDERS[folder.name], folder.name
         parts += [f"## {title}", f"`{command}`, explained in [{about}](docs/{about}.md)."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]

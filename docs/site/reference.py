@@ -1,4 +1,4 @@
-"""Write the reference pages of the site from the code: commands, recipes, model_args, the grid's YAML, the Python API."""
+"""Write the reference of the site from the code: commands, recipes, model_args, the grid's YAML, the Python API."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def escape(text: object) -> str:
-    """Escape a text for a cell of a Markdown table."""
-    return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(str(text).split()))
+    """Escape a text of the code for a cell of a Markdown table; what is in backticks stays code."""
+    parts = re.split(r"(`[^`]+`)", " ".join(str(text).split()))
+    return "".join(
+        part.replace("|", r"\|") if part.startswith("`") else re.sub(r"([\\*_<>\[\]|])", r"\\\1", part) for part in parts
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -179,7 +182,7 @@ def model_args() -> str:
     """Write the page of the model_args."""
     parts = [
         "# model_args",
-        "What `--model_args` of `lm_eval`, `model:` of a grid and `--model_args` of `sweep` accept, made from the code. "
+        "What `--model_args` of `lm_eval` and `sweep` and `model:` of a grid accept, made from the code. "
         "[pruned-hf](../docs/pruned-hf.md) and [pruned-server](../docs/pruned-server.md) explain them.",
         "## pruned-hf",
         "Every argument of lm-eval's `hf`, and:",

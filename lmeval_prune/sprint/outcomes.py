@@ -204,8 +204,8 @@ class OutcomeStore:
         content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
         if content["schema_version"] < SCHEMA_VERSION:
             raise InputError(
-                f"{self.folder} was written by an older lmeval-prune; rewrite it by `lmeval-prune migrate {self.folder} "
-                f"--output FOLDER`, or sweep into a new folder"
+                f"{self.folder} was written by an older lmeval-prune; rewrite it by `lmeval-prune migrate "
+                f"{self.folder} --output FOLDER`, or sweep into a new folder"
             )
         return content
 

@@ -44,7 +44,14 @@ def outcomes(folder: Path) -> None:
     store = OutcomeStore(folder / "outcomes_1")
     settings = {"generation": {"max_gen_toks": 8, "do_sample": False}, "question_field": "question", "num_fewshot": 0}
     rows = [
-        {"task": "t", "split": "test", "doc_id": i, "question": f"{i} + 1?", "prompt": f"p{i}", "attributes": {"grade": i}}
+        {
+            "task": "t",
+            "split": "test",
+            "doc_id": i,
+            "question": f"{i} + 1?",
+            "prompt": f"p{i}",
+            "attributes": {"grade": i},
+        }
         for i in (0, 1, 2)
     ]
     store.begin({"name": "tiny", "weights": "abc"}, {"t": settings}, rows, ["dense", "L0H1", "L10H0"])

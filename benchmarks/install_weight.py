@@ -1,7 +1,7 @@
 """What the installation weighs: size, import time and share of each dependency, and the time of an installation.
 
-    python benchmarks/install_weight.py --name before            # of the environment that runs this
-    python benchmarks/install_weight.py --name before --install  # also: installs this checkout in a fresh environment
+    python benchmarks/install_weight.py --name NAME --imports  # of the environment that runs this
+    python benchmarks/install_weight.py --name NAME --install  # installs this checkout in a fresh environment, too
 
 Writes the entry NAME of `results/install_weight.json`. *own* is what would not be installed without a dependency.
 """
@@ -80,7 +80,7 @@ def import_seconds(module: str, repeats: int = 3) -> float | None:
     return None if seconds != seconds else round(seconds - start, 3)
 
 
-def weigh() -> dict[str, Any]:
+def weigh(imports: bool) -> dict[str, Any]:
     requirements = direct()
     everything = closure(requirements)
     sizes = {name: size(each) for name, each in everything.items()}
@@ -93,8 +93,9 @@ def weigh() -> dict[str, Any]:
             "mb": round(sizes[name] / 1e6, 1),
             "own_mb": round(sum(sizes[each] for each in own) / 1e6, 1),
             "own": own,
-            "import_seconds": import_seconds(MODULES.get(name, name.replace("-", "_"))),
         }
+        if imports:
+            rows[name]["import_seconds"] = import_seconds(MODULES.get(name, name.replace("-", "_")))
     largest = sorted(sizes, key=lambda name: -sizes[name])[:20]
     return {
         "packages": len(everything),
@@ -124,12 +125,13 @@ def install(torch: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="entry of the results file")
+    parser.add_argument("--imports", action="store_true", help="also time the import of each dependency")
     parser.add_argument("--install", action="store_true", help="also time an installation")
     parser.add_argument("--torch", default="torch==2.13.0")
     options = parser.parse_args()
     path = RESULTS / "install_weight.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    entry = {"environment": environment(), "written": time.strftime("%Y-%m-%d"), **weigh()}
+    entry = {"environment": environment(), "written": time.strftime("%Y-%m-%d"), **weigh(options.imports)}
     if options.install:
         entry["install"] = install(options.torch)
     write("install_weight", {**results, options.name: entry})

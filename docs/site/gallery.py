@@ -21,16 +21,20 @@ FOLDERS = {
 
 def page(root: Path) -> str:
     """Write the page; a folder or results file without a command ends the program."""
+    results = {path.stem: path for path in sorted((root / "benchmarks/results").glob("*.json"))}
     parts = [
         "# Results",
         "Every figure and table that is committed, with the command that makes it. Where the page does not say "
         "otherwise, figures are of SmolLM2-135M, the embedded model, on two cores.",
     ]
     for folder in sorted(path for path in (root / "docs/results").iterdir() if path.is_dir()):
-        if folder.name not in FOLDERS:
+        title, command = FOLDERS.get(folder.name) or (folder.name.replace("_", " ").capitalize(), "")
+        if not command and folder.name not in results:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
-        (title, command), about = FOLDERS[folder.name], folder.name
-        parts += [f"## {title}", f"`{command}`, explained in [{about}](docs/{about}.md)."]
+        command = command or record_of(results[folder.name])["command"]
+        about = root / f"docs/{folder.name}.md"
+        explained = f", explained in [{about.stem}](docs/{about.name})" if about.is_file() else ""
+        parts += [f"## {title}", f"`{command}`{explained}."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]
         others = [path for path in files if path.suffix not in (".png", ".svg")]
@@ -38,14 +42,18 @@ def page(root: Path) -> str:
         parts += [f"![{path.stem.replace('_', ' ')}]({path.relative_to(root)})" for path in shown]
     parts += ["## Measurements", "Files of `benchmarks/results`. Each names its commit, processor and versions."]
     lines = ["| file | command | on |", "| --- | --- | --- |"]
-    for path in sorted((root / "benchmarks/results").glob("*.json")):
-        record = find(json.loads(path.read_text(encoding="utf-8")), "command")
-        if not record:
-            raise SystemExit(f"{path} names no command; write it by `_record.environment()`")
-        command = re.sub(r"^python (?:benchmarks/)?", "python benchmarks/", record["command"])
-        device = record.get("device") or ""
-        lines.append(f"| [{path.stem}]({path.relative_to(root)}) | `{command}` | {device} |")
+    for name, path in results.items():
+        record = record_of(path)
+        lines.append(f"| [{name}]({path.relative_to(root)}) | `{record['command']}` | {record.get('device') or ''} |")
     return "\n\n".join([*filter(None, parts), "\n".join(lines)]) + "\n"
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """Return what a results file records about its run, with the command as it is typed in the repository."""
+    record = find(json.loads(path.read_text(encoding="utf-8")), "command")
+    if not record:
+        raise SystemExit(f"{path} names no command; write it by `_record.environment()`")
+    return {**record, "command": re.sub(r"^python (?:benchmarks/)?", "python benchmarks/", record["command"])}
 
 
 def find(value: Any, name: str) -> dict[str, Any] | None:

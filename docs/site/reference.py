@@ -50,9 +50,8 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
 def escape(text: object) -> str:
     """Escape a text of the code for a cell of a Markdown table; what is in backticks stays code."""
     parts = re.split(r"(`[^`]+`)", " ".join(str(text).split()))
-    return "".join(
-        part.replace("|", r"\|") if part.startswith("`") else re.sub(r"([\\*_<>\[\]|])", r"\\\1", part) for part in parts
-    )
+    plain = re.compile(r"([\\*_<>\[\]|])")
+    return "".join(part.replace("|", r"\|") if part[:1] == "`" else plain.sub(r"\\\1", part) for part in parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

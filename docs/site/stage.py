@@ -34,6 +34,19 @@ def linked(page: Path) -> Iterator[Path]:
             yield target
 
 
+def indented(text: str) -> str:
+    """Indent nested lists by four spaces, which the site's parser needs; GitHub takes two as well."""
+    lines, is_code, inside = [], False, False
+    for line in text.split("\n"):
+        is_code ^= line.lstrip().startswith("```")
+        if is_code or not line.startswith("  "):
+            inside = inside and not line.strip()
+        elif re.match(r" {2,3}(?:[-*]|\d+\.) ", line):
+            inside = True
+        lines.append(f"  {line}" if inside and not is_code and line.startswith("  ") and line.strip() else line)
+    return "\n".join(lines)
+
+
 def navigation() -> set[str]:
     """Return the pages that the menu of the site lists."""
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
@@ -49,7 +62,10 @@ def stage() -> None:
     for path in sources | results | assets | {target for page in sources for target in linked(page)}:
         copy = STAGE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        if path.suffix == ".md":
+            copy.write_text(indented(path.read_text(encoding="utf-8")), encoding="utf-8")
+        else:
+            shutil.copyfile(path, copy)
     pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents}
     missing = sorted(pages - navigation())
     if missing:

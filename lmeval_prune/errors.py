@@ -18,7 +18,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class InputError(ValueError):
-    """A user's mistake. The message is one line that names the problem and the fix."""
+    """A user's mistake. The message is one line that names the problem and the fix.
+
+    Attributes:
+        problem: the message; without the fix, if that is given as `remedy`.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class DiskError(InputError):

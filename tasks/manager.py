@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import print_input_errors, unknown_task_error
 from lmeval_prune.tasks.scorers import check_scorers
+from lmeval_prune.tasks.windows import check_window
 
 
 def with_our_folder(include_path: Any) -> list[str | Path]:
@@ -36,8 +37,14 @@ class LazyTaskManager(TaskManager):
 
     @print_input_errors
     def match_tasks(self, task_list: list[str]) -> list[str]:
-        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks."""
+        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks.
+
+        lm-eval's command calls this before it loads the model, with the model_args in `metadata`.
+        """
         known = self._index.maps[0]
+        for config in self._configs(task_list) if self.metadata is not None else ():
+            if str(config.get("class")).endswith("WindowedTask"):
+                check_window(config, self.metadata)
         if all(name in known for name in task_list):
             return sorted(set(task_list))
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in known]
@@ -45,6 +52,20 @@ class LazyTaskManager(TaskManager):
             raise unknown_task_error(unknown, known)
         matches: list[str] = super().match_tasks(task_list)
         return matches
+
+    def _configs(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Yield the configurations of named tasks and of the tasks in named groups; without those of lm-eval."""
+        waiting, seen = list(names), set[str]()
+        while waiting:
+            name = waiting.pop()
+            entry = self._index.maps[0].get(name)
+            if entry is None or entry.cfg is None or name in seen:
+                continue
+            seen.add(name)
+            members = entry.cfg.get("task")
+            members = members if isinstance(members, list) else []
+            yield from (entry.cfg, *(each for each in members if isinstance(each, dict)))
+            waiting += [each for each in members if isinstance(each, str)]
 
     @print_input_errors
     def load(self, task_list: Any) -> Any:

@@ -198,7 +198,7 @@ pass_at_1, pass_at_2, pass_at_4, pass_at_8, pass_at_16, pass_at_32, pass_at_64 =
 
 
 def check_scorers(task: Any) -> None:
-    """Refuse wrong arguments of the filter and metrics in a loaded task: lm-eval reads them after generation only."""
+    """Refuse a wrong use of the filter, metrics and aggregations in a loaded task: lm-eval finds it too late."""
     with_name = f"task {task.config.task}: "
     try:
         for step in (step for pipeline in filters(task) for step in pipeline.filters):
@@ -209,8 +209,21 @@ def check_scorers(task: Any) -> None:
             if getattr(function, "__module__", "") == __name__:
                 _refuse_unknown(function, f"metric {name}", arguments)
                 _kind(arguments.get("kind", "number"))
+        own = {name for name, function, _ in metrics(task) if getattr(function, "__module__", "") == __name__}
+        for name, aggregation in task.aggregation().items():
+            if k := next((k for k, function in PASS_AT.items() if function is aggregation), 0):
+                _check_aggregation(k, name, name in own, task.config.repeats or 1)
     except InputError as error:
         raise InputError(f"{with_name}{error}") from None
+
+
+def _check_aggregation(k: int, metric: str, is_own: bool, repeats: int) -> None:
+    """Refuse the aggregation pass@k of a metric of this module, or with fewer than k responses to a document."""
+    name = f"aggregation prune_pass_at_{k}"
+    if is_own:
+        raise InputError(f"{name} needs lists from a process_results of your own; of {metric} give aggregation: mean")
+    if k > repeats:
+        raise InputError(f"{name} needs {k} responses to each document; repeats is {repeats}")
 
 
 def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:

@@ -462,6 +462,24 @@ def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) 
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 
 
+def test_the_bridge_is_put_beside_the_finders_of_others(tmp_path: Path) -> None:
+    """Also of another package's class with the same name."""
+    script = (
+        "import sys\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != '_Finder']\n"
+        "sys.modules.pop('lmeval_prune.plugin.bridge', None)\n"
+        "class _Finder:\n    def find_spec(self, name, path=None, target=None): pass\n"
+        "sys.meta_path.insert(0, _Finder())\n"
+        "import lmeval_prune.plugin.bridge as bridge\n"
+        "print(sum(type(f) is bridge._Finder for f in sys.meta_path), len(sys.meta_path))\n"
+        "first = len(sys.meta_path)\n"
+        "import importlib; importlib.reload(bridge)\n"
+        "print(len(sys.meta_path) - first)\n"
+    )
+    done = call("-c", script, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout.split()[0] == "1" and done.stdout.split()[-1] == "0", done.stderr[-2000:]
+
+
 @pytest.mark.long
 def test_a_failing_hook_warns_and_lets_lm_eval_go_on(installed, tmp_path: Path) -> None:
     script = (

@@ -413,6 +413,25 @@ def test_followers_start_before_their_leaders_end_if_rows_are_free() -> None:
     assert steps(7) <= 2 * 19  # five followers beside both leaders, then the other five
 
 
+def test_followers_start_if_no_memory_is_left_for_the_leaders_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for one leader with followers: beside 6 long rows, the third prompt's followers do not wait for its end."""
+    monkeypatch.setattr("lmeval_prune.decoding.scheduler.FREE_SHARE", 0.5)
+    monkeypatch.setattr(Engine, "_capacity", lambda *_: (12, 1))
+    model = model_of("llama")
+    masks = [None, *map(HeadMask, ["L1H0", "L1H1", "L2H0", "L2H1", "L3H0"])]
+    requests = [
+        Request((5, 6, i), mask, SamplingParams(length, eos=()), tag=10 * i + j)
+        for i, length in enumerate((3, 30, 20, 20), 3)
+        for j, mask in enumerate(masks)
+    ]
+    expected = {request.tag: alone(model, request) for request in requests}
+    running: list[int] = []
+    watch(monkeypatch, "_step", lambda run: running.append(len(run.active)))
+    engine = Engine(model, schedule=Schedule(drafts=0, follow=4))
+    assert answers(engine, requests) == expected
+    assert min(running[4:18]) == 10, running  # the last two wait for rows that can join them
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmeval_prune.decoding.model_runner.PASS", 30)

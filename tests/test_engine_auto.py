@@ -111,6 +111,21 @@ def test_requests_with_several_settings_are_answered_as_by_hf(
         assert sum(reason in line for line in lines) == 1
 
 
+def test_a_reason_is_told_whole_and_the_check_is_announced(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings may contain what separates a refusal from its remedy; the check takes half a minute at first."""
+    caplog.set_level(logging.INFO)
+    lm = model(tiny_folder)
+    for settings in ({"guidance_scale": 1.5}, {"num_beams": 2}, {"prompt_lookup_num_tokens": "a; b"}):
+        lm.engine_choice.by_engine([compat.request("generate_until", ("x", settings), "t", 0)])
+    reasons = [line.partition("does not know the ")[2] for line in decisions(caplog)]
+    assert reasons == [
+        "generation setting guidance_scale=1.5",
+        "generation setting num_beams=2",
+        "generation setting prompt_lookup_num_tokens=a; b",
+    ]
+    assert sum("the first time on a machine this compiles its attention" in line for line in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("engines", [("generate", "auto"), ("auto", "generate")])
 def test_a_store_that_the_other_path_began_is_resumed(
     tiny_folder: Path, tmp_path: Path, engines: tuple[str, str]

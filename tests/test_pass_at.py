@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import compat, data, loading, results, windows
+from lmeval_prune.tasks.manager import LazyTaskManager
 from tests.conftest import ROOT, task_manager
 
 
@@ -356,6 +358,21 @@ def test_perplexity_at_another_sequence_length_is_refused(length: int | None) ->
     metadata = {"max_length": length} if length else {}
     with pytest.raises(InputError, match=f"wikitext .*needs max_length=128 .*is {length or 'not given'}"):
         loading.task_manager(metadata).load(["prune_wikitext2_128"])
+
+
+def test_the_sequence_length_is_checked_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """Also of a user's group that contains the task; lm-eval's `validate` and `ls` name no model."""
+    (tmp_path / "mine.yaml").write_text("group: mine\ntask: [mine, prune_tiny, prune_wikitext2_128]\n")
+    for metadata, is_refused in ((None, False), ({"max_length": 128}, False), ({"max_length": "128"}, False),
+                                 ({}, True), ({"max_length": 2048}, True)):  # fmt: skip
+        manager = LazyTaskManager(include_path=str(tmp_path), metadata=metadata)
+        assert manager.match_tasks(["prune_tiny"]) == ["prune_tiny"]
+        for name in ("mine", "prune_wikitext2_128"):
+            refusal = (
+                pytest.raises(InputError, match=r"wikitext .*needs max_length=128") if is_refused else nullcontext()
+            )
+            with refusal:
+                assert manager.match_tasks([name]) == [name]
 
 
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:

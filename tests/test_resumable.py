@@ -16,7 +16,9 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from lmeval_prune.checkpoints import identity
 from lmeval_prune.errors import InputError
+from lmeval_prune.models import resumable
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.resumable import ResumableLM, model_identity
 from lmeval_prune.tasks import compat
@@ -196,7 +198,40 @@ def test_empty_answers_are_stored(
     assert late.calls == [LIMIT] and stored(tmp_path / "store") == LIMIT
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_text_that_a_server_did_not_send_is_asked_for_again(
+    count: int, evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """lm-eval takes an empty text for it; a store would keep it as the model's answer."""
+    arguments = {"lm": "local-completions", **arguments_of(f"local-completions {count}", tiny_folder, server)}
+    tasks = ["prune_tiny_words", "prune_tiny_words_pass4"]
+    whole = evaluate("resumable", tasks, responses=str(tmp_path / "whole"), **arguments)
+    sent: list[dict] = []
+
+    def spoil(body: dict) -> None:
+        sent.append(body)
+        if len(sent) in (2, 5, 6):
+            for choice in body["choices"]:
+                choice["text"] = None
+
+    server.spoil = spoil
+    evaluate("resumable", tasks, responses=str(tmp_path / "store"), **arguments)
+    assert len(sent) == 5 * LIMIT and stored(tmp_path / "store") == 5 * LIMIT - 3
+    assert evaluate("resumable", tasks, responses=str(tmp_path / "store"), **arguments) == whole
+    assert len(sent) == 5 * LIMIT + 3 and stored(tmp_path / "store") == 5 * LIMIT
+
+
 # --------------------------------------------------------------------------- identity
+
+
+def test_a_checkpoint_is_read_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    digest_of = resumable.content_digest
+    for module in (resumable, identity):
+        monkeypatch.setattr(module, "content_digest", lambda path: read.append(str(path)) or digest_of(path))
+    model_identity("hf", {"pretrained": str(tiny_folder)})
+    assert str(tiny_folder / "model.safetensors") in read and len(set(read)) == len(read)
+    assert str(tiny_folder) not in read
 
 
 def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:

@@ -120,6 +120,11 @@ def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Pa
         (("{function: prune_answer}", "{function: prune_answer, sort: text}"), "no argument 'sort'"),
         (("{metric: prune_equal,", "{metric: prune_equal, kind: maths,"), "no kind of answers 'maths'"),
         (("{metric: prune_equal,", "{metric: prune_equal, kinds: number,"), "no argument 'kinds'"),
+        (("aggregation: mean", "aggregation: prune_pass_at_1"), "of prune_equal give aggregation: mean"),
+        (
+            ("prune_equal, aggregation: mean", "exact_match, aggregation: prune_pass_at_2"),
+            "2 responses to each document; repeats is 1",
+        ),
     ],
 )
 def test_a_mistake_in_the_yaml_is_one_line_before_any_answer(

@@ -159,7 +159,8 @@ def decode(
     *others, last = pairwise(bounds)
     if others and int(ends[-1]) * keys.shape[1] * keys.shape[3] >= LARGE:
         _release_cores()
-    running = [_threads(threads).submit(decode_rows, *arguments, *part, *results) for part in others]
+    pool = _threads(torch.get_num_threads())
+    running = [pool.submit(decode_rows, *arguments, *part, *results) for part in others]
     decode_rows(*arguments, *last, *results)
     for part in running:
         part.result()

@@ -15,7 +15,7 @@ from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
 from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs
 from lmeval_prune.comparison.settings import different
-from lmeval_prune.comparison.tables import Table, merged, pooled, read_table
+from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, read_table
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 Kind = Literal["questions", "prompts", "settings"]
@@ -207,7 +207,7 @@ def _tables(
     }
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
         raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
-    groups, notes = _groups(tables, base.groups)
+    groups, notes = _groups(tables, base.groups, variants)
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
     whole = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
@@ -265,26 +265,33 @@ def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ..
     return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))
 
 
-def _groups(tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]]) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables of groups with several compared tasks, inner groups first, and notes on groups left out.
+def _groups(
+    tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]], variants: Sequence[str]
+) -> tuple[dict[str, Table], list[str]]:
+    """Return the tables of groups with several compared tasks, inner groups first, and notes.
 
     Groups with the same tasks as another are left out.
     """
-    leaves = {name: [task for task in _leaves(name, groups) if task in tables] for name in groups}
+    members = {name: _leaves(name, groups) for name in groups}
+    leaves = {name: [task for task in own if task in tables] for name, own in members.items()}
     ordered = sorted((name for name in groups if len(leaves[name]) > 1), key=lambda name: len(leaves[name]))
     merged_tables: dict[str, Table] = {}
-    notes, seen = [], set()
+    notes, seen = list[str](), set()
     for name in ordered:
         if frozenset(leaves[name]) in seen:
             continue
         seen.add(frozenset(leaves[name]))
-        table = merged([tables[task] for task in leaves[name]])
-        if table is None:
+        own = [tables[task] for task in leaves[name]]
+        if not can_be_averaged(own):
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
-        is_inner = any(set(leaves[name]) < set(leaves[other]) for other in ordered)
-        merged_tables[name] = replace(table, is_part=is_inner)
-    return merged_tables, notes
+        table, merged_notes = merged(name, own, variants)
+        notes += merged_notes
+        if len(own) < len(members[name]):
+            notes.append(f"{name}: {len(own)} of its {len(members[name])} tasks")
+        merged_tables[name] = table
+    inner = {name for name in merged_tables for other in merged_tables if set(leaves[name]) < set(leaves[other])}
+    return {name: replace(table, is_part=name in inner) for name, table in merged_tables.items()}, notes
 
 
 def _answers(

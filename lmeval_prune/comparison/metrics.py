@@ -141,8 +141,11 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, 
         values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
         if not np.isfinite(values).all() or _name(column) == "bypass":  # of `--predict_only`
             continue
+        is_weighted = bool(weights.notna().any())
+        if is_weighted and not ((weights >= 0).all() and weights.any()):  # pairs of something else
+            continue
         name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
-        figure, is_weighted = figures.get(column), bool((weights > 0).all())
+        figure = figures.get(column)
         names = [name, *AGGREGATIONS] if isinstance(figure, int | float) else [name]
         candidates = [AGGREGATIONS[each] for each in names if each in AGGREGATIONS]
         fitting = [each for each in candidates if each.is_weighted == is_weighted]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -53,21 +56,21 @@ def _outcome(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the question and answer for the page, and a digest of the question's text."""
+    """Return the question and answer for the page, and a key of the question's text, see `question_keys`."""
     doc, arguments = row["doc"], row["arguments"][0]
-    likelihood = ""
     field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
-    if _has_likelihoods(row):
-        answers, likelihood = _likeliest(row)
-    else:
-        answers = [text for responses in row["resps"] for text in responses]
+    answers, likelihood, key = [text for responses in row["resps"] for text in responses], "", digest(question)
+    if scores := log_likelihoods(row):
+        best = max(range(len(scores)), key=lambda i: scores[i])
+        choices, likelihood = _choices(row), f"log-likelihood {scores[best]:.2f}"
+        answers, key = choices[best : best + 1], f"{key}/{digest(choices)}" if choices else key
     return {
         "task": task,
         "doc_id": int(row["doc_id"]),
         "question": question,
-        "text_key": digest(question),
+        "text_key": key,
         "target": str(row["target"]),
         "answer": NEXT_TRY.join(map(str, answers)),
         "likelihood": likelihood,
@@ -75,28 +78,43 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
     }
 
 
-def _has_likelihoods(row: dict[str, Any]) -> bool:
-    """Return whether the responses are log-likelihoods: of choices (`arguments[1]`), or of a whole text."""
-    arguments = row["arguments"][0]
-    return len(arguments) == 1 or isinstance(arguments[1], str)
+def question_keys(text_keys: Sequence[str]) -> list[str]:
+    """Return what identifies a question in several tasks: its text, and its choices where they tell it from others.
 
+    Many questions are "Which of the following is true?"; and one question may be asked with choices and without.
 
-def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the choice with the highest log-likelihood, and that log-likelihood as text.
-
-    The list of choices is empty if the task has a single text, so that nothing is chosen.
+    Args:
+        text_keys: digests of the text, `TEXT/CHOICES` if there are choices.
     """
-    scores = log_likelihoods(row)
-    best = max(range(len(scores)), key=lambda i: scores[i])
-    return [row["arguments"][best][1]] if len(scores) > 1 else [], f"log-likelihood {scores[best]:.2f}"
+    choices: defaultdict[str, set[str]] = defaultdict(set)
+    for key in text_keys:
+        text, has_choices, own = key.partition("/")
+        choices[text] |= {own} if has_choices else set()
+    return [key if len(choices[text]) > 1 else text for key in text_keys for text in [key.partition("/")[0]]]
 
 
 def log_likelihoods(row: dict[str, Any]) -> list[float]:
-    """Return the log-likelihoods of a sample's requests (of several repeats, the first); empty for generated answers.
+    """Return the log-likelihoods of a sample's choices or text (of several repeats, the first); none for answers.
 
-    lm-eval's files have them as texts.
+    lm-eval's files have them as texts. For `acc_mutual_info`, requests without a context follow those of the choices.
     """
-    if not _has_likelihoods(row):
+    arguments = row["arguments"][0]
+    if len(arguments) > 1 and not isinstance(arguments[1], str):
         return []
     responses = [repeats[0] for repeats in row["resps"]]
+    if "acc_mutual_info" in row["metrics"]:
+        responses = responses[: len(responses) // 2]
     return [float(response[0] if isinstance(response, list | tuple) else response) for response in responses]
+
+
+def _choices(row: dict[str, Any]) -> list[str]:
+    """Return a sample's choices: continuations, or if these are the same, what differs before them; none of a text."""
+    arguments = row["arguments"][: len(log_likelihoods(row))]
+    if len(arguments) < 2:
+        return []
+    contexts, continuations = zip(*(map(str, each[:2]) for each in arguments), strict=True)
+    if len(set(contexts)) == 1:
+        return list(continuations)
+    words = [re.findall(r"\s*\S+", context) for context in contexts]
+    same = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False)))
+    return ["".join(own[same:]).lstrip() + text for own, text in zip(words, continuations, strict=True)]

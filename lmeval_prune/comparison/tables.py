@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
 
 from lmeval_prune.comparison.metrics import KnownMetrics, Metric, check_alike, choose_metrics, values_of
+from lmeval_prune.comparison.samples import question_keys
 from lmeval_prune.errors import InputError
 
 POOLED = "all tasks"
@@ -21,7 +22,7 @@ class Table:
 
     variants: list[str]  # that have values, including the baseline
     values: np.ndarray  # shape (questions, variants); of perplexities, negative log-likelihoods in nats
-    texts: list[str]  # digest of each question's text, which is the same in all tasks
+    texts: list[str]  # key of each question's text, the same in all tasks; see `samples.question_keys`
     questions: list[Question] = field(default_factory=list)  # empty for parts of a task, groups and pooled tasks
     metrics: dict[str, Metric] = field(default_factory=dict)  # the compared metric by task
     is_part: bool = False  # of a task or of a group: its tests are corrected together with those of other parts
@@ -65,13 +66,6 @@ class Table:
         weights = None if self.weights is None else self.weights[rows]
         texts = [self.texts[row] for row in rows]
         return replace(self, values=self.values[rows], texts=texts, questions=[], weights=weights, is_part=True)
-
-    def repeats(self) -> Iterator[tuple[str, int]]:
-        """Yield each question's text, and how many earlier questions of its task have the same text."""
-        count: dict[tuple[str, str], int] = {}
-        for (task, _, _), text in zip(self.questions, self.texts, strict=True):
-            yield text, count.setdefault((task, text), 0)
-            count[task, text] += 1
 
 
 def read_table(
@@ -132,20 +126,26 @@ def _unless_equal(weights: np.ndarray) -> np.ndarray | None:
     return None if (weights == 1).all() else weights
 
 
-def merged(tables: Sequence[Table]) -> Table | None:
-    """Return the table of all questions of a group's tasks; None if their metrics cannot be averaged.
-
-    Shares can be averaged with each other, other metrics only with the same metric of another task.
-    """
+def can_be_averaged(tables: Sequence[Table]) -> bool:
+    """Return whether tasks have one mean: shares with each other, other metrics only with the same of another task."""
     aggregations = {metric.aggregation for table in tables for metric in table.metrics.values()}
     columns = {column for table in tables for column in table.columns}
-    if not all(table.are_shares for table in tables) and max(len(columns), len(aggregations)) > 1:
-        return None
-    names, values = _stacked(tables, tables[0].variants)
-    each = [np.ones(len(table.values)) if table.weights is None else table.weights for table in tables]
+    return all(table.are_shares for table in tables) or max(len(columns), len(aggregations)) == 1
+
+
+def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple[Table, list[str]]:
+    """Return the table of the questions of several tasks, and a note on questions that several tasks contain.
+
+    Outcomes of one question are not independent, so they are averaged.
+    """
+    names = [variant for variant in variants if all(variant in table.variants for table in tables)]
+    weights = [np.ones(len(table.values)) if table.weights is None else table.weights for table in tables]
+    outcomes = np.concatenate([table.values_of(names) for table in tables])
+    texts, means = _mean_by_text(_repeats(tables), np.column_stack([outcomes, np.concatenate(weights)]))
     metrics = {task: metric for table in tables for task, metric in table.metrics.items()}
-    texts = [text for table in tables for text in table.texts]
-    return Table(names, values, texts, metrics=metrics, weights=_unless_equal(np.concatenate(each)))
+    note = f"{name}: {len(outcomes)} outcomes of {len(texts)} questions; a question of several tasks counts once"
+    table = Table(names, means[:, :-1], texts, metrics=metrics, weights=_unless_equal(means[:, -1]))
+    return table, [note] if len(texts) < len(outcomes) else []
 
 
 def pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
@@ -153,26 +153,25 @@ def pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[s
     shares = [table for table in tables.values() if table.are_shares]
     if len(shares) < 2:
         return {}, []
-    names, stacked = _stacked(shares, variants)
-    texts, values = _mean_by_text([repeat for table in shares for repeat in table.repeats()], stacked)
+    table, merged_notes = merged(POOLED, shares, variants)
     lower = [task for task, table in tables.items() if table.lower_is_better]
     other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
     notes = [f"{POOLED}: without {', '.join(lower)}, where lower is better"] if lower else []
     notes += [f"{POOLED}: without {', '.join(other)}, whose metric is not a share between 0 and 1"] if other else []
-    if len(texts) < len(stacked):
-        notes.append(
-            f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; a question of several tasks counts once"
-        )
-    return {POOLED: Table(names, values, texts)}, notes
+    return {POOLED: replace(table, metrics={})}, notes + merged_notes
 
 
-def _stacked(tables: Sequence[Table], variants: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Return those of the variants that all tables have, and their values on the questions of all tables."""
-    names = [name for name in variants if all(name in table.variants for table in tables)]
-    return names, np.concatenate([table.values_of(names) for table in tables])
+def _repeats(tables: Sequence[Table]) -> Iterator[tuple[str, int]]:
+    """Yield what identifies each question, and how many earlier questions of its task are the same."""
+    count: dict[tuple[str, str], int] = {}
+    questions = [question for table in tables for question in table.questions]
+    keys = question_keys([text for table in tables for text in table.texts])
+    for (task, _, _), key in zip(questions, keys, strict=True):
+        yield key, count.setdefault((task, key), 0)
+        count[task, key] += 1
 
 
-def _mean_by_text(repeats: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
+def _mean_by_text(repeats: Iterable[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
     """Average the rows of a question that several tasks contain: its outcomes are not independent."""
     rows: dict[tuple[str, int], int] = {}
     row = np.array([rows.setdefault(repeat, len(rows)) for repeat in repeats])

@@ -239,14 +239,15 @@ class KVCache:
         return copies
 
     def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
-        """Write the first `length` tokens, after a copied prefix, of copies into a slot, in the first `layers` layers.
+        """Write the first `length` tokens of copies into a slot, in the first `layers` layers, after its copied prefix.
 
         Layers that store only some tokens get the whole copy.
         """
+        begin = self.copied[slot]  # `begin` has written the prefix
         for layer, copied in zip(range(layers), copies, strict=False):
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                end = min(self.copied[slot] + length, part.shape[1])
-                storage[layer][slot, :, :end] = part[:, :end]
+                end = min(begin + length, part.shape[1])
+                storage[layer][slot, :, begin:end] = part[:, begin:end]
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions

@@ -55,7 +55,7 @@ class SharedPrefix:
             for begin in range(0, length, runner.largest_pass):
                 part = slice(begin, begin + runner.largest_pass)
                 tokens, hidden = self.tokens[part], self._inputs[start][part] if start else None
-                chunk = Chunk(0, begin, mask, tokens, len(tokens) - 1, keep)
+                chunk = Chunk(0, begin, mask, tokens, len(tokens), keep)
                 pieces.append(runner.forward([chunk], start, hidden)[1][0])
         self._inputs |= {layer: torch.cat([piece[layer] for piece in pieces]) for layer in keep}
         layers = range(start, runner.layers)

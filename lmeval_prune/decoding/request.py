@@ -83,7 +83,8 @@ class SamplingParams(Settings):
         for name, neutral in _OTHER_SEARCHES.items():
             if settings.get(name, neutral) not in (None, neutral):
                 raise InputError(
-                    f"engine=batched does not know the generation setting {name}={settings[name]}; leave it out"
+                    f"engine=batched does not know the generation setting {name}={settings[name]}",
+                    remedy="leave it out",
                 )
         defaults = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
         complete = copy.copy(config)
@@ -91,7 +92,9 @@ class SamplingParams(Settings):
             setattr(complete, name, value)
         mode = complete.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise InputError(f"engine=batched does not know the generation mode {mode.value}; change its settings")
+            raise InputError(
+                f"engine=batched does not know the generation mode {mode.value}", remedy="change its settings"
+            )
         fields: dict[str, Any] = {name: settings.get(name, defaults[name]) for name in _FIELDS}
         others = {
             name: settings[name] for name in _LOGITS if settings.get(name, defaults.get(name)) != defaults.get(name)

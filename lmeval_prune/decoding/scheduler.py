@@ -163,11 +163,21 @@ class Scheduler:
 
     def _next_rows(self) -> list[Sequence]:
         """Return the requests that can start in the free slots: followers with the same first layer, or leaders."""
-        rows = (group.leader for group in self.waiting)
-        if self.ready:
-            first = self.ready[0].followers[0].first_layer
-            rows = (row for group in self.ready for row in group.followers if row.first_layer == first)
+        if not self.ready:
+            return self._next_leaders()
+        first = self.ready[0].followers[0].first_layer
+        rows = (row for group in self.ready for row in group.followers if row.first_layer == first)
         return list(islice(rows, self.capacity - len(self.active)))
+
+    def _next_leaders(self) -> list[Sequence]:
+        """Return the leaders that can start in the free slots, at most `max_leaders` with followers."""
+        leading, rows = sum(bool(row.kept_layers) for row in self.active), []
+        for group in islice(self.waiting, self.capacity - len(self.active)):
+            if group.followers and leading >= self.max_leaders:
+                break
+            leading += bool(group.followers)
+            rows.append(group.leader)
+        return rows
 
     def _groups_that_fit(self) -> list[PromptGroup]:
         """Return groups of running leaders whose followers fit into the free slots."""
@@ -201,16 +211,14 @@ class Scheduler:
 
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders; return whether there were any."""
-        leading = sum(bool(row.kept_layers) for row in self.active)
         rows: list[Sequence] = []
         tokens = 0
-        while self.waiting and self._has_room(self.waiting[0].leader, tokens):
-            group = self.waiting[0]
-            if group.followers and leading >= self.max_leaders:
+        for leader in self._next_leaders():
+            if not self._has_room(leader, tokens):
                 break
-            leading += bool(group.followers)
-            tokens += len(group.leader.prompt)
-            rows.append(self._activate(self.waiting.popleft().leader))
+            tokens += len(leader.prompt)
+            self.waiting.popleft()
+            rows.append(self._activate(leader))
         if not rows:
             return False
         prompts = [row.prompt for row in rows]

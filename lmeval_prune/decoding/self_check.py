@@ -29,14 +29,23 @@ MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family w
 
 def why_unsupported(model_map: ModelMap) -> str | None:
     """Return why a model with its interventions falls back to `generate`; None if the engine runs it."""
-    refuse_locked(model_map.model)
+    logger.info(
+        "checking that the engine gives the model's logits; the first time on a machine this compiles its attention, "
+        "up to half a minute"
+    )
     return _failure(_check, model_map)
 
 
-def _failure(check: Callable[..., None], *arguments: Any) -> str | None:
-    """Return why a check fails; None if it does not."""
+def why_unscored(model_map: ModelMap) -> str | None:
+    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
+    return _failure(_check_likelihoods, model_map)
+
+
+def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -> str | None:
+    """Return why a check of a model fails; None if it does not."""
+    refuse_locked(model_map.model)
     try:
-        check(*arguments)
+        check(model_map, *arguments)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedAttention as error:
@@ -148,12 +157,6 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
         raise UnsupportedAttention("logits", difference=max(differences))
-
-
-def why_unscored(model_map: ModelMap) -> str | None:
-    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
-    refuse_locked(model_map.model)
-    return _failure(_check_likelihoods, model_map)
 
 
 def _check_likelihoods(model_map: ModelMap) -> None:

@@ -29,7 +29,7 @@ class Stopping:
         if params.stop and self.tokenizer is None:
             raise InputError("stop texts need a tokenizer: Engine(model, tokenizer)")
         if "" in params.stop:
-            raise InputError("an empty stop text would end every answer at once; leave it out")
+            raise InputError("an empty stop text would end every answer at once", remedy="leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the end tokens for these parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -87,13 +88,17 @@ def measure(
     assert lm.engine is not None
     tokens = token_distances(lm.engine, variants, texts)
     for name, load_other in others.items():
-        other = load_other()
-        if generated:
-            answers |= greedy_answers(other, generated, {name: None})
-        passes = pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
-        tokens[name] = [distances for _, _, distances in passes]
-        other.close()
+        with closing(load_other()) as other:
+            answers |= greedy_answers(other, generated, {name: None}) if generated else {}
+            tokens[name] = _tokens_of(lm, other, texts)
+        del other  # before the next one is loaded
     return Distances(texts, tokens, answers)
+
+
+def _tokens_of(lm: RecordingLM, other: RecordingLM, texts: Sequence[Text]) -> list[torch.Tensor]:
+    """Return the `COLUMNS` of each token of texts under another model."""
+    passes = pass_distances(logits_of(lm.model), {"": logits_of(other.model)}, texts)
+    return [distances for _, _, distances in passes]
 
 
 def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:

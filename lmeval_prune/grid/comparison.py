@@ -123,8 +123,8 @@ def _selected_on(
     """Return the texts of questions that each variant was selected on, and notes on unknown ones."""
     texts_of: dict[str, set[str]] = {}  # by names of tasks, and of the parts of groups
     for name, table in tables.items():
-        texts_of.setdefault(name, set()).update(table.texts)
-        for (task, _, _), text in zip(table.questions, table.texts, strict=True):
+        texts_of.setdefault(name, set()).update(_texts(table))
+        for (task, _, _), text in zip(table.questions, _texts(table), strict=True):
             texts_of.setdefault(task, set()).add(text)
     selected: dict[str, set[str]] = {name: set() for name in variants}
     notes = []
@@ -145,7 +145,12 @@ def _add_selected(
 ) -> None:
     """Add to the rows how many of their questions the variant was selected on."""
     for row in rows.values():
-        row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
+        row.chosen_on = sum(text in selected[row.variant] for text in _texts(tables[row.task]))
+
+
+def _texts(table: Table) -> list[str]:
+    """Return the digests of the questions' texts, without their choices."""
+    return [key.partition("/")[0] for key in table.texts]
 
 
 def _add_lengths(

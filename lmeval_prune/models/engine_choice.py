@@ -116,7 +116,7 @@ class EngineChoice:
             params, _ = generation.engine_settings(self._lm(), settings)
             self.engine.stopping.check(params)
         except InputError as error:
-            return str(error).partition(";")[0]
+            return error.problem
         return None if params.takes_argmax else "their settings change logits"
 
 

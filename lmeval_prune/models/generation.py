@@ -104,7 +104,7 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
     until = handle_stop_sequences(options.pop("until", None), eos=end)
     length = options.pop("max_gen_toks")
     if "max_length" in options:
-        raise InputError("engine=batched does not take max_length as a generation setting; use max_gen_toks")
+        raise InputError("engine=batched does not take max_length as a generation setting", remedy="use max_gen_toks")
     if options.get("temperature") == 0.0:
         if options.get("do_sample"):
             raise InputError("do_sample=true needs a temperature above 0")

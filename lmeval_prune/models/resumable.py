@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, model_registry
+from lm_eval.models import api_models
 from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
@@ -48,6 +49,8 @@ _TAKES_SEED = (
     *("vllm", "vllm-vlm", "local-completions", "local-chat-completions"),
     *("openai-completions", "openai-chat-completions"),
 )
+# what lm-eval 0.4 takes for a missing text of a server; 0.5 takes None
+_NO_TEXT = getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None)
 _CONFIGURATION = (".json", ".jinja", ".model", ".txt")  # suffixes of a checkpoint's files that are no weights
 
 
@@ -132,9 +135,10 @@ class _Resumable(AnsweringLM):
 def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what identifies a model by its arguments, as JSON."""
     named = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
-    parts = {key: _argument(key, value) for key, value in named.items()}
-    if "pretrained" in parts:
-        parts["pretrained"] = _checkpoint(str(arguments["pretrained"]), arguments)
+    parts = {
+        key: _checkpoint(str(value), arguments) if key == "pretrained" else _argument(key, value)
+        for key, value in named.items()
+    }
     return {"lm": name, "arguments": parts}
 
 
@@ -178,12 +182,16 @@ class StoredAnswering:
         """Return the model."""
         return self._lm()
 
+    @property
+    def _is_served(self) -> bool:
+        return issubclass(self.lm.model_class, TemplateAPI)
+
     @cached_property
     def versions(self) -> dict[str, Any]:
         """Return the versions of the libraries that compute answers."""
-        model = self.lm.model_class
-        libraries = ["lm_eval", *([] if issubclass(model, TemplateAPI) else ["transformers"])]
-        return code_versions(*libraries, *(each for each in ("vllm", "sglang") if each in model.__module__))
+        libraries = ["lm_eval", *([] if self._is_served else ["transformers"])]
+        engines = [each for each in ("vllm", "sglang") if each in self.lm.model_class.__module__]
+        return code_versions(*libraries, *engines)
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Return the responses to requests of one kind; `InputError` if an answer cannot be stored."""
@@ -217,11 +225,14 @@ class StoredAnswering:
         return size if isinstance(size, int) else min(AUTO_GROUP_SIZE, largest)
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Compute the answers to pending requests, and store them as they are reported, or part by part."""
+        """Compute the answers to pending requests, and store them as they are reported, or part by part.
+
+        What lm-eval takes for a text that a server did not send is used in this run, and not stored.
+        """
 
         def add(key: str, response: Any, **columns: Any) -> None:
-            if response is None:  # a server sent no text; lm-eval 0.4 makes it an empty one
-                self.store.responses[key] = response  # used in this run, not stored
+            if response is None or (self._is_served and response == _NO_TEXT):
+                self.store.responses.setdefault(key, response)
             else:
                 pending.add(key, response, **columns)
 
@@ -254,8 +265,7 @@ class StoredAnswering:
         context, settings = request.args
         if not generation.is_sampling(settings) or "seed" in settings:
             return request
-        is_served = issubclass(self.lm.model_class, TemplateAPI)
-        key = [self.seed, repeat] if is_served else generation.sampling_key(self.seed, request, repeat)
+        key = [self.seed, repeat] if self._is_served else generation.sampling_key(self.seed, request, repeat)
         return replace(request, arguments=(context, {**settings, "seed": int(digest(key), 16) & 0x7FFFFFFF}))
 
     def _parts(self, pending: PendingRequests) -> Iterator[tuple[Sequence[int], int | None]]:

@@ -62,5 +62,6 @@ class _Finder:
             warnings.warn(f"lmeval-prune could not register itself with lm-eval: {error}", stacklevel=2)
 
 
-if not os.environ.get("LMEVAL_PRUNE_NO_BRIDGE") and not any(type(f).__name__ == "_Finder" for f in sys.meta_path):
+_NAMES = [(type(finder).__module__, type(finder).__name__) for finder in sys.meta_path]
+if not os.environ.get("LMEVAL_PRUNE_NO_BRIDGE") and (__name__, "_Finder") not in _NAMES:
     sys.meta_path.insert(0, _Finder())

@@ -13,11 +13,12 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.sprint import curves, policies
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.report import write_report
 from lmeval_prune.sprint.router import Router, fit
 
@@ -248,7 +249,7 @@ def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: P
     generator = np.random.default_rng(1)
     chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
     for cell in cells:
-        cell["outcome"] = bool(generator.random() < chance[cell["head"]])
+        cell["outcome"] = bool(generator.random() < chance[cell["attempt"]])
         del cell["text"], cell["tokens"]
     store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")

@@ -18,7 +18,7 @@ from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pas
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE
 
 NO_OTHERS: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({})
 

@@ -131,7 +131,7 @@ ROWS = [
             ("nowhere", "there is no adapter_config.json in it"),
             (
                 adapter("larger", layers=3),
-                "updates model.layers.2.self_attn.q_proj, and the model has no such projection",
+                "updates model.layers.2.*, and the model has no such projection",
             ),
             (adapter("dora", use_dora=True), "has use_dora, which is not supported"),
             (adapter("prompt", peft_type="PROMPT_TUNING"), "is an adapter of type PROMPT_TUNING"),

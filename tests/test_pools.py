@@ -201,7 +201,7 @@ def test_stores_of_version_2_are_read_and_extended(tiny_folder: Path, tmp_path: 
         ({"cover": "nowhere"}, "nowhere is not an outcome store"),
         ({"layers": (7,)}, "no attention in layer 7"),
         (
-            {"likelihood": True, "model_args": {"probe_pruning": {"ratio": 0.3, "skip_first": 0}}},
+            {"likelihood": True, "heads": "L0H0", "model_args": {"probe_pruning": {"ratio": 0.3, "skip_first": 0}}},
             "leave out likelihood",
         ),
     ],

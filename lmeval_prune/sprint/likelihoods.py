@@ -54,7 +54,7 @@ def add_logprobs(lm: Any, tasks: Mapping[str, Any], cells: Sequence[dict[str, An
 
 def _prompts(lm: Any, tasks: Mapping[str, Any]) -> dict[tuple[str, int], tuple[int, ...]]:
     """Return the tokens of each prompt, by task and document."""
-    prompts = {}
+    prompts: dict[tuple[str, int], tuple[int, ...]] = {}
     for name, task in tasks.items():
         settings = generation.without_sampling(task.get_config("generation_kwargs"))
         length = generation.engine_settings(lm, settings)[0].max_new_tokens

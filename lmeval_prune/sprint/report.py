@@ -58,13 +58,15 @@ def write_report(options: ReportOptions) -> Path:
     heads = _heads_section(test, options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    figures.pass_at_tokens(curves, folder / "pass_at_tokens")
-    write_text(folder / "choices.csv", csv(choices))
+    if any(curve.tokens is not None for curve in curves):
+        figures.pass_at_tokens(curves, folder / "pass_at_tokens")
+    if len(choices):
+        write_text(folder / "without_gold.csv", csv(choices))
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         **_pass_json(curves, significance),
         "dense": dense,
-        "accuracy_without_gold": choices.to_dict("records"),
+        "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
         **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }

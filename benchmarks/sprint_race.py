@@ -315,7 +315,8 @@ class Race:
             before = Registration.from_json(read_json(path))
             if before.files != now.files:
                 raise InputError(
-                    f"{path}: the test run began with another plan or other choices (commit {before.commit[:12]})"
+                    f"{path}: the test run began with the plan and choices of commit {before.commit[:12]}, and these "
+                    f"differ; put them back"
                 )
             return before
         write_text(path, json.dumps(now.to_json(), indent=1) + "\n")

@@ -22,7 +22,7 @@ from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import ArtefactContents, Intervention
-from lmeval_prune.interventions.plan import tensors_digest
+from lmeval_prune.interventions.compensation import tensors_digest
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
 _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication", "target_parameters", "alora_invocation_tokens")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lmeval_prune import HeadMask, RowMasks
+from tests.adapters import adapter
 
 
 @contextmanager
@@ -120,6 +121,24 @@ ROWS = [
             ({"head": "L0H1"}, "no setting"),
             ("nowhere/plan.json", "no such file"),
         ),
+    ),
+    Row(
+        "lora",
+        adapter(),
+        others=(adapter("other", seed=1), adapter("louder", lora_alpha=12), adapter("rslora", use_rslora=True)),
+        same=(adapter("again", base_model_name_or_path="elsewhere"), {"adapter": adapter()}),
+        wrong=(
+            ("nowhere", "there is no adapter_config.json in it"),
+            (
+                adapter("larger", layers=3),
+                "updates model.layers.2.*, and the model has no such projection",
+            ),
+            (adapter("dora", use_dora=True), "has use_dora, which is not supported"),
+            (adapter("prompt", peft_type="PROMPT_TUNING"), "is an adapter of type PROMPT_TUNING"),
+            ({"adapter": adapter(), "sha256": "0"}, "has changed since"),
+            ({"adapter": adapter(), "rank": 1}, "no setting"),
+        ),
+        families=("llama",),
     ),
     Row("RowMasks", apply=_same_mask_in_every_row),
 ]

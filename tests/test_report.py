@@ -13,11 +13,12 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.sprint import curves, policies
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.report import write_report
 from lmeval_prune.sprint.router import Router, fit
 
@@ -56,7 +57,7 @@ def write(
         for j, head in enumerate(pool):
             good = head == ("L5H1" if subject == "algebra" else "L10H1")
             z[i, j] = generator.random() < (0.8 if good else 0.3)
-            cells.append({**where, "head": head, "extracted": "", "outcome": bool(z[i, j]), "answer": ""})
+            cells.append({**where, "attempt": head, "extracted": "", "outcome": bool(z[i, j]), "answer": ""})
     store.begin({"name": "toy", "weights": weights}, tasks or TASKS, rows, pool)
     store.add(cells)
     return z
@@ -183,7 +184,7 @@ def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytes
     result = json.loads((tmp_path / "out/report.json").read_text())
     drawn = (tmp_path / "out/head_map.svg").read_text()
     assert "change in accuracy, points" in drawn
-    assert set(result["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
+    assert set(result["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best of training"}
     assert len(result["router_minus"]["sampling"]) == 4
     orders = Router.load(tmp_path / "router").order(test.texts)
     for k, counts in enumerate(result["choices"]):
@@ -195,6 +196,51 @@ def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytes
     again = tmp_path / "again"
     assert main([*command, "--output", str(again)]) == 0
     assert (again / "report.json").read_text() == (tmp_path / "out/report.json").read_text()
+
+
+def test_mixes_costs_and_votes_are_reported(tmp_path: Path) -> None:
+    """From a store that has samples, lengths and extracted answers."""
+    pool = (*POOL, *(f"dense@0.6#{draw}" for draw in range(4)), *(f"L5H1@0.6#{draw}" for draw in range(2)))
+    write(tmp_path / "train", 100, 40)
+    write(tmp_path / "test", 0, 30, 2, pool=pool)
+    store = OutcomeStore(tmp_path / "test")
+    cells = store.cells()
+    for i, cell in enumerate(cells):
+        cell |= {
+            "length": 3 + i % 4,
+            "cut_off": False,
+            "extracted": "7" if cell["outcome"] else str(i % 5),
+            "logprob": -1.0,
+        }
+        del cell["text"], cell["tokens"]
+    store.add(cells)
+    options = {"n": 4, "mixes": ("dense|next", "next+dense@0.6"), "train": str(tmp_path / "train")}
+    write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), **options))
+    result = json.loads((tmp_path / "out/report.json").read_text())
+    named = {"best of training", "best of training, dense|next", "greedy cover of training, next+dense@0.6"}
+    assert named | {"sampling, T = 0.6"} <= set(result["pass"]) and set(result["tokens"]) == set(result["pass"]) - {
+        "oracle (not a method)"
+    }
+    test = store.read()
+    sampled = [test.pool.index(f"dense@0.6#{draw}") for draw in range(4)]
+    assert result["pass"]["sampling, T = 0.6"]["values"][3] == pytest.approx(test.z[:, sampled].max(1).mean(), abs=1e-6)
+    assert result["tokens"]["sampling, T = 0.6"][3] == pytest.approx(test.tokens[:, sampled].sum(1).mean(), abs=1e-5)
+    votes = {(row["policy"], row["rule"], row["n"]): row for row in result["without_gold"]}
+    first = test.pool.index(policies.best(OutcomeStore(tmp_path / "train").read()).pool[0])
+    for rule in ("majority", "weighted", "variants", "likelihood"):  # one try has no rival
+        assert votes["best of training", rule, 1]["accuracy"] == pytest.approx(test.z[:, first].mean())
+    assert votes["sampling, T = 0.6", "majority", 1]["replicates"] == 4
+    text = (tmp_path / "out/report.md").read_text()
+    assert "By generated tokens" in text and "Choosing without the gold answer" in text
+    assert {"pass_at_tokens.png", "without_gold.csv"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_store_without_single_heads_is_reported(tmp_path: Path) -> None:
+    pool = (DENSE, "L5H0+L5H1", '{"token_filter":{"ratio":0.2}}')
+    write(tmp_path / "test", 0, 30, pool=pool)
+    write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), n=2, shortlist=2))
+    text = (tmp_path / "out/report.md").read_text()
+    assert "Single heads" not in text and "random of all 3" in text
 
 
 def test_held_out_questions_are_the_test(tmp_path: Path) -> None:
@@ -248,13 +294,13 @@ def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: P
     generator = np.random.default_rng(1)
     chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
     for cell in cells:
-        cell["outcome"] = bool(generator.random() < chance[cell["head"]])
+        cell["outcome"] = bool(generator.random() < chance[cell["attempt"]])
         del cell["text"], cell["tokens"]
     store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
     write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
     result = json.loads((tmp_path / "out/report.json").read_text())
-    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
+    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best of training"))
     assert 0.5 < best < 0.7 and router < best + 0.05
 
 

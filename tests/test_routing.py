@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.cli import main
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router, fit
 from lmeval_prune.sprint.sweep import Sweep
 from tests.conftest import task_manager
@@ -60,7 +61,7 @@ def evaluate(folder: Path, task: str = TASK, **arguments: Any) -> tuple[dict, di
         random_seed=None, numpy_random_seed=None, torch_random_seed=None,
     )  # fmt: skip
     samples = {
-        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in result["samples"][task]
+        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("attempts")) for s in result["samples"][task]
     }
     return result, samples
 
@@ -86,7 +87,7 @@ def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router:
 
 def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, router: Path) -> None:
     _, samples = evaluate(tiny_folder, router=str(router))
-    cells = {(c["doc_id"], c["head"]): c["text"] for c in OutcomeStore(store).cells()}
+    cells = {(c["doc_id"], c["attempt"]): c["text"] for c in OutcomeStore(store).cells()}
     for number, (_, texts, heads) in samples.items():
         assert texts == [cells[number, head] for head in heads]
 
@@ -204,7 +205,7 @@ def test_commands_on_the_embedded_model(tmp_path: Path, monkeypatch: pytest.Monk
     order = Router.load("router").order
     for line in path.read_text().splitlines():
         sample = json.loads(line)
-        heads = sample["arguments"]["gen_args_0"]["arg_1"]["heads"]
+        heads = sample["arguments"]["gen_args_0"]["arg_1"]["attempts"]
         assert heads == order([sample["doc"]["question"]])[0][:4]
 
 

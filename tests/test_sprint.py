@@ -14,11 +14,12 @@ import torch
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.options import FitOptions
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question, pool_order
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.router import Router, fit, fit_embeddings, number_questions, split
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
@@ -190,7 +191,7 @@ def test_fit_is_reproducible_and_validation_chooses() -> None:
     assert not torch.equal(other.heads, first.heads)
 
 
-def test_ties_are_broken_by_pool_order() -> None:
+def test_ties_are_broken_by_attempt_order() -> None:
     router = Router(torch.eye(2), torch.tensor([[1.0, 0], [0, 1], [1, 0], [5, 5]]), POOL[:4], "none")
     assert router.ranking(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == [[0, 2, 1, 3], [0, 1, 2, 3]]
 
@@ -264,7 +265,9 @@ def filled(
     for number, head, text in answers:
         texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
         where = Question("toy", "test", number)._asdict()
-        cells.append({**where, "head": head, "outcome": text == "yes", "extracted": text, "answer": f"{number}{head}"})
+        cells.append(
+            {**where, "attempt": head, "outcome": text == "yes", "extracted": text, "answer": f"{number}{head}"}
+        )
     texts.close()
     if cells:
         store.add(cells)
@@ -368,7 +371,7 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "inconsistent"),
         (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "pool.0"),
         (
-            lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "head": "dense", "outcome": True}])),
+            lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "attempt": "dense", "outcome": True}])),
             "inconsistent",
         ),
     ],
@@ -382,7 +385,7 @@ def test_damaged_stores_are_refused(tmp_path: Path, make, message: str) -> None:
 def test_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
     """1,500 questions and 46 columns need less than 200 MB; measured on a tenth with distinct answers."""
     generator = np.random.default_rng(0)
-    pool = pool_order([DENSE, *(f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9))])
+    pool = attempt_order([DENSE, *(f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9))])
     words = np.array(["".join(map(chr, generator.integers(97, 123, 5))) for _ in range(2000)])
     answers, store = AnswerStore(tmp_path), OutcomeStore(tmp_path)
     store.begin(MODEL, TASKS, [row(i) for i in range(150)], pool)
@@ -394,7 +397,7 @@ def test_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
         for column, head in enumerate(pool):
             key, about = digest([number, head]), {"task": "toy", "head": head, "tokens": tokens[column]}
             answers.add(key, " ".join(texts[column]), about)
-            cells.append({**where, "head": head, "outcome": True, "extracted": "1", "answer": key})
+            cells.append({**where, "attempt": head, "outcome": True, "extracted": "1", "answer": key})
     store.add(cells)
     answers.close()
     answers.compact()
@@ -402,8 +405,8 @@ def test_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
     assert OutcomeStore(tmp_path).read().z.shape == (150, 46)
 
 
-def test_pool_order() -> None:
-    assert pool_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
+def test_attempt_order() -> None:
+    assert attempt_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
 
 
 # --------------------------------------------------------------------------- fitting and the artefact

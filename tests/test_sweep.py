@@ -61,7 +61,7 @@ def test_each_cell_equals_generate_with_that_head_pruned(tiny_folder: Path, whol
         doc = task.eval_docs[cell["doc_id"]]
         assert rows[cell["doc_id"]]["question"] == doc["question"]
         prompt = tokenizer(task.doc_to_text(doc), return_tensors="pt")
-        with nullcontext() if cell["head"] == "dense" else HeadMask(cell["head"]).applied_to(plain):
+        with nullcontext() if cell["attempt"] == "dense" else HeadMask(cell["attempt"]).applied_to(plain):
             out = plain.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert cell["tokens"] == out.tolist()
         assert cell["outcome"] == bool(task.scores(doc, cell["text"])["exact_match"])

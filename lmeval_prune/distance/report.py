@@ -11,7 +11,7 @@ from lmeval_prune.artefacts import without_nan, write_artefact, write_text
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distance.summary import COLUMNS, Summary, summarize, summarize_answers, table
 from lmeval_prune.distance.variants import Distances
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE
 
 SCHEMA, VERSION = "lmeval-prune/distance", 1
 

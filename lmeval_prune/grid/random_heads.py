@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,22 +26,13 @@ class RandomHeads(Preparation):
     seed: int = 0
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Draw heads, skipping the last remaining head of a layer."""
-        layers = lm.model_map.attention
-        heads = [(layer, head) for layer in layers for head in range(layer.heads)]
-        count = round(self.share * len(heads))
-        random.Random(self.seed).shuffle(heads)
-        left = {layer.label: layer.heads for layer in layers}
-        chosen: list[str] = []
-        for layer, head in heads:
-            if len(chosen) < count and left[layer.label] > 1:
-                left[layer.label] -= 1
-                chosen.append(f"{layer.label}H{head}")
-        if len(chosen) < max(count, 1):
-            raise InputError(
-                f"random_heads.share={self.share} of {len(heads)} heads removes all heads of a layer, or none at all"
-            )
-        HeadMask(chosen).save(folder / "mask.json", lm.model_map)
+        """Draw heads and write their mask."""
+        count = round(self.share * lm.model_map.total_heads)
+        try:
+            mask = HeadMask.random(count, self.seed, lm.model_map)
+        except InputError as error:
+            raise InputError(f"random_heads.share={self.share}: {error}") from None
+        mask.save(folder / "mask.json", lm.model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the mask."""

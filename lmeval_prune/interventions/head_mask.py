@@ -7,6 +7,7 @@ attention a head is a query head.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,26 @@ class HeadMask(Intervention):
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", head_names(self.heads))
         super().__post_init__()
+
+    @classmethod
+    def random(cls, count: int, seed: int | str, model_map: ModelMap) -> Self:
+        """Draw heads of a model at random, but never the last remaining head of a layer.
+
+        Raises:
+            InputError: the model has too few heads.
+        """
+        heads = [(layer, head) for layer in model_map.attention for head in range(layer.heads)]
+        random.Random(seed).shuffle(heads)
+        left = {layer.label: layer.heads for layer in model_map.attention}
+        chosen: list[str] = []
+        for layer, head in heads:
+            if len(chosen) < count and left[layer.label] > 1:
+                left[layer.label] -= 1
+                chosen.append(f"{layer.label}H{head}")
+        if len(chosen) < max(count, 1):
+            most = len(heads) - len(left)
+            raise InputError(f"{count} random heads cannot be pruned: the model has {len(heads)}; give 1 to {most}")
+        return cls(chosen)
 
     def __str__(self) -> str:
         return "+".join(self.heads)

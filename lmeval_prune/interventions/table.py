@@ -10,6 +10,7 @@ METHODS = {
     "plan": "lmeval_prune.interventions.plan:Plan",
     "probe_pruning": "lmeval_prune.interventions.probe_pruning:ProbePruning",
     "token_filter": "lmeval_prune.interventions.token_filter:TokenFilter",
+    "lora": "lmeval_prune.interventions.lora:Lora",
 }
 
 

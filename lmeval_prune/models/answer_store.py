@@ -75,7 +75,7 @@ _TABLE = pa.schema(
         ("cut_off", pa.bool_()),  # at `max_gen_toks`
     ]
 )
-_OPTIONAL_COLUMNS = {"request", "versions", "length", "cut_off"}  # older stores lack them
+_OPTIONAL_COLUMNS = {"request", "versions", "length", "cut_off", "logprob"}  # older stores lack them
 
 
 class Record(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,7 +28,7 @@ from lmeval_prune.models.answer_store import (
     read_answers,
     repeat_indices,
 )
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE, Attempt
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
 from lmeval_prune.models.lm_base import report_answers
@@ -39,7 +39,7 @@ Answers = tuple[list[Any], list[str], list[Ending | None]]  # responses, keys in
 
 
 class Answering:
-    """Answers the requests of one model from its store and, if it has a router, with the router's heads pruned.
+    """Answers the requests of one model from its store and, if it has a router, under the router's variants.
 
     Attributes:
         store: the answer store, or None.
@@ -47,7 +47,7 @@ class Answering:
         lengths: lengths of the texts that were generated last, by task; see `models/lengths.py`.
 
     Raises:
-        InputError: the router's heads do not fit the model, or answers cannot be stored.
+        InputError: the router's variants do not fit the model, or answers cannot be stored.
     """
 
     def __init__(self, lm: Any, store: AnswerStore | None = None) -> None:
@@ -55,14 +55,14 @@ class Answering:
         self.router = lm.arguments.router
         self.lengths: dict[str, dict[str, Any]] = {}
         self._interventions: tuple[Intervention, ...] = ()
-        self._identities: dict[str, list[Any]] = {}  # of the interventions and the router's heads, by heads
+        self._identities: dict[str, list[Any]] = {}  # of the interventions and those of a variant, by its name
         self._reasons: set[str] = set()  # why log-likelihoods are not computed by the engine, as logged
         self._is_frozen = False  # whether `_interventions` stays as it is
         self._model_digest = ""
         if self.router:
             self.router.fit_to(lm.model_map, lm.weights, self.interventions())
-            for heads in self.router.masks:
-                self.interventions(heads)  # raises if the mask and the interventions do not fit together
+            for variant in self.router.variants:
+                self.interventions(variant)  # raises if it and the model's interventions do not fit together
         folder = lm.arguments.responses
         if folder:
             digest(lm.identity)  # raises if the model has no identity
@@ -109,7 +109,7 @@ class Answering:
         if not self._is_on_engine(kind):
             return
         with self._frozen_interventions():
-            identities = [self._identity(mask) for mask in masks]
+            identities = [self._identity([mask] if mask else []) for mask in masks]
 
             def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
                 repeat, number = divmod(index, count)
@@ -143,20 +143,21 @@ class Answering:
 
     # ------------------------------------------------------------------ keys
 
-    def interventions(self, heads: str = DENSE) -> list[Any]:
-        """Return the identities of the model's interventions, of the router's mask of `heads`, and of the layers."""
+    def interventions(self, variant: str = DENSE) -> list[Any]:
+        """Return the identities of the model's interventions, with those of a router's variant, and of the layers."""
         self._refresh()
-        if heads not in self._identities:
-            mask = self.router.masks[heads] if self.router and heads != DENSE else None
-            self._identities[heads] = self._identity(mask)
-        return self._identities[heads]
+        if variant not in self._identities:
+            self._identities[variant] = self._identity(
+                self.router.variants[variant].interventions if self.router else ()
+            )
+        return self._identities[variant]
 
-    def routed_heads(self, request: Any, repeat: int) -> str:
-        """Return the entry of the router's pool for an attempt; `dense` without a router."""
-        return self.router.head(request, repeat) if self.router else DENSE
+    def attempt(self, request: Any, repeat: int) -> Attempt:
+        """Return the router's attempt at a request; a greedy one of the unpruned model without a router."""
+        return self.router.attempt(request, repeat) if self.router else Attempt()
 
-    def _identity(self, mask: HeadMask | None) -> list[Any]:
-        interventions = combined([*self._interventions, *([mask] if mask else [])])
+    def _identity(self, added: Sequence[Intervention]) -> list[Any]:
+        interventions = combined([*self._interventions, *added])
         identities: list[Any] = [each.identity(self.lm.model_map) for each in interventions]
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
 
@@ -171,21 +172,25 @@ class Answering:
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         """Return what determines the random numbers of a sampled answer; the engine's differ from `generate`'s."""
+        if self.router:
+            return ["batched", *generation.attempt_key(self.lm.seed, self.attempt(request, repeat))]
         engine = "batched" if self.lm.arguments.engine == "batched" else "generate"  # `auto` samples by `generate`
         return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """Return everything that determines an answer, as JSON, and the names of the pruned heads."""
-        identities = self.interventions(self.routed_heads(request, repeat))
+        identities = self.interventions(self.attempt(request, repeat).variant)
         return self._parts(kind, request, repeat, identities), _pruned_heads(identities)
 
     def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> dict[str, Any]:
         arguments, sampling_key = list(request.args), []
         if kind == "generate_until":
-            if self.router or not generation.is_sampling(arguments[1]):
-                arguments[1] = generation.without_sampling(arguments[1])
-            else:
+            if self.router:
+                arguments[1] = generation.attempt_settings(arguments[1], self.attempt(request, repeat))
+            if generation.is_sampling(arguments[1]):
                 sampling_key = self._sampling_key(request, repeat)
+            else:
+                arguments[1] = generation.without_sampling(arguments[1])
         methods = [dict(each) if isinstance(each, dict) else each for each in identities]
         versions = {each["method"]: each.pop("version") for each in methods if isinstance(each, dict)}
         parts = {"model": self._model_digest, "interventions": methods, "request": arguments, "drawn": sampling_key}
@@ -219,7 +224,7 @@ class Answering:
         if pending.kind == "generate_until":
             return self._generate(pending, disable_tqdm)
         if self._is_on_engine(pending.kind):
-            return self._decode(pending, pending.repeats, None, disable_tqdm)
+            return self._decode(pending, silent=disable_tqdm)
         return self._run_by_hf(pending, disable_tqdm)
 
     def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
@@ -243,12 +248,12 @@ class Answering:
         indices = choice.by_engine(pending.requests)
         if not indices:
             return {}
-        part, masks = pending.part(indices), None
-        if self.router:
-            entries = map(self.routed_heads, part.requests, part.repeats)
-            masks = [self.router.masks[entry] for entry in entries]
+        part = pending.part(indices)
         try:
-            return dict(zip(indices, self._decode(part, part.repeats, masks, disable_tqdm), strict=True))
+            texts = (
+                self._decode_attempts(part, disable_tqdm) if self.router else self._decode(part, silent=disable_tqdm)
+            )
+            return dict(zip(indices, texts, strict=True))
         except InsufficientMemoryError as error:
             if self.lm.arguments.engine != "auto":
                 raise
@@ -266,10 +271,31 @@ class Answering:
             logger.info("lm-eval's hf computes the log-likelihoods: %s", reason)
         return reason is None
 
+    def _decode_attempts(self, pending: PendingRequests, silent: bool) -> list[str]:
+        """Generate texts, each under its variant: heads row by row, other interventions one after another."""
+        attempts = list(map(self.attempt, pending.requests, pending.repeats))
+        variants = [self.router.variants[attempt.variant] for attempt in attempts]
+        texts: dict[int, str] = {}
+        for others in dict.fromkeys(variant.others for variant in variants):
+            indices = [index for index, variant in enumerate(variants) if variant.others == others]
+            masks = [variants[index].mask for index in indices]
+            chosen = [attempts[index] for index in indices]
+            with ExitStack() as stack:
+                for each in others:
+                    stack.enter_context(each.applied_to(self.lm.model, self.lm.model_map, any_thread=True))
+                answers = self._decode(pending.part(indices), None, masks, silent, chosen)
+            texts |= zip(indices, answers, strict=True)
+        return [texts[index] for index in range(len(attempts))]
+
     def _decode(
-        self, pending: PendingRequests, repeats: Sequence[int], masks: Sequence[HeadMask | None] | None, silent: bool
+        self,
+        pending: PendingRequests,
+        repeats: Sequence[int] | None = None,
+        masks: Sequence[HeadMask | None] | None = None,
+        silent: bool = False,
+        attempts: Sequence[Attempt] | None = None,
     ) -> list[Any]:
-        """Answer by the engine."""
+        """Answer by the engine; `repeats` are by default those of the pending requests."""
         lm, kind = self.lm, pending.kind
 
         def done(index: int, response: Any, **columns: Any) -> None:
@@ -283,8 +309,8 @@ class Answering:
             done(index, text, tokens=tokens, **ending._asdict())
 
         lm.engine.progress = not silent and lm.rank == 0
-        greedy = self.router is not None
-        return generation.generate_until(lm, lm.engine, pending.requests, repeats, decoded, lm.seed, masks, greedy)
+        repeats = pending.repeats if repeats is None else repeats
+        return generation.generate_until(lm, lm.engine, pending.requests, repeats, decoded, lm.seed, masks, attempts)
 
     @contextmanager
     def _hooked(self, pending: PendingRequests) -> Iterator[None]:
@@ -364,7 +390,7 @@ class Answering:
                 logger.warning("%s: %s; give more max_gen_toks", task, line)
 
     def _write_samples(self, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]) -> None:
-        """Write heads, keys and lengths into the requests' arguments, which `--log_samples` writes."""
+        """Write attempts, keys, lengths and weights into the requests' arguments, which `--log_samples` writes."""
         attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
         for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
             if len(attempts[id(request)]) < request.repeats:
@@ -372,7 +398,9 @@ class Answering:
         for several in attempts.values():
             request = several[0][0]
             context, settings = request.args
-            columns: dict[str, Any] = {"heads": list(self.router.order(request)[: request.repeats])}
+            columns: dict[str, Any] = {"attempts": list(self.router.order(request)[: request.repeats])}
+            weights = self.router.weights(request)
+            columns |= {"weights": list(weights)} if weights is not None else {}
             columns |= {"answers": [key for _, key, _ in several]} if keys else {}
             columns["lengths"] = [ending and ending.length for _, _, ending in several]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in several]

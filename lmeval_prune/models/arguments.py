@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,9 +15,9 @@ import torch
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
-from lmeval_prune.interventions.table import method_class
-from lmeval_prune.models.head_router import HeadRouter
+from lmeval_prune.interventions import METHODS, Intervention, combined
+from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
+from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.models.registered import load_registered
 from lmeval_prune.settings import Count, Settings, parse_value
 
@@ -44,10 +42,11 @@ class Arguments(Settings):
         responses: folder of the answer store.
         allow_empty_layer: accept heads that leave a layer without heads.
         allow_other_model: accept artefacts of another model if they fit.
-        router: chooses the heads to prune for each attempt at a question: the folder of a fitted router, or one of
+        router: chooses the variant for each attempt at a question: the folder of a fitted router, or one of
             `POLICIES`; after parsing, a `HeadRouter`.
-        router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
-            the evaluated questions for `oracle`.
+        router_mix: how attempts are made of a router's order; see `sprint/mixes.py`.
+        router_store: outcome store: of training questions for `random_top`, `best` and `cover` (and the pool of
+            `random`), of the evaluated questions for `oracle`.
         router_pool: heads for `random` (as for `heads=`); may include `dense`.
         router_seed: for `random` and `random_top`.
         router_size: number of heads in `random_top`'s shortlist.
@@ -70,6 +69,7 @@ class Arguments(Settings):
     allow_empty_layer: bool | None = None
     allow_other_model: bool | None = None
     router: Any = None
+    router_mix: str = "next"
     router_store: str | None = None
     router_pool: str | None = None
     router_seed: int = 0
@@ -90,13 +90,11 @@ class Arguments(Settings):
         methods = {name: own.pop(name) for name in METHODS if name in own}
         if "router" not in own and (stray := _ROUTER_SETTINGS & own.keys()):
             raise InputError(
-                f"these belong to router=: {', '.join(sorted(stray))}; add router=random, random_top, best or oracle"
+                f"these belong to router=: {', '.join(sorted(stray))}; add router={', '.join(POLICIES)} or a folder"
             )
         arguments = cls(**own, others=others)
-        interventions = [arguments._intervention(name, value) for name, value in methods.items()]
-        if arguments.mask:
-            mask = load_intervention(arguments.mask, bool(arguments.allow_other_model))
-            interventions.append(arguments._with_allowances(mask))
+        methods |= {"mask": arguments.mask} if arguments.mask else {}
+        interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
         arguments = replace(arguments, interventions=combined(interventions), router=arguments._load_router())
         arguments._check_others()
         return arguments
@@ -119,6 +117,11 @@ class Arguments(Settings):
     def description(self) -> dict[str, Any]:
         """Return the description of an unknown model family: arguments of `map_model`."""
         return {name: getattr(self, name) for name in FAMILY_DESCRIPTION}
+
+    @property
+    def allowances(self) -> dict[str, bool]:
+        """Return the allowances that were given."""
+        return {name: getattr(self, name) for name in ALLOWANCES if getattr(self, name) is not None}
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -145,33 +148,11 @@ class Arguments(Settings):
 
     # ------------------------------------------------------------------ parsing
 
-    def _intervention(self, name: str, value: Any) -> Intervention:
-        """Create an intervention from a file, the value of its first field, or a dictionary of its fields."""
-        kind: Any = method_class(name)
-        if isinstance(value, str) and value.endswith(".json"):
-            artefact = load_intervention(value, bool(self.allow_other_model))
-            converted = artefact.converted(kind)
-            if converted is None:
-                raise InputError(
-                    f"{name}={value} is a {artefact.schema()} artefact with more settings than {name} has; give it as "
-                    f"mask="
-                )
-            return self._with_allowances(converted)
-        settings = value if isinstance(value, dict) else {kind.setting_names()[0]: value}
-        return self._with_allowances(kind.from_dict(settings, name, partial(_json_example, name)))
-
-    def _with_allowances(self, intervention: Intervention) -> Intervention:
-        """Set `allow_empty_layer` and `allow_other_model` on an intervention that has these fields."""
-        names = {"allow_empty_layer", "allow_other_model"} & {each.name for each in fields(intervention)}
-        allowances: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(intervention, **allowances)
-
     def _load_router(self) -> HeadRouter | None:
         if self.router is None:
             return None
         router: HeadRouter = self.router if isinstance(self.router, HeadRouter) else load_registered("router")(self)
-        if self.allow_empty_layer is not None:
-            router.allow_empty_layer = self.allow_empty_layer
+        router.allowances = self.allowances
         return router
 
     def _check_others(self) -> None:
@@ -188,7 +169,7 @@ class Arguments(Settings):
         check_batch_size(others.get("batch_size"))
 
 
-_ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
+_ROUTER_SETTINGS = {"router_mix", "router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
@@ -198,12 +179,6 @@ _INTERNAL = {"pretrained", "interventions", "others"}
 def argument_names() -> list[str]:
     """Return the names of this package's arguments, including the methods."""
     return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _INTERNAL)]
-
-
-def _json_example(name: str, missing: list[str]) -> str:
-    """Return the end of a message: how to write several settings of a method on the command line."""
-    example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
-    return f"; on the command line several settings are given as JSON: --model_args '{example}'"
 
 
 def check_batch_size(size: Any) -> None:

@@ -6,14 +6,17 @@ from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.head_router import DENSE as UNPRUNED
+from lmeval_prune.models.attempts import DENSE as UNPRUNED
+from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant
+from lmeval_prune.models.variants import Variant
 
 
 class ServerAnswering(Answering):
@@ -29,26 +32,36 @@ class ServerAnswering(Answering):
         return code_versions("lm_eval")
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
-        return [sampling_seed(self.lm.seed, repeat)]
+        return [sampling_seed(self.lm.seed, str(self.attempt(request, repeat)) if self.router else repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         parts, _ = super()._key_parts(kind, request, repeat)
-        variant = self.variant(self.routed_heads(request, repeat))
+        variant = self.variant(self.attempt(request, repeat).variant)
         cut, adapters = self.lm.client.truncated_length(kind, request), self.lm.adapter_hashes(variant)
         return {**parts, "cut": cut, "adapters": adapters}, str(variant)
 
-    def variant(self, head: str = UNPRUNED) -> ServedVariant:
-        """Return the variant that prunes the head of a try and the heads of the model_args, or has a LoRA adapter."""
-        for name in self.lm.lora:
-            return ServedVariant(name)
-        mask = self.router.masks[head] if self.router and head != UNPRUNED else None
-        masks: Any = combined([*self._applied(), *([mask] if mask else [])])
+    def variant(self, name: str = UNPRUNED) -> ServedVariant:
+        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter.
+
+        Raises:
+            InputError: the router's variant has other interventions than heads.
+        """
+        for adapter in self.lm.lora:
+            return ServedVariant(adapter)
+        routed = self.router.variants[name] if self.router else Variant()
+        if routed.others:
+            raise InputError(
+                f"a server's adapters can only prune heads, the router's pool has {name[:80]}: leave it out, or use "
+                f"pruned-hf"
+            )
+        masks: Any = combined([*self._applied(), *routed.interventions])
         heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]
         return ServedVariant(adapter_name(heads), tuple(heads)) if heads else DENSE
 
     def variants(self) -> list[ServedVariant]:
         """Return all variants that requests may need."""
-        return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else (UNPRUNED,))))
+        names = [Attempt.named(entry).variant for entry in self.router.pool] if self.router else [UNPRUNED]
+        return list(dict.fromkeys(map(self.variant, names)))
 
     @property
     def _group_size(self) -> int:

@@ -41,9 +41,9 @@ class MissingText(GeneratedText):
     """An empty text, for an answer whose content is null."""
 
 
-def sampling_seed(seed: int, repeat: int) -> int:
-    """Return the seed of a sampled try; tries of runs with neighbouring seeds have different seeds."""
-    return int(digest([seed, repeat]), 16) & 0x7FFFFFFF
+def sampling_seed(seed: int, attempt: int | str) -> int:
+    """Return the seed of an attempt, given by number or by name; runs with neighbouring seeds draw differently."""
+    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
 
 
 class ServerClient:
@@ -118,13 +118,18 @@ class ServerClient:
         context, settings = request.args[:2]
         if len(request.args) > 2:
             raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
-        if lm.arguments.router or not generation.is_sampling(settings):
+        attempt = lm.answering.attempt(request, repeat)
+        if lm.arguments.router:
+            settings = generation.attempt_settings(settings, attempt)
+        elif not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
         length, is_sampled = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
         payload: dict[str, Any] = {"max_tokens": length, "stop": until, **self._sampling_settings(options, is_sampled)}
-        payload["seed"] = sampling_seed(lm.seed, repeat) if is_sampled else lm.seed
+        payload["seed"] = lm.seed
+        if is_sampled:
+            payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
         prompt = self._prompt(name, context, length)
 
         def parse(body: dict[str, Any]) -> GeneratedText:
@@ -139,7 +144,7 @@ class ServerClient:
             return text
 
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
-        variant = lm.answering.variant(lm.answering.routed_heads(request, repeat))
+        variant = lm.answering.variant(attempt.variant)
         return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
 
     def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 @mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
-    """Sweep a task: answer its questions with each head of some layers pruned."""
+    """Sweep a task: answer its questions under each variant of a pool, e.g. each pruned head of some layers."""
     settings = SweepOptions(**options)
     from lmeval_prune.sprint.sweep import Sweep
 
@@ -30,10 +30,10 @@ def sweep(**options: Any) -> int:
     if outcomes is None:
         return 0
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy(), strict=True))
-    highest = sorted(accuracy, key=lambda head: -accuracy[head])[:5]
+    highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
     dense = f"dense {accuracy['dense']:.3f}; " if "dense" in accuracy else ""
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
-    print(f"accuracy: {dense}highest {', '.join(f'{head} {accuracy[head]:.3f}' for head in highest)}")
+    print(f"accuracy: {dense}highest {', '.join(f'{outcomes.label(name)} {accuracy[name]:.3f}' for name in highest)}")
     if outcomes.lengths["mean_tokens"] is not None:
         share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
         print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")

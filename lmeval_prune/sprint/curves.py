@@ -1,8 +1,13 @@
-"""Compute pass@k of all policies on the same questions, from outcome stores and lm-eval's samples files."""
+"""Compute pass@k of all policies on the same questions, from outcome stores and lm-eval's samples files.
+
+A policy's tries may be greedy or sampled. Where a store has more samples of a kind than the tries use, all of them
+count: of n samples, c of them right, m tries are all wrong with probability C(n−c, m)/C(n, m).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +16,9 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
-from lmeval_prune.scoring.passes import pass_ordered, pass_unbiased
+from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.scoring.passes import pass_mixed, pass_unbiased
+from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, question_field
 from lmeval_prune.sprint.policies import Policy
 
@@ -30,45 +37,125 @@ class Curve:
 
     Attributes:
         name: label in the legend.
-        kind: estimator of pass@k: `ordered`, `exact` (the expectation over random orders) or `unbiased`.
+        kind: estimator of pass@k: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples).
         values: probability that any of k tries is right, for k = 1 … N, shape (questions, N); NaN if unknown.
-        heads: heads of each question's tries, if a policy chose them.
+        attempts: attempts at each question, if a policy chose them.
         is_bound: whether this is an upper bound, not a method.
+        tokens: expected number of generated tokens of the first k tries, shape (questions, N); None if unknown.
     """
 
     name: str
     kind: str
     values: np.ndarray
-    heads: Sequence[Sequence[str]] = ()
+    attempts: Sequence[Sequence[Attempt]] = ()
     is_bound: bool = False
+    tokens: np.ndarray | None = None
 
     @property
     def mean(self) -> np.ndarray:
         """Mean pass@k over the questions, shape (N,)."""
         return self.values.mean(0)
 
+    @property
+    def mean_tokens(self) -> np.ndarray | None:
+        """Mean number of generated tokens of k tries over the questions, shape (N,)."""
+        return None if self.tokens is None else self.tokens.mean(0)
 
-def solved_cells(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
-    """Return whether each head solves each question, shape (questions, heads); `InputError` if one is unknown."""
-    part = outcomes.columns(heads)
+
+def solved_cells(outcomes: Outcomes, attempts: Sequence[str]) -> np.ndarray:
+    """Return whether each attempt solves each question, (questions, attempts); `InputError` if one is unknown."""
+    part = outcomes.columns(attempts)
     unknown = np.argwhere(np.isnan(part.z))
     if len(unknown):
         row, column = unknown[0]
         raise InputError(
-            f"{len(unknown)} outcomes of the test store are unknown, e.g. {heads[column]} on question {row}; complete "
-            f"the sweep over the whole pool"
+            f"{len(unknown)} outcomes of the test store are unknown, e.g. {attempts[column]} on question {row}; "
+            f"complete the sweep over the whole pool"
         )
     return np.asarray(part.z == 1)
 
 
-def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
-    """Compute pass@k of a policy: try i takes its i-th head."""
-    column_of = {head: i for i, head in enumerate(policy.pool)}
-    solved = solved_cells(outcomes, policy.pool)
-    heads = [order[:n] for order in policy.order(outcomes.texts)]
-    tries = [[bool(row[column_of[head]]) for head in order] for row, order in zip(solved, heads, strict=True)]
-    values = np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries])
-    return Curve(name, "ordered", values, heads)
+Kind = tuple[str, float]  # variant and temperature: greedy, or exchangeable samples
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The outcomes of a store by kind of attempt.
+
+    Attributes:
+        right: whether each draw solves each question, (questions, draws).
+        lengths: tokens of each draw, (questions, draws); None if unknown.
+    """
+
+    right: dict[Kind, np.ndarray]
+    lengths: dict[Kind, np.ndarray] | None
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, kinds: Iterable[Kind]) -> Samples:
+        """Collect kinds; `InputError` if the store lacks one or an outcome is unknown."""
+        names: dict[Kind, list[str]] = {}
+        for name in outcomes.pool:
+            attempt = Attempt.named(name)
+            names.setdefault((attempt.variant, attempt.temperature), []).append(name)
+        wanted = list(dict.fromkeys(kinds))
+        missing = [str(Attempt(*kind)) for kind in wanted if kind not in names]
+        if missing:
+            raise InputError(f"the test store has no {missing[0]}; sweep it too")
+        right = {kind: solved_cells(outcomes, names[kind]) for kind in wanted}
+        if outcomes.tokens is None:
+            return cls(right, None)
+        lengths = {kind: outcomes.columns(names[kind]).tokens for kind in wanted}
+        is_known = all(np.isfinite(each).all() for each in lengths.values())  # type: ignore[arg-type]
+        return cls(right, lengths if is_known else None)  # type: ignore[arg-type]
+
+    def pass_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
+        """Return the chance that some of m draws of each kind is right; `InputError` if there are fewer draws."""
+        for kind, m in drawn.items():
+            if m > (count := self.right[kind].shape[1]):
+                raise InputError(f"the test store has only {count} of {m} samples of {Attempt(*kind)}; sweep more")
+        return pass_mixed(
+            [(self.right[kind].shape[1], int(self.right[kind][row].sum()), m) for kind, m in drawn.items()]
+        )
+
+    def tokens_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
+        """Return the expected number of tokens of m draws of each kind; NaN if unknown."""
+        if self.lengths is None:
+            return float("nan")
+        return float(sum(m * self.lengths[kind][row].mean() for kind, m in drawn.items()))
+
+
+def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
+    """Return the temperatures at which the store has at least so many samples of the unpruned model."""
+    attempts = [Attempt.named(name) for name in outcomes.pool]
+    counts = Counter(each.temperature for each in attempts if each.is_sampled and each.variant == DENSE)
+    return sorted(temperature for temperature, count in counts.items() if count >= least)
+
+
+def tries_of(policy: Policy, outcomes: Outcomes, n: int, mix: Mix | None = None) -> list[list[Attempt]]:
+    """Return the first n attempts of a policy at each question."""
+    mix = mix or Mix()
+    orders = policy.order(outcomes.texts) if mix.uses_order else [policy.pool for _ in outcomes.texts]
+    return [mix.attempts(order, n) for order in orders]
+
+
+def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int, mix: Mix | None = None) -> Curve:
+    """Compute pass@k of a policy whose tries a mix makes; by default try i takes its i-th variant, greedily.
+
+    Raises:
+        InputError: the store lacks an attempt, or samples for so many tries.
+    """
+    attempts = tries_of(policy, outcomes, n, mix)
+    kinds = {(each.variant, each.temperature) for row in attempts for each in row}
+    samples = Samples.of(outcomes, sorted(kinds))
+    values, tokens = np.zeros((len(attempts), n)), np.full((len(attempts), n), np.nan)
+    for i, row in enumerate(attempts):
+        drawn: Counter[Kind] = Counter()
+        for k, each in enumerate(row):
+            drawn[each.variant, each.temperature] += 1
+            values[i, k] = samples.pass_of(i, drawn)
+            tokens[i, k] = samples.tokens_of(i, drawn)
+    kind = "unbiased" if any(temperature for _, temperature in kinds) else "ordered"
+    return Curve(name, kind, values, attempts, tokens=tokens if samples.lengths else None)
 
 
 def oracle_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
@@ -78,10 +165,13 @@ def oracle_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> 
 
 
 def random_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
-    """Compute the expected pass@k of m heads drawn without replacement, c of them right: 1 − C(m−c, k)/C(m, k)."""
+    """Compute the expected pass@k of m variants drawn without replacement, c of them right: 1 − C(m−c, k)/C(m, k)."""
     counts = solved_cells(outcomes, pool).sum(1)
     ks = [min(k, len(pool)) for k in range(1, n + 1)]
-    return Curve(name, "exact", np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts]))
+    values = np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts])
+    part = outcomes.columns(pool).tokens
+    known = part is not None and bool(np.isfinite(part).all())
+    return Curve(name, "exact", values, tokens=part.mean(1)[:, None] * np.array(ks) if known else None)  # type: ignore
 
 
 def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
@@ -115,7 +205,14 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     values = np.array([rows[text] for text in outcomes.texts])
     if np.isnan(values.mean(0)).all():
         raise InputError(f"{path} has no k up to {n} with pass@k for all questions; complete a pass@N task")
-    return Curve(name, "ordered" if "heads" in settings else "unbiased", values)
+    return Curve(name, "ordered" if _is_routed(settings) else "unbiased", values)
+
+
+def _is_routed(settings: dict[str, Any]) -> bool:
+    """Return whether tries have an order: those of a routed run, unless all are samples of one variant."""
+    names = settings.get("attempts", settings.get("heads"))
+    kinds = {(attempt.variant, attempt.temperature) for attempt in map(Attempt.named, names or ())}
+    return len(kinds) > 1 or any(not temperature for _, temperature in kinds)
 
 
 def _read_sample(sample: Any, path: str, field: str, n: int) -> tuple[str, str, dict[str, Any], np.ndarray]:
@@ -129,7 +226,7 @@ def _read_sample(sample: Any, path: str, field: str, n: int) -> tuple[str, str, 
         if not 0 <= right <= tries:
             raise ValueError("more right tries than tries")
         ks = range(1, n + 1)
-        if "heads" in settings:
+        if _is_routed(settings):
             passes = [float(sample.get(f"pass@{k}", np.nan)) for k in ks]
         else:
             passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]

@@ -10,10 +10,12 @@ from annotated_types import MinLen
 from lmeval_prune.errors import InputError
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, ShareBelowOne
 
+DEFAULT_LAYERS = (5, 10, 15, 20, 25)  # of the paper
+
 
 @dataclass(frozen=True)
 class SweepOptions(Settings):
-    """Questions, heads and settings of a sweep.
+    """Questions, pool and settings of a sweep.
 
     Attributes:
         model_args: as for lm_eval --model pruned-hf (with --server: pruned-server), e.g. pretrained=smollm2-135m
@@ -21,8 +23,15 @@ class SweepOptions(Settings):
         output: folder of the outcome store; an interrupted run is resumed, a complete store is extended
         server: URL of a server that generates the answers, e.g. http://localhost:8000; several are joined by +
         split: split of the data, e.g. train (default: the task's own)
-        layers: layers whose heads are pruned, one head at a time
-        heads: heads to prune, e.g. L5H0-3+L10H2 (instead of layers)
+        layers: layers whose heads are pruned, one head at a time (default 5,10,15,20,25, if nothing else is named)
+        heads: heads to prune one at a time, e.g. L5H0-3+L10H2 (instead of layers)
+        variants: other variants by label, each with model_args of methods, e.g. {"filter": {"token_filter": 0.2}}
+        random_sets: random sets of heads, HEADSxSETS, e.g. 4x10,16x10 for ten sets each of 4 and of 16 heads
+        random_seed: seed of these sets
+        cover: outcome store of training questions; the variants that together solve most of them, chosen greedily
+        cover_size: number of these variants
+        sampled: samples, VARIANT@TEMPERATURE#FIRST-LAST, e.g. dense@0.6#0-15, or each@0.6#0 for every variant
+        likelihood: compute the mean log-probability of each answer under the unpruned model, too
         limit: number of questions, drawn by the seed; a larger limit includes the questions of a smaller one
         seed: seed of this draw
         metric: METRIC or METRIC,FILTER that decides an outcome (default exact_match)
@@ -39,8 +48,15 @@ class SweepOptions(Settings):
     output: str
     server: str | None = None
     split: str | None = None
-    layers: tuple[int, ...] = (5, 10, 15, 20, 25)
+    layers: tuple[int, ...] | None = None
     heads: str | None = None
+    variants: dict[str, Any] = field(default_factory=dict)
+    random_sets: tuple[str, ...] = ()
+    random_seed: int = 0
+    cover: str | None = None
+    cover_size: Count = 16
+    sampled: tuple[str, ...] = ()
+    likelihood: bool = False
     limit: Count | None = None
     seed: int = 0
     metric: str | None = None
@@ -50,6 +66,13 @@ class SweepOptions(Settings):
     apply_chat_template: bool = False
     system_instruction: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pool_layers(self) -> tuple[int, ...]:
+        """Return the layers whose heads are in the pool one at a time."""
+        if self.layers is None and not (self.heads or self.variants or self.random_sets or self.cover or self.sampled):
+            return DEFAULT_LAYERS
+        return () if self.heads else self.layers or ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +132,7 @@ class ReportOptions(Settings):
         router: folder of a fitted router
         samples: name and path of lm-eval's samples files of pass@N tasks on the same questions
         n: number of tries
+        mixes: further ways to make tries of an order, e.g. dense|next,next+dense@0.6, if the test store has these tries
         by: attribute of questions to group by, e.g. subject
         shortlist: size of the random baseline's shortlist
         seed: seed of the paired tests and of the shuffled outcomes
@@ -120,6 +144,7 @@ class ReportOptions(Settings):
     router: str | None = None
     samples: tuple[tuple[str, str], ...] = ()
     n: Count = 8
+    mixes: tuple[str, ...] = ()
     by: str | None = None
     shortlist: Count = 16
     seed: int = 0

@@ -1,13 +1,14 @@
-"""The outcome matrix Z of SPRINT §3.1: which questions each pruned head solves.
+"""The outcome matrix Z of SPRINT §3.1: which questions each attempt solves.
 
-Rows are questions. Columns are the pool: the unpruned model (`dense`) and each pruned head. A cell is 1 (solved), 0
-(not solved) or unknown (not run). The store on disk also has the model's identity and all settings that answers depend
-on:
+Rows are questions. Columns are the pool: attempts, greedy or sampled, of the unpruned model (`dense`) and of variants:
+pruned heads and other interventions (`models/attempts.py` has their names). A cell is 1 (solved), 0 (not solved) or
+unknown (not run). The store on disk also has the model's identity and all settings that answers depend on:
 
-    store.json          model, tasks, settings and pool
+    store.json          model, tasks, settings, pool, and records of variants that their names do not rebuild
     questions.parquet   task, split, doc_id, question, prompt (a digest), attributes (JSON)
-    cells.parquet       task, split, doc_id, head, outcome, extracted answer, key in the answer store, length in tokens,
-                        whether the answer was cut off (null if unknown)
+    cells.parquet       task, split, doc_id, attempt, outcome, extracted answer, key in the answer store, length in
+                        tokens, whether the answer was cut off (null if unknown), mean log-probability of its tokens
+                        under the unpruned model (null if not computed)
     answers.*           the answer store, see `models/answer_store.py`
 """
 
@@ -20,27 +21,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
-from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import Attempt, attempt_order, short_label
 from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
+from lmeval_prune.models.variants import Records, VariantRecord
 
 SCHEMA = "lmeval-prune/outcomes"
-SCHEMA_VERSION = 2  # version 1 had the texts of answers in cells.parquet
+SCHEMA_VERSION = 3  # 1: texts of answers in cells.parquet; 2: only pruned heads, cells.parquet has `head` for `attempt`
 
 _KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
 _QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
 _ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
-_CELLS = pa.schema({**_KEY, "head": pa.string(), "outcome": pa.bool_(), **_ANSWER})
+_CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_ANSWER, "logprob": pa.float64()})
+_READ = ("attempt", "outcome", "extracted", "length", "cut_off", "logprob")
 
 
 class StoreContents(TypedDict):
@@ -49,6 +52,7 @@ class StoreContents(TypedDict):
     pool: list[str]
     model: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
+    variants: NotRequired[dict[str, VariantRecord]]
 
 
 class Question(NamedTuple):
@@ -64,11 +68,6 @@ class Question(NamedTuple):
         return cls(row["task"], row["split"], row["doc_id"])
 
 
-def pool_order(columns: Iterable[str]) -> list[str]:
-    """Sort the unique columns: dense first, then by layer and head."""
-    return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else Head.named(column))
-
-
 def question_field(tasks: dict[str, Any]) -> str | None:
     """Return the document field with the question, if all task settings have the same one."""
     names = {task["question_field"] for task in tasks.values() if "question_field" in task}
@@ -81,11 +80,15 @@ class Outcomes:
 
     Attributes:
         z: shape (questions, pool): 1 solved, 0 not solved, NaN unknown.
-        pool: names of the columns.
+        pool: names of the columns, attempts.
         questions: for each row its key, `question`, `prompt` (a digest) and `attributes`.
         model: identity of the model.
         tasks: settings of each task.
         lengths: lengths of all answers, as in `models/lengths.py`.
+        tokens: lengths of the answers in tokens, (questions, pool); NaN unknown.
+        extracted: extracted answers, (questions, pool); empty where there is none.
+        logprobs: mean log-probabilities of the answers' tokens under the unpruned model, (questions, pool), or NaN.
+        variants: records of variants by name.
     """
 
     z: np.ndarray
@@ -94,6 +97,10 @@ class Outcomes:
     model: dict[str, Any] = field(default_factory=dict)
     tasks: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, Any] = field(default_factory=dict)
+    tokens: np.ndarray | None = None
+    extracted: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+    variants: Records = field(default_factory=dict)
 
     @property
     def cut_off(self) -> str:
@@ -113,7 +120,7 @@ class Outcomes:
     def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
         """Select questions."""
         questions = [self.questions[i] for i in indices] if self.questions else []
-        return replace(self, z=self.z[np.asarray(indices)], questions=questions)
+        return replace(self, questions=questions, **self._select(np.asarray(indices, int)))
 
     def columns(self, names: Sequence[str]) -> Outcomes:
         """Select columns in the given order.
@@ -124,7 +131,21 @@ class Outcomes:
         missing = [name for name in names if name not in self.pool]
         if missing:
             raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
-        return replace(self, z=self.z[:, [self.pool.index(name) for name in names]], pool=list(names))
+        index = {name: i for i, name in enumerate(self.pool)}
+        chosen = (slice(None), [index[name] for name in names])
+        return replace(self, pool=list(names), **self._select(chosen))
+
+    def greedy(self) -> Outcomes:
+        """Select the columns that are decoded greedily: the variants."""
+        return self.columns([name for name in self.pool if not Attempt.named(name).is_sampled])
+
+    def label(self, name: str) -> str:
+        """Return a short label of a column."""
+        return short_label(name, {key: record["label"] for key, record in self.variants.items() if "label" in record})
+
+    def _select(self, key: Any) -> dict[str, Any]:
+        arrays = {name: getattr(self, name) for name in ("z", "tokens", "extracted", "logprobs")}
+        return {name: array[key] for name, array in arrays.items() if array is not None}
 
     def accuracy(self) -> np.ndarray:
         """Return the accuracy of each column over its observed cells, shape (pool,); NaN without any."""
@@ -161,20 +182,13 @@ class OutcomeStore:
         if not (self.folder / "cells.parquet").is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = self._table("questions", _QUESTIONS).to_pylist()
-        cells = self._table("cells", _CELLS, [*_KEY, "head", "outcome", "length", "cut_off"]).to_pylist()
+        cells = self._cells([*_KEY, *_READ]).to_pylist()
         if not questions or not cells:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
         try:
-            pool = content["pool"]
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            row_of = {Question.of(row): i for i, row in enumerate(questions)}
-            column_of = {name: i for i, name in enumerate(pool)}
-            rows = [row_of[Question.of(cell)] for cell in cells]
-            columns = [column_of[cell["head"]] for cell in cells]
-            z = np.full((len(questions), len(pool)), np.nan, np.float32)
-            z[rows, columns] = np.array([cell["outcome"] for cell in cells], np.float32)  # None becomes NaN
-            return Outcomes(z, pool, questions, content["model"], content["tasks"], _lengths(cells, content["tasks"]))
+            return _outcomes(content, questions, cells)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
@@ -183,7 +197,7 @@ class OutcomeStore:
     def cells(self) -> list[dict[str, Any]]:
         """Read all cells, each with the `text` and `tokens` of its answer."""
         answers = {record["key"]: record for record in read_answers(self.folder)}
-        cells: list[dict[str, Any]] = self._table("cells", _CELLS).to_pylist()
+        cells: list[dict[str, Any]] = self._cells().to_pylist()
         for cell in cells:
             answer = answers.get(cell["answer"], {})
             cell |= {"text": answer.get("response"), "tokens": answer.get("tokens")}
@@ -202,7 +216,7 @@ class OutcomeStore:
                 f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
             )
         content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
-        if content["schema_version"] < SCHEMA_VERSION:
+        if content["schema_version"] < 2:
             raise InputError(
                 f"{self.folder} was written by an older lmeval-prune; rewrite it by `lmeval-prune migrate "
                 f"{self.folder} --output FOLDER`, or sweep into a new folder"
@@ -210,7 +224,12 @@ class OutcomeStore:
         return content
 
     def begin(
-        self, model: dict[str, Any], tasks: dict[str, Any], questions: list[dict[str, Any]], pool: Sequence[str]
+        self,
+        model: dict[str, Any],
+        tasks: dict[str, Any],
+        questions: list[dict[str, Any]],
+        pool: Sequence[str],
+        variants: Records | None = None,
     ) -> None:
         """Create the store, or extend it after a check that model and settings are the same.
 
@@ -222,12 +241,15 @@ class OutcomeStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
         rows: dict[Question, dict[str, Any]] = {}
+        records: dict[str, Any] = dict(variants or {})
         if self.store_file.exists():
             content = self.check()
             model = _merge_models(self.folder, content["model"], model)
             for task in content["tasks"].keys() & tasks.keys():
-                _refuse_difference(self.folder, f"task {task}", content["tasks"][task], tasks[task])
+                before = {"scoring": tasks[task].get("scoring"), **content["tasks"][task]}  # version 2 lacks it
+                _refuse_difference(self.folder, f"task {task}", before, tasks[task])
             tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
+            records = {**content.get("variants", {}), **records}
             rows = {Question.of(row): row for row in self._table("questions", _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
@@ -240,20 +262,62 @@ class OutcomeStore:
                 )
             attributes = json.dumps(row["attributes"], sort_keys=True, ensure_ascii=False)
             rows[key] = {**row, "attributes": attributes}
-        content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": pool_order(pool)}
+        content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": attempt_order(pool)}
+        content |= {"variants": dict(sorted(records.items()))} if records else {}
         write_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, content)
         table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
         write_table(self.folder / "questions.parquet", table)
 
     def add(self, cells: Iterable[dict[str, Any]]) -> None:
         """Write outcomes; they replace those of the same cells. Only one process of a run calls this."""
-        rows = {(Question.of(row), row["head"]): row for row in [*self._table("cells", _CELLS).to_pylist(), *cells]}
-        rank = {head: i for i, head in enumerate(pool_order(head for _, head in rows))}
+        rows: dict[tuple[Question, str], dict[str, Any]] = {}
+        for row in [*self._cells().to_pylist(), *cells]:
+            key = (Question.of(row), row["attempt"])
+            rows[key] = {**rows.get(key, {}), **row}  # log-probabilities stay if the new cells have none
+        rank = {attempt: i for i, attempt in enumerate(attempt_order(attempt for _, attempt in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
         write_table(self.folder / "cells.parquet", pa.Table.from_pylist(ordered, _CELLS))
 
+    def _cells(self, columns: list[str] | None = None) -> pa.Table:
+        """Read the table of cells, also one of version 2."""
+        path = self.folder / "cells.parquet"
+        try:
+            older = path.is_file() and "head" in parquet.read_schema(path).names
+        except (OSError, pa.ArrowException):
+            older = False  # damaged; read_table says so
+        names = ["head" if older and name == "attempt" else name for name in columns or _CELLS.names]
+        schema = pa.schema([_CELLS.field("attempt" if name == "head" else name).with_name(name) for name in names])
+        table = read_table(path, schema, names)
+        return table.rename_columns(["attempt" if name == "head" else name for name in names])
+
     def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
         return read_table(self.folder / f"{name}.parquet", schema, columns)
+
+
+def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:
+    """Arrange the cells of a store in matrices."""
+    pool = content["pool"]
+    row_of = {Question.of(row): i for i, row in enumerate(questions)}
+    column_of = {name: i for i, name in enumerate(pool)}
+    place = ([row_of[Question.of(cell)] for cell in cells], [column_of[cell["attempt"]] for cell in cells])
+
+    def matrix(name: str, empty: Any, kind: Any) -> np.ndarray:
+        values = np.full((len(questions), len(pool)), empty, kind)
+        values[place] = np.array([empty if cell[name] is None else cell[name] for cell in cells], kind)
+        return values
+
+    return Outcomes(
+        matrix("outcome", np.nan, np.float32),
+        pool,
+        questions,
+        content["model"],
+        content["tasks"],
+        _lengths(cells, content["tasks"]),
+        matrix("length", np.nan, np.float64),
+        matrix("extracted", "", object),
+        matrix("logprob", np.nan, np.float64),
+        content.get("variants", {}),
+    )
 
 
 def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:

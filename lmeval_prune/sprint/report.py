@@ -16,15 +16,25 @@ import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.curves import Curve, oracle_curve, policy_curve, random_curve, samples_curve
+from lmeval_prune.sprint.choosing import Entry, choice_rows, choice_table
+from lmeval_prune.sprint.curves import (
+    Curve,
+    oracle_curve,
+    policy_curve,
+    random_curve,
+    sampled_temperatures,
+    samples_curve,
+)
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
+from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
 
@@ -38,27 +48,27 @@ def write_report(options: ReportOptions) -> Path:
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the report")
     test, train, router = _read_inputs(options)
-    head_table, change_by_head = HeadTable.of(test, options.by), changes(test)
-    measured_gains, chance_gains = gains(head_table), gains_by_chance(test, head_table, seed=options.seed)
-    curves = _curves(options, test, train, router)
+    entries = _entries(options, test, train, router)
+    curves = _curves(options, test, train, router, entries)
+    choices = choice_rows(entries, test, options.n)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
     significance = _test_router(curves, options.seed) if router else {}
-    head_counts = [Counter(order[k] for order in curves[0].heads) for k in range(options.n)] if router else []
-    medians = {"measured": _median(measured_gains), "by_luck": _median(chance_gains)}
+    head_counts = [Counter(str(row[k]) for row in curves[0].attempts) for k in range(options.n)] if router else []
+    heads = _heads_section(test, options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    figures.head_changes(change_by_head, folder / "head_changes")
-    figures.head_map(change_by_head, head_table, folder / "head_map")
-    figures.violins(measured_gains, chance_gains, folder / "best_head_gains")
+    if any(curve.tokens is not None for curve in curves):
+        figures.pass_at_tokens(curves, folder / "pass_at_tokens")
+    if len(choices):
+        write_text(folder / "without_gold.csv", csv(choices))
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
-    write_text(folder / "accuracy.csv", csv(head_table.long()))
     numbers = {
         **_pass_json(curves, significance),
         "dense": dense,
+        "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
-        "median_gain_of_best_head": medians,
-        "changes": {name: {"change": c, "standard_error": e} for name, (c, e) in change_by_head.items()},
+        **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }
     write_text(folder / "report.json", json.dumps({"created_by": CREATED_BY, **numbers}, indent=1) + "\n")
     text = render(
@@ -68,25 +78,45 @@ def write_report(options: ReportOptions) -> Path:
         router=router,
         dense=dense,
         passes=_pass_table(curves),
+        costs=_cost_table(curves),
+        without_gold=choice_table(choices),
         tests=_difference_table(significance),
         choices=_choice_table(head_counts),
-        changes=[change for change, _ in change_by_head.values()],
-        beyond=sum(bool(error) and abs(change) > 2 * error for change, error in change_by_head.values()),
-        medians=medians,
-        groups=head_table.groups,
-        tables=head_table.markdown(),
+        heads=heads,
     )
     write_text(folder / "report.md", text)
     return folder / "report.md"
 
 
+def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict[str, Any]:
+    """Draw the figures of single heads and return their numbers; nothing if the store has no single heads."""
+    outcomes = test.columns([name for name in test.pool if name == DENSE or is_single_head(name)])
+    if outcomes.pool == [DENSE]:
+        return {}
+    table, change_by_head = HeadTable.of(outcomes, options.by), changes(outcomes)
+    measured, chance = gains(table), gains_by_chance(outcomes, table, seed=options.seed)
+    figures.head_changes(change_by_head, folder / "head_changes")
+    figures.head_map(change_by_head, table, folder / "head_map")
+    figures.violins(measured, chance, folder / "best_head_gains")
+    write_text(folder / "accuracy.csv", csv(table.long()))
+    return {
+        "change_by_head": {name: {"change": c, "standard_error": e} for name, (c, e) in change_by_head.items()},
+        "changes": [change for change, _ in change_by_head.values()],
+        "beyond": sum(bool(error) and abs(change) > 2 * error for change, error in change_by_head.values()),
+        "medians": {"measured": _median(measured), "by_luck": _median(chance)},
+        "groups": table.groups,
+        "tables": table.markdown(),
+    }
+
+
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match."""
     test = OutcomeStore(options.test).read()
-    train = OutcomeStore(options.train).read() if options.train else None
+    train = OutcomeStore(options.train).read().greedy() if options.train else None
     router = Router.load(options.router) if options.router else None
     if router:
         test, train = _split_held_out(test, train, router)
+        train = train.greedy() if train else None
         missing = [name for name in router.pool if name not in test.pool]
         if missing:
             raise InputError(f"the test store lacks {missing[0]} of the router's pool; sweep it too")
@@ -128,12 +158,14 @@ def _check_disjoint(test: Outcomes, train: Outcomes) -> None:
     for task in sorted(test.tasks.keys() & train.tasks.keys()):
         settings, others = test.tasks[task], train.tasks[task]
         for key in sorted(settings.keys() | others.keys()):
-            if settings.get(key) != others.get(key):
+            if settings.get(key) != others.get(key) and not (
+                key == "scoring" and None in (settings.get(key), others.get(key))
+            ):
                 raise InputError(f"the two stores have different settings of {task} ({key}); sweep both alike")
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
-    pool = router.pool if router else test.pool
+    pool = router.pool if router else test.greedy().pool
     sizes = {"pool": len(pool), "shortlist (--shortlist)": options.shortlist}
     if train:
         sizes["training store's pool"] = len(set(train.pool) & set(pool))
@@ -149,13 +181,29 @@ def _model_identity(model: dict[str, Any]) -> Any:
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
 
 
-def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
-    n = options.n
-    pool = router.pool if router else test.pool
-    curves = [policy_curve("SPRINT router", policies.nearest(router), test, n)] if router else []
+def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Entry]:
+    """Return the policies with their mixes: first the router's, then those of training, then sampling."""
+    entries, mixes = [], [Mix.parse(text) for text in options.mixes]
+    policies_of: dict[str, Policy] = {"SPRINT router": policies.nearest(router)} if router else {}
     if train:
-        train = train.columns([name for name in train.pool if name in pool])
-        curves.append(policy_curve("best heads of training", policies.best(train), test, n))
+        policies_of |= {"best of training": policies.best(train), "greedy cover of training": policies.cover(train)}
+    for name, policy in policies_of.items():
+        entries.append(Entry(name, policy, Mix()))
+        entries += [Entry(f"{name}, {mix}", policy, mix) for mix in mixes if mix.uses_order]
+    unpruned = policies.random_order([DENSE])
+    for temperature in sampled_temperatures(test, options.n):
+        mix = Mix.parse(f"{DENSE}@{temperature:g}")
+        entries.append(Entry(f"sampling, T = {temperature:g}", unpruned, mix))
+    return entries
+
+
+def _curves(
+    options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None, entries: list[Entry]
+) -> list[Curve]:
+    n = options.n
+    pool = router.pool if router else test.greedy().pool
+    curves = [policy_curve(each.name, each.policy, test, n, each.mix) for each in entries]
+    if train:
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
         curves.append(random_curve(f"random of the top {len(top)} heads", top, test, n))
     curves.append(random_curve(f"random of all {len(pool)}", pool, test, n))
@@ -189,6 +237,7 @@ def _pass_json(curves: Sequence[Curve], tests: dict[str, list[dict[str, float]]]
 
     return {
         "pass": {curve.name: {"estimate": curve.kind, "values": plain(curve.mean)} for curve in curves},
+        "tokens": {curve.name: plain(curve.mean_tokens) for curve in curves if curve.mean_tokens is not None},
         "router_minus": {name: [test for test in row if not np.isnan(test["p"])] for name, row in tests.items()},
     }
 
@@ -198,6 +247,14 @@ def _pass_table(curves: Sequence[Curve]) -> str:
     rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
     names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, len(rows[0]) - 1))]
     return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
+
+
+def _cost_table(curves: Sequence[Curve]) -> str:
+    """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
+    rows = [[each.name, *np.round(each.mean_tokens).astype(int)] for each in curves if each.mean_tokens is not None]
+    if not rows:
+        return ""
+    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])
 
 
 def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
@@ -224,8 +281,18 @@ def _choice_table(choices: Sequence[Counter[str]]) -> str:
 def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
     """Return pass@N with confidence limits in long format: a row for each policy and N, without unknown values."""
     rows = [
-        (curve.name, curve.kind, k + 1, mean, low[k], high[k])
+        (
+            curve.name,
+            curve.kind,
+            k + 1,
+            mean,
+            low[k],
+            high[k],
+            None if curve.tokens is None else curve.tokens[:, k].mean(),
+        )
         for curve, (low, high) in zip(curves, bands, strict=True)
         for k, mean in enumerate(curve.mean)
     ]
-    return pd.DataFrame(rows, columns=["policy", "estimate", "n", "pass", "low", "high"]).dropna(subset="pass")
+    return pd.DataFrame(rows, columns=["policy", "estimate", "n", "pass", "low", "high", "tokens"]).dropna(
+        subset="pass"
+    )

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.loss import agreement, constrain, contrastive_loss, ranking_losses, squared_distances

@@ -1,24 +1,33 @@
-"""Choose the pruned head for each try of a question (each of its `repeats`), for `pruned-hf` with `router=`."""
+"""Choose the variant for each try of a question (each of its `repeats`), for `pruned-hf` with `router=`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter
+from lmeval_prune.models.attempts import DENSE, attempt_order
+from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
 
+class Tries(NamedTuple):
+    """The tries at a question."""
+
+    names: list[str]  # of attempts
+    weights: list[float] | None  # in a vote
+
+
 class Routing(HeadRouter):
-    """Apply a policy to lm-eval's requests: try i of a question prunes the i-th head of the policy's order.
+    """Apply a policy to lm-eval's requests: try i of a question is the i-th attempt that a mix makes of its order.
 
     Args:
         arguments: model arguments with `router` and its settings.
@@ -31,7 +40,8 @@ class Routing(HeadRouter):
         super().__init__()
         self.allow_other_model = bool(arguments.allow_other_model)
         self.source = str(arguments.router)
-        self.orders: dict[str, list[str]] = {}  # by question
+        self.mix = Mix.parse(arguments.router_mix)
+        self.tries: dict[tuple[str, int], Tries] = {}  # by question and number of tries
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
@@ -57,7 +67,7 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self.policy = policies.nearest(router)
+        self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
         return question_field(router.about.get("tasks", {}))
 
     def _load_store(self, arguments: Arguments) -> str | None:
@@ -65,15 +75,15 @@ class Routing(HeadRouter):
         if not arguments.router_store:
             extra = ", or router_pool=HEADS" if self.source == "random" else ""
             raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
-        outcomes = OutcomeStore(arguments.router_store).read()
+        outcomes = OutcomeStore(arguments.router_store).read().greedy()
         self.model = outcomes.model
         if self.source == "random":
-            self.policy = policies.random_order(outcomes.pool, self._seed)
+            policy = policies.random_order(outcomes.pool, self._seed)
         elif self.source == "random_top":
-            size = min(arguments.router_size, len(outcomes.pool))
-            self.policy = policies.random_top(outcomes, size, self._seed)
+            policy = policies.random_top(outcomes, min(arguments.router_size, len(outcomes.pool)), self._seed)
         else:
-            self.policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
+            policy = {"best": policies.best, "cover": policies.cover, "oracle": policies.oracle}[self.source](outcomes)
+        self.policy, self.records = policy, outcomes.variants
         return question_field(outcomes.tasks)
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
@@ -92,8 +102,8 @@ class Routing(HeadRouter):
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
-            heads = Head.parse([name for name in names if name != DENSE], model_map)
-            pool = pool_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
+            heads = Head.parse([name for name in names if name != DENSE], model_map) if {*names} != {DENSE} else ()
+            pool = attempt_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
             self.policy = policies.random_order(pool, self._seed)
         super().fit_to(model_map, weights, interventions)
 
@@ -103,27 +113,34 @@ class Routing(HeadRouter):
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any]) -> None:
-        """Order the pool for the questions of these requests.
+        """Choose the attempts at the questions of these requests.
 
         Raises:
-            InputError: a task lacks the question field, or has more tries than the pool has heads.
+            InputError: a task lacks the question field, or has more greedy tries than the pool has variants.
         """
-        questions: dict[str, None] = {}
-        for request in requests:
-            questions[self._question(request)] = None
-            if request.repeats > len(self.pool):
-                raise InputError(
-                    f"task {request.task_name} has {request.repeats} tries, but the pool of router={self.source} has "
-                    f"only {len(self.pool)} heads; use a larger pool, or define a task with fewer tries "
-                    f"(docs/tasks.md, pass@k)"
-                )
-        new = [question for question in questions if question not in self.orders]
-        if new:
-            self.orders |= dict(zip(new, self.policy.order(new), strict=True))
+        tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
+        new = [key for key in tasks if key not in self.tries]
+        questions = list(dict.fromkeys(question for question, _ in new))
+        orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
+        for question, count in new:
+            try:
+                attempts = self.mix.attempts(orders[question], count)
+            except InputError as error:
+                raise InputError(f"task {tasks[question, count]} has {count} tries, but {error}") from None
+            weights = self.policy.vote_weights([question], [attempts])
+            names = list(map(str, attempts))
+            self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
 
     def order(self, request: Any) -> Sequence[str]:
-        """Return the head order for the request's question."""
-        return self.orders[self._question(request)]
+        """Return the attempts at the request's question."""
+        return self._tries(request).names
+
+    def weights(self, request: Any) -> Sequence[float] | None:
+        """Return the weights of the attempts in a vote."""
+        return self._tries(request).weights
+
+    def _tries(self, request: Any) -> Tries:
+        return self.tries[self._question(request), request.repeats]
 
     def _question(self, request: Any) -> str:
         document = request.doc or {}
@@ -139,7 +156,7 @@ class Routing(HeadRouter):
         """Description of the policy for the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
-        return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **identity, **note}
+        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note}
 
 
 def _describe(interventions: list[Any]) -> str:

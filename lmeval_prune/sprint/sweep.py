@@ -1,7 +1,7 @@
-"""Sweep tasks: answer their questions with each head of some layers pruned, one head at a time (SPRINT §3.1).
+"""Sweep tasks: answer their questions by each attempt of a pool, e.g. under each head of some layers (SPRINT §3.1).
 
-A sweep is lm-eval's own evaluation of the task. `repeats` is the size of the pool (the heads, and perhaps the unpruned
-model), and try i of a question is answered by the i-th member of the pool.
+A sweep is lm-eval's own evaluation of the task. `repeats` is the size of the pool, and try i of a question is the i-th
+attempt of the pool.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 
 import lm_eval
 import numpy as np
+import torch
 from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
-from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
-from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.sprint.likelihoods import add_logprobs, check_scoring
 from lmeval_prune.sprint.options import SweepOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.pools import SweepPool
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
@@ -37,10 +38,10 @@ Model = PrunedHFLM | PrunedServerLM
 
 
 class Sweep:
-    """A sweep of tasks over the heads of a model.
+    """A sweep of tasks over a pool of attempts.
 
     Args:
-        options: questions, heads and settings.
+        options: questions, pool and settings.
     """
 
     def __init__(self, options: SweepOptions) -> None:
@@ -58,7 +59,7 @@ class Sweep:
         doc_ids = self._draw(tasks)
         if self.store.store_file.exists():
             self.store.check()  # refuse a damaged store before the model is loaded
-        pool = HeadPool(self.options.heads or "+".join(f"L{layer}H*" for layer in self.options.layers))
+        pool = SweepPool(self.options)
         lm = self._load_model(pool)
         try:
             prompting = {
@@ -66,6 +67,8 @@ class Sweep:
                 "apply_chat_template": self.options.apply_chat_template,
                 "fewshot_as_multiturn": self.options.apply_chat_template,  # as lm_eval's command line does
             }
+            if self.options.likelihood:
+                check_scoring(lm)
             tasks = {name: tasks[name] for name in doc_ids}
             self._build_requests(tasks, doc_ids, lm, len(pool.pool), prompting)
             self._prepare_store(tasks, lm, pool)
@@ -84,7 +87,10 @@ class Sweep:
             lm.any_rank(False)  # wait for the other ranks
             if lm.rank or results is None:
                 return None
-            self.store.add(_cells(tasks, results["samples"]))
+            cells = _cells(tasks, results["samples"])
+            if self.options.likelihood:
+                add_logprobs(lm, tasks, cells)
+            self.store.add(cells)
             assert lm.answering.store
             lm.answering.store.compact()  # before another run is allowed to write
         finally:
@@ -146,8 +152,10 @@ class Sweep:
             drawn[name].append(doc_id)
         return dict(drawn)
 
-    def _load_model(self, pool: HeadPool) -> Model:
+    def _load_model(self, pool: SweepPool) -> Model:
         arguments = self.options.model_args
+        if self.options.likelihood and self.options.server:
+            raise InputError("likelihood=true needs the decoding engine; leave it out for a sweep on a server")
         for name in ("responses", "router"):
             if name in arguments:
                 raise InputError(f"a sweep does not take the model argument {name}")
@@ -156,6 +164,7 @@ class Sweep:
         arguments = {**arguments, "responses": self.options.output, "router": pool}
         if self.options.server:
             return PrunedServerLM(self.options.server, **arguments)
+        torch.manual_seed(DEFAULT_OTHER_SEED)  # as lm_eval's command: its runs find samples of the sweep
         # deterministic: a resumed run decides near-ties as an uninterrupted run does
         return PrunedHFLM(**{"deterministic": True, **arguments})
 
@@ -186,13 +195,13 @@ class Sweep:
                 **prompting,
             )
 
-    def _prepare_store(self, tasks: dict[str, SweptTask], lm: Model, pool: HeadPool) -> None:
+    def _prepare_store(self, tasks: dict[str, SweptTask], lm: Model, pool: SweepPool) -> None:
         """Prepare the store on rank 0; if this fails, all ranks end instead of waiting for it."""
         failed = True
         try:
             if lm.rank == 0:
                 settings = {name: self._settings(task, lm) for name, task in tasks.items()}
-                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool)
+                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool, pool.records)
             failed = False
         finally:
             failed_anywhere = lm.any_rank(failed)
@@ -210,24 +219,14 @@ class Sweep:
             "metric": f"{task.metric},{task.filter}",
             "question_field": task.question_field,
             "version": str((task.get_config("metadata") or {}).get("version", "")),
+            "scoring": _scoring(task),
         }
 
 
-class HeadPool(FixedOrderRouter):
-    """The unpruned model, then heads in model order.
-
-    Args:
-        heads: names of heads, as in `heads=`.
-    """
-
-    def __init__(self, heads: str) -> None:
-        super().__init__([])
-        self.heads = heads
-
-    def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Look the heads up in the model; see the base class."""
-        self._pool = pool_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
-        super().fit_to(model_map, weights, interventions)
+def _scoring(task: SweptTask) -> str:
+    """Return the name of the function that scores a task, as `MODULE:NAME`; empty without one."""
+    function = task.get_config("process_results")
+    return f"{function.__module__}:{function.__qualname__}" if callable(function) else ""
 
 
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
@@ -250,7 +249,7 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
             question = Question(name, tasks[name].split, row["doc_id"])._asdict()
             (_, answers) = row["arguments"][0]
             columns = {
-                "head": answers["heads"],
+                "attempt": answers["attempts"],
                 "answer": answers["answers"],
                 "length": answers["lengths"],
                 "cut_off": answers["cut_off"],

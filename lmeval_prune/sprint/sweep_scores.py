@@ -19,7 +19,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import content_digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
-from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.norm_entropy import weight_norms
@@ -102,11 +102,11 @@ class SweepScores(Pruner):
 
 
 def drops_of(outcomes: Outcomes) -> dict[str, float]:
-    """Return the mean of z_dense − z_head over the questions with both, by head; a head without any has no entry."""
+    """Return the mean of z_dense − z_head over the questions with both, by single head; one without any has no entry."""
     dense = outcomes.z[:, outcomes.pool.index(DENSE)].astype(np.float64)
     drops = {}
     for head, z in zip(outcomes.pool, outcomes.z.T.astype(np.float64), strict=True):
         both = ~np.isnan(dense) & ~np.isnan(z)
-        if head != DENSE and both.any():
+        if is_single_head(head) and both.any():
             drops[head] = float((dense[both] - z[both]).mean())
     return drops

@@ -1,0 +1,366 @@
+"""The report of `sprint_race.py`, from its stores; nothing is run here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from _record import environment, write
+from markupsafe import Markup
+
+from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.reporting.documents import render
+from lmeval_prune.reporting.statistics import mean_interval
+from lmeval_prune.reporting.tables import bold, csv, markdown, p_value
+from lmeval_prune.sprint import figures, policies, race
+from lmeval_prune.sprint.choosing import Choices, accuracy_at
+from lmeval_prune.sprint.curves import Curve, policy_curve, solved_cells
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.sprint.policies import Policy
+from lmeval_prune.sprint.registration import Registration
+
+CHOSEN, SAMPLING = "chosen by training", "sampling"
+NS = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class Fold:
+    """A fold's test outcomes, without left-out questions, and what training chose for it."""
+
+    outcomes: Outcomes
+    choice: dict[str, Any]
+    policy_of: Callable[[str], Policy]
+
+    @cached_property
+    def mix(self) -> Mix:
+        return Mix.parse(self.choice["mix"])
+
+    @cached_property
+    def temperature(self) -> float:
+        return float(self.choice["temperature"])
+
+    def curve(self, order: str, mix: Mix, n: int) -> Curve:
+        return policy_curve(order, self.policy_of(order), self.outcomes, n, mix)
+
+
+class Report:
+    """Figures of a race over its folds."""
+
+    def __init__(self, own: Any, folds: Sequence[int]) -> None:
+        self.race, self.plan = own, own.plan
+        self.folds = [self._fold(number) for number in folds]
+        self.left_out = sum(text in own.twins for k in folds for text in self._texts(k))
+
+    def _texts(self, number: int) -> list[str]:
+        return OutcomeStore(self.race.fold(number) / "test").read().texts
+
+    def _fold(self, number: int) -> Fold:
+        outcomes = OutcomeStore(self.race.fold(number) / "test").read()
+        kept = [i for i, text in enumerate(outcomes.texts) if text not in self.race.twins]
+        orders: dict[str, Policy] = {}
+
+        def policy_of(order: str) -> Policy:
+            if order not in orders:
+                orders[order] = self.race.policy(number, order)
+            return orders[order]
+
+        return Fold(outcomes.rows(kept), self.race.choice(number), policy_of)
+
+    # ------------------------------------------------------------------ curves
+
+    def together(self, name: str, curve: Callable[[Fold], Curve]) -> Curve:
+        """One curve over the questions of all folds."""
+        parts = [curve(fold) for fold in self.folds]
+        tokens = [part.tokens for part in parts if part.tokens is not None]
+        kind = parts[0].kind if len({part.kind for part in parts}) == 1 else "unbiased"
+        together = np.concatenate(tokens) if len(tokens) == len(parts) else None
+        return Curve(name, kind, np.concatenate([part.values for part in parts]), tokens=together)
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """All policies, the chosen one first."""
+        plan, most = self.plan, self.plan.most
+        curves = {CHOSEN: lambda fold: fold.curve(fold.choice["order"], fold.mix, most)}
+        curves[SAMPLING] = lambda fold: race.sampling_curve(fold.outcomes, fold.temperature, most)
+        if self.published:
+            curves["SPRINT as published"] = lambda fold: fold.curve(self.published, Mix(), most)
+        curves["cover, dense first"] = lambda fold: fold.curve("cover", Mix.parse("dense|next"), most)
+        curves["best of training"] = lambda fold: fold.curve("best", Mix(), most)
+        assert plan.n <= most
+        return {name: self.together(name, curve) for name, curve in curves.items()}
+
+    @property
+    def published(self) -> str:
+        """The order of SPRINT's own router; empty if there is none, as in some rehearsals."""
+        order = f"{race.ROUTER}contrastive"
+        usable = all(
+            (OutcomeStore(self.race.fold(f.choice["fold"]) / "train").read().greedy().z == 1).any() for f in self.folds
+        )
+        return order if order in self.plan.orders and usable else ""
+
+    # ------------------------------------------------------------------ comparisons
+
+    def comparisons(self) -> list[race.Comparison]:
+        """The primary comparison, then the secondary ones of the plan."""
+        n, ours, theirs = self.plan.n, self.curves[CHOSEN].values, self.curves[SAMPLING].values
+
+        def at(k: int, name: str = "", primary: bool = False) -> race.Comparison:
+            return race.Comparison(name or f"pass@{k}", ours[:, k - 1], theirs[:, k - 1], primary)
+
+        result = [at(n, f"pass@{n}, primary", True)]
+        result += [at(k) for k in NS if k != n and k <= self.plan.most]
+        result.append(race.Comparison(f"at the tokens of {n} tries", ours[:, n - 1], self.sampled_at_tokens()))
+        for rule, (mine, rival) in self.without_gold(n).items():
+            result.append(race.Comparison(f"{rule} at {n}", mine, rival))
+        for name in ("SPRINT as published", "cover, dense first"):
+            if name in self.curves:
+                result.append(
+                    race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], theirs[:, n - 1])
+                )
+        result.append(race.Comparison(f"all greedy variants, {self.plan.test_samples} samples", *self.ceilings()))
+        return result
+
+    def sampled_at_tokens(self) -> np.ndarray:
+        """pass of as many samples as have, on average, the tokens of the chosen policy's first n tries."""
+        values = []
+        for fold in self.folds:
+            spent = fold.curve(fold.choice["order"], fold.mix, self.plan.n).mean_tokens
+            sampled = race.sampling_curve(fold.outcomes, fold.temperature, self.plan.test_samples)
+            assert spent is not None and sampled.mean_tokens is not None
+            count = max(int((sampled.mean_tokens <= spent[-1]).sum()), 1)
+            values.append(sampled.values[:, count - 1])
+        return np.concatenate(values)
+
+    def ceilings(self) -> tuple[np.ndarray, np.ndarray]:
+        """Whether any greedy variant, and whether any sample, solves each question."""
+        variants = [solved_cells(fold.outcomes, fold.outcomes.greedy().pool).any(1) for fold in self.folds]
+        count = self.plan.test_samples
+        samples = [race.sampling_curve(fold.outcomes, fold.temperature, count).values[:, -1] for fold in self.folds]
+        return np.concatenate(variants).astype(float), np.concatenate(samples)
+
+    @cached_property
+    def votes(self) -> dict[str, list[dict[str, Choices]]]:
+        """Accuracy at each N by rule and fold, of the chosen policy and of sampling."""
+        ns, unpruned = [k for k in NS if k <= self.plan.most], policies.random_order([DENSE])
+        return {
+            CHOSEN: [accuracy_at(f.policy_of(f.choice["order"]), f.outcomes, ns, f.mix) for f in self.folds],
+            SAMPLING: [accuracy_at(unpruned, f.outcomes, ns, race.sampling_mix(f.temperature)) for f in self.folds],
+        }
+
+    def without_gold(self, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Accuracy at n of the chosen policy and of sampling, by rule."""
+        column = [k for k in NS if k <= self.plan.most].index(n)
+
+        def values(name: str, rule: str) -> np.ndarray:
+            return np.concatenate([part[rule].values[:, column] for part in self.votes[name]])
+
+        rules = [
+            rule
+            for rule in ("majority", "variants", "likelihood")
+            if all(rule in p for v in self.votes.values() for p in v)
+        ]
+        return {rule: (values(CHOSEN, rule), values(SAMPLING, rule)) for rule in rules}
+
+    def vote_rows(self) -> pd.DataFrame:
+        """Accuracy at N, ties and pass@N of each rule: a row for each policy, rule and N."""
+        rows = []
+        for name, parts in self.votes.items():
+            for rule in [rule for rule in parts[0] if all(rule in part for part in parts)]:
+                for column, n in enumerate(k for k in NS if k <= self.plan.most):
+                    values, ties = (
+                        np.concatenate([getattr(p[rule], key)[:, column] for p in parts]) for key in ("values", "ties")
+                    )
+                    passed = float(self.curves[name].mean[n - 1])
+                    rows.append((name, rule, n, float(values.mean()), float(ties.mean()), passed))
+        return pd.DataFrame(rows, columns=["policy", "rule", "n", "accuracy", "ties", "pass"])
+
+
+def write_race_report(own: Any, folds: Sequence[int]) -> None:
+    """Write the report's page, pictures, tables and results file."""
+    report, plan = Report(own, folds), own.plan
+    output = own.work / "report" if own.limit else own.plan_file.parent
+    choices, curves = read_json(own.choices_file), list(report.curves.values())
+    rows = race.test_comparisons(report.comparisons(), plan.seed)
+    primary, registered = rows[0], status(own, folds)
+    only = race.solved_only(
+        [f.outcomes for f in report.folds], [f.temperature for f in report.folds], plan.test_samples
+    )
+    votes = report.vote_rows()
+    bands = [mean_interval(curve.values, 1.0) for curve in curves]
+    dense = float(np.mean(np.concatenate([f.outcomes.z[:, f.outcomes.pool.index(DENSE)] for f in report.folds])))
+    figures.pass_at_n(curves, bands, dense, output / "pass_at_n")
+    figures.pass_at_tokens(curves, output / "pass_at_tokens")
+    by_fold = [
+        {"fold": f.choice["fold"], "questions": len(f.outcomes.texts), **fold_figures(f, plan)} for f in report.folds
+    ]
+    write_text(output / "comparisons.csv", csv(pd.DataFrame(rows)))
+    text = render(
+        Path(__file__).with_name("sprint_race.md.jinja"),
+        status=registered["text"],
+        counts={"questions": primary["questions"], "folds": folds, "left_out": report.left_out},
+        plan=plan,
+        choices_link=Markup("[choices.json](choices.json)") if not own.limit else Markup("`choices.json`"),
+        primary=primary,
+        verdict=verdict(primary, bool(registered["commit"])),
+        power=race.POWER,
+        smallest=choices["smallest_difference"],
+        chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix"]),
+        secondary=secondary_table(rows[1:]),
+        passes=pass_table(curves, dense),
+        costs=cost_table(curves),
+        without_gold=vote_table(votes),
+        only=only_table(only),
+    )
+    write_text(output / ("report.md"), text)
+    results = {
+        "environment": environment(),
+        "registration": registered,
+        "rehearsal": own.limit,
+        "seconds": own.seconds,
+        "rates": read_json(own.work / "rates.json") if (own.work / "rates.json").exists() else {},
+        "comparisons": rows,
+        "folds": by_fold,
+        "dense": dense,
+        "pass": {curve.name: [round(float(v), 6) for v in curve.mean] for curve in curves},
+        "tokens": {c.name: [round(float(v), 3) for v in c.mean_tokens] for c in curves if c.mean_tokens is not None},
+        "without_gold": votes.to_dict("records"),
+        "solved_only": only,
+    }
+    if own.limit:
+        write_text(output / "results.json", json.dumps(results, indent=1) + "\n")
+        print(f"{output / 'report.md'}: a rehearsal")
+    else:
+        write("sprint_race", results)
+        print(f"{output / 'report.md'}: {registered['text']}")
+
+
+def status(own: Any, folds: Sequence[int]) -> dict[str, Any]:
+    """Whether the race is pre-registered, and by which commit."""
+    if own.limit:
+        return {"commit": None, "text": f"A rehearsal with {own.limit} questions: its figures say nothing."}
+    path = own.work / "registration.json"
+    if not path.exists():
+        return {"commit": None, "text": "Not pre-registered: the test run began without a registration."}
+    registration = Registration.from_json(read_json(path))
+    reason = registration.difference(own.plan_file.parent)
+    if not reason and sorted(folds) != list(range(own.plan.folds)):
+        reason = f"only folds {', '.join(map(str, sorted(folds)))} were tested"
+    commit = f"commit {registration.commit[:12]} of {registration.date}"
+    if reason:
+        return {"commit": None, "named": registration.commit, "text": f"Not pre-registered ({commit}): {reason}."}
+    return {
+        "commit": registration.commit,
+        "date": registration.date,
+        "text": f"Pre-registered: plan and choices are those of {commit}, before the first test answer.",
+    }
+
+
+def verdict(primary: dict[str, Any], is_registered: bool) -> str:
+    """The claim that the plan allows."""
+    if not is_registered:
+        return "No claim: the race is not pre-registered."
+    if primary["p"] >= race.LEVEL:
+        return "The race shows no difference."
+    return "Pruned variants beat sampling." if primary["difference"] > 0 else "Sampling beats pruned variants."
+
+
+def fold_figures(fold: Fold, plan: Any) -> dict[str, Any]:
+    """What training chose for a fold, and what the test gave."""
+    ours = fold.curve(fold.choice["order"], fold.mix, plan.n)
+    theirs = race.sampling_curve(fold.outcomes, fold.temperature, plan.n)
+    return {
+        "order": fold.choice["order"],
+        "mix": fold.choice["mix"],
+        "temperature": fold.temperature,
+        "dense": float(fold.outcomes.columns([DENSE]).z.mean()),
+        "ours": float(ours.mean[-1]),
+        "sampling": float(theirs.mean[-1]),
+    }
+
+
+def _formatted(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{value:.3f}" if name in ("dense", "ours", "sampling") else str(value) for name, value in row.items()
+    }
+
+
+def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
+    """The secondary comparisons; significant ones are bold."""
+    table = [
+        {
+            "comparison": row["name"],
+            "ours": f"{row['ours']:.3f}",
+            "theirs": f"{row['theirs']:.3f}",
+            "difference": bold(f"{row['difference']:+.3f}", row["p_holm"] < race.LEVEL),
+            "95% interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
+            "p": p_value(row["p"]),
+            "p (Holm)": p_value(row["p_holm"]),
+        }
+        for row in rows
+    ]
+    return markdown(pd.DataFrame(table), ["comparison"])
+
+
+def pass_table(curves: Sequence[Curve], dense: float) -> Any:
+    """pass@N of all policies."""
+    ks = range(1, curves[0].values.shape[1] + 1)
+    rows = [[curve.name, *(f"{value:.3f}" for value in curve.mean)] for curve in curves]
+    rows.append(["unpruned, greedy", f"{dense:.3f}", *[""] * (len(ks) - 1)])
+    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in ks)]), ["policy"])
+
+
+def cost_table(curves: Sequence[Curve]) -> Any:
+    """Mean tokens of the first N tries."""
+    rows = [
+        [curve.name, *(f"{value:.0f}" for value in curve.mean_tokens)]
+        for curve in curves
+        if curve.mean_tokens is not None
+    ]
+    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])
+
+
+def vote_table(votes: pd.DataFrame) -> Any:
+    """Accuracy at N by rule, with pass@N below."""
+    rows: list[dict[str, str]] = []
+    for (policy, rule), part in votes.groupby(["policy", "rule"], sort=False):
+        cells = {f"N = {row.n}": f"{row.accuracy:.3f} ({row.ties:.0%})" for row in part.itertuples()}
+        rows.append({"policy": policy, "rule": rule, **cells})
+    for policy, part in votes.groupby("policy", sort=False):
+        first = part.drop_duplicates("n")
+        rows.append(
+            {
+                "policy": policy,
+                "rule": "pass@N",
+                **{f"N = {n}": f"{p:.3f}" for n, p in zip(first["n"], first["pass"], strict=True)},
+            }
+        )
+    return markdown(pd.DataFrame(rows), ["policy", "rule"])
+
+
+def only_table(only: dict[str, Any]) -> Any:
+    """Shares of questions by who solves them."""
+    names = {
+        "variants": f"some greedy pruned variant (of {', '.join(map(str, only['greedy_variants']))})",
+        "samples": f"some of {only['samples']} samples",
+        "only_variants": "only pruned variants",
+        "only_samples": "only samples",
+        "both": "both",
+        "neither": "neither",
+    }
+    rows = [
+        {
+            "solved by": names[name],
+            "share": f"{each['share']:.3f}",
+            "95% interval": f"{each['low']:.3f} to {each['high']:.3f}",
+        }
+        for name, each in only["shares"].items()
+    ]
+    return markdown(pd.DataFrame(rows), ["solved by"])

@@ -1,0 +1,167 @@
+"""A LoRA adapter in PEFT's format, not merged: a projection computes W x + s B A x.
+
+A (rank, inputs) and B (outputs, rank) are the adapter's matrices of this projection. s is `lora_alpha` / rank, or
+`lora_alpha` / √rank with `use_rslora`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.artefacts import digest, read_json, read_tensors
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.base import ArtefactContents, Intervention
+from lmeval_prune.interventions.compensation import tensors_digest
+
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
+_UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication", "target_parameters", "alora_invocation_tokens")
+
+
+class LoraContents(ArtefactContents):
+    """Fields of a LoRA intervention's artefact."""
+
+    adapter: str
+
+
+class Update(NamedTuple):
+    """The update of one projection."""
+
+    a: Tensor  # (rank, inputs)
+    b: Tensor  # (outputs, rank)
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Lora(Intervention):
+    """Add an adapter to a model.
+
+    Attributes:
+        adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
+        sha256: digest of the adapter's matrices and scaling, computed from the folder.
+        updates: by the projection's module name.
+
+    Raises:
+        InputError: the folder is no LoRA adapter, or one of a kind that is not supported.
+    """
+
+    contents: ClassVar[Any] = LoraContents
+    tokenwise = capturable = True
+    adapter: str = field(compare=False)
+    sha256: str = ""
+    updates: Mapping[str, Update] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        updates = _read(Path(self.adapter).expanduser())
+        matrices = {f"{name}.{part}": getattr(each, part) for name, each in updates.items() for part in ("a", "b")}
+        scaling = {name: each.scaling for name, each in sorted(updates.items())}
+        sha256 = digest([tensors_digest(matrices), scaling])
+        if self.sha256 not in ("", sha256):
+            raise InputError(f"the adapter {self.adapter} has changed since the file that names it was written")
+        object.__setattr__(self, "sha256", sha256)
+        object.__setattr__(self, "updates", updates)
+
+    def resolve(self, model_map: ModelMap) -> Self:
+        """Refuse a model without the adapter's projections."""
+        for name, update in self.updates.items():
+            module = self._projection(name, model_map)
+            expected = out_features(module), in_features(module)
+            if (len(update.b), update.a.shape[1]) != expected:
+                raise InputError(
+                    f"the adapter {self.adapter} updates {name} by {len(update.b)} × {update.a.shape[1]}, the model's "
+                    f"is {expected[0]} × {expected[1]}; give an adapter of this model"
+                )
+        return self
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        """Hook each updated projection."""
+        for name, update in self.updates.items():
+            module = self._projection(name, model_map)
+            stack.callback(module.register_forward_hook(_Add(update)).remove)
+
+    def report(self, model_map: ModelMap) -> dict[str, Any]:
+        """Return the adapter's folder name, digest, and number of projections."""
+        report: dict[str, Any] = super().report(model_map)
+        settings = {"adapter": Path(self.adapter).name, "projections": len(self.updates)}
+        return {**report, "lora": {**report["lora"], **settings}}
+
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Write an artefact that names the adapter's folder."""
+        self._write(path, model_map, {"adapter": self.adapter})
+
+    @classmethod
+    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        return {"adapter": content["adapter"]}
+
+    def _projection(self, name: str, model_map: ModelMap) -> nn.Module:
+        for prefix in ("", "base_model.model."):  # of a model that PEFT wraps
+            try:
+                module = model_map.model.get_submodule(prefix + name)
+                out_features(module)
+                return module
+            except AttributeError:
+                continue
+        raise InputError(
+            f"the adapter {self.adapter} updates {name}, and the model has no such projection; give an adapter of this "
+            f"model"
+        )
+
+
+class _Add:
+    """Hook that adds an update to a projection's output, computed in at least float32."""
+
+    def __init__(self, update: Update) -> None:
+        self.update = update
+        self.copies: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        key = (output.device, dtype)
+        if key not in self.copies:
+            self.copies[key] = self.update.a.to(*key), self.update.b.to(*key)
+        a, b = self.copies[key]
+        added = nn.functional.linear(nn.functional.linear(inputs[0].to(dtype), a), b) * self.update.scaling
+        return (output + added).to(output.dtype)
+
+
+def _read(folder: Path) -> dict[str, Update]:
+    """Read an adapter's updates by module."""
+    config_file = folder / "adapter_config.json"
+    if not config_file.is_file():
+        raise InputError(f"lora={folder} is no LoRA adapter: there is no {config_file.name} in it; name its folder")
+    config = read_json(config_file)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise InputError(f"lora={folder} is an adapter of type {kind}; give a LoRA adapter")
+    unsupported = [name for name in _UNSUPPORTED if config.get(name)]
+    if unsupported or config.get("bias", "none") != "none":
+        raise InputError(f"lora={folder} has {(unsupported or ['bias'])[0]}, which is not supported; load it by peft=")
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
+        match = _NAME.fullmatch(name)
+        if not match or tensor.ndim != 2:
+            raise InputError(f"lora={folder} has a tensor {name}, which is not supported; load it by peft=")
+        matrices.setdefault(match["module"], {})[match["matrix"]] = tensor
+    if not matrices or any(len(pair) < 2 for pair in matrices.values()):
+        raise InputError(f"lora={folder} is damaged: a projection lacks lora_A or lora_B; export it again")
+    return {
+        name: Update(pair["A"], pair["B"], _scaling(config, name, len(pair["A"]))) for name, pair in matrices.items()
+    }
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return s of a projection; PEFT's `alpha_pattern` overrides `lora_alpha`."""
+    patterns = config.get("alpha_pattern") or {}
+    own = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module))
+    alpha = float(next(own, config.get("lora_alpha", 8)))
+    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank

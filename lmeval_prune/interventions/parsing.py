@@ -1,0 +1,54 @@
+"""Create interventions from what users write: a value of a method's first field, its fields, or an artefact's file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.base import Intervention, load_intervention
+from lmeval_prune.interventions.table import method_class
+
+ALLOWANCES = ("allow_empty_layer", "allow_other_model")
+
+
+def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) -> Intervention:
+    """Create an intervention.
+
+    Args:
+        name: a method of the table, or `mask` for an artefact of any method.
+        value: value of the method's first field, a dictionary of its fields, or the file of an artefact.
+        allowances: values of `ALLOWANCES` for methods that have these fields.
+
+    Raises:
+        InputError: the value is malformed, or the file is another method's.
+    """
+    if name == "mask":
+        return with_allowances(load_intervention(value, bool(allowances.get("allow_other_model"))), allowances)
+    kind: Any = method_class(name)
+    if isinstance(value, str) and value.endswith(".json"):
+        artefact = load_intervention(value, bool(allowances.get("allow_other_model")))
+        converted = artefact.converted(kind)
+        if converted is None:
+            raise InputError(
+                f"{name}={value} is a {artefact.schema()} artefact with more settings than {name} has; give it as mask="
+            )
+        return with_allowances(converted, allowances)
+    settings = value if isinstance(value, dict) else {kind.setting_names()[0]: value}
+    return with_allowances(kind.from_dict(settings, name, partial(_json_example, name)), allowances)
+
+
+def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) -> Intervention:
+    """Set allowances on an intervention that has these fields."""
+    names = {each.name for each in fields(intervention)}
+    known: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
+    return replace(intervention, **known)
+
+
+def _json_example(name: str, missing: list[str]) -> str:
+    """Return the end of a message: how to write several settings of a method on the command line."""
+    example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
+    return f"; on the command line several settings are given as JSON: --model_args '{example}'"

@@ -1,0 +1,308 @@
+"""A race against sampling: a policy is chosen on training questions, and compared on test questions that it never saw.
+
+For each fold of the questions there is a model, a fold that chooses, and a test fold. On the choosing fold every
+candidate, an order of variants with a mix, is fitted on a part of the questions and evaluated on the rest (cross
+fitting); the one with the highest pass@N is fitted on all of them and tested. Sampling has the temperature with the
+highest pass@N on the same questions. `registration.py` has the plan that fixes this before the test run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.reporting.statistics import difference_interval, holm, mean_interval, sign_flip_test
+from lmeval_prune.sprint import policies
+from lmeval_prune.sprint.curves import Curve, policy_curve, solved_cells
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.policies import Policy
+
+ROUTER = "router:"  # begins the name of an order by a fitted router
+LEVEL, POWER = 0.05, 0.8
+SHINGLE = 3  # words of which texts are compared
+Fit = Callable[[str, Outcomes], Policy]  # fits a router, by its method
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy that training may choose: an order of variants, and how tries are made of it."""
+
+    order: str  # `best`, `cover`, or `router:METHOD`
+    mix: Mix
+
+    def __str__(self) -> str:
+        return f"{self.order}, {self.mix}"
+
+
+def candidates(orders: Sequence[str], mixes: Sequence[str], temperatures: Sequence[float]) -> list[Candidate]:
+    """Return all candidates; `@T` in a mix stands for each temperature."""
+    texts = []
+    for mix in mixes:
+        texts += [mix.replace("@T", f"@{t:g}") for t in temperatures] if "@T" in mix else [mix]
+    parsed = [Mix.parse(text) for text in dict.fromkeys(texts)]
+    if bad := next((mix for mix in parsed if not mix.uses_order), None):
+        raise InputError(f"mixes: {bad} is sampling itself, which candidates are compared with; leave it out")
+    return [Candidate(order, mix) for order in orders for mix in parsed]
+
+
+def make_policy(order: str, training: Outcomes, fit: Fit) -> Policy:
+    """Fit an order on training questions.
+
+    Args:
+        order: see `Candidate`.
+        training: outcomes; only greedy columns are used.
+        fit: fits a router, by its method.
+    """
+    if order.startswith(ROUTER):
+        return fit(order.removeprefix(ROUTER), training.greedy())
+    known = {"best": policies.best, "cover": policies.cover}
+    if order not in known:
+        raise InputError(f"orders: {order!r} is not known; use {', '.join(known)} or {ROUTER}METHOD")
+    return known[order](training.greedy())
+
+
+def sampling_mix(temperature: float) -> Mix:
+    """Return the mix of plain sampling of the unpruned model."""
+    return Mix.parse(f"{DENSE}@{temperature:g}")
+
+
+def sampling_curve(outcomes: Outcomes, temperature: float, n: int) -> Curve:
+    """Return the curve of plain sampling, by all samples of the store."""
+    policy = policies.random_order([DENSE])
+    return policy_curve(f"sampling, T = {temperature:g}", policy, outcomes, n, sampling_mix(temperature))
+
+
+def cross_fitted(
+    chosen: Sequence[Candidate], training: Outcomes, n: int, parts: int, seed: int, fit: Fit
+) -> np.ndarray:
+    """Return pass@n of candidates on training questions that they were not fitted on, (questions, candidates).
+
+    Args:
+        chosen: the candidates.
+        training: outcomes of the training questions with all attempts that the candidates use.
+        n: number of tries.
+        parts: number of parts; each is evaluated after a fit on the others.
+        seed: seed of the division into parts.
+        fit: fits a router, by its method.
+    """
+    count = len(training.texts)
+    if count < parts:
+        raise InputError(f"{count} training questions cannot be divided into {parts} parts; use more questions")
+    number = np.random.default_rng(seed).permutation(count) % parts
+    values = np.full((count, len(chosen)), np.nan)
+    for part in range(parts):
+        held_out = np.flatnonzero(number == part)
+        rest, test = training.rows(np.flatnonzero(number != part)), training.rows(held_out)
+        policy_of = {}
+        for order in dict.fromkeys(each.order for each in chosen):
+            policy = make_policy(order, rest, fit)
+            policy_of[order] = replace(policy, order=_constant(policy.order(test.texts)))  # once for all mixes
+        for column, each in enumerate(chosen):
+            values[held_out, column] = policy_curve("", policy_of[each.order], test, n, each.mix).values[:, n - 1]
+    return values
+
+
+def _constant(orders: list[list[str]]) -> Callable[[Sequence[str]], list[list[str]]]:
+    return lambda _: orders
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What training chose for a fold.
+
+    Attributes:
+        candidate: the policy.
+        temperature: of sampling.
+        passes: cross-fitted pass@n of each candidate, by name.
+        sampled: pass@n of sampling, by temperature.
+        differences: pass@n of the chosen candidate minus that of sampling, (questions,).
+    """
+
+    candidate: Candidate
+    temperature: float
+    passes: dict[str, float]
+    sampled: dict[str, float]
+    differences: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choice as JSON."""
+        order, mix = self.candidate.order, str(self.candidate.mix)
+        figures = {"order": order, "mix": mix, "temperature": self.temperature, "questions": len(self.differences)}
+        return {**figures, "candidates": self.passes, "sampling": self.sampled}
+
+
+def choose(
+    chosen: Sequence[Candidate],
+    temperatures: Sequence[float],
+    training: Outcomes,
+    n: int,
+    parts: int,
+    seed: int,
+    fit: Fit,
+) -> Choice:
+    """Choose policy and temperature by pass@n on training questions; of equals, the first. Arguments as above."""
+    values = cross_fitted(chosen, training, n, parts, seed, fit)
+    sampled = np.stack([sampling_curve(training, t, n).values[:, n - 1] for t in temperatures], axis=1)
+    best, hottest = int(values.mean(0).argmax()), int(sampled.mean(0).argmax())
+    return Choice(
+        chosen[best],
+        temperatures[hottest],
+        {str(each): round(float(mean), 6) for each, mean in zip(chosen, values.mean(0), strict=True)},
+        {f"{t:g}": round(float(mean), 6) for t, mean in zip(temperatures, sampled.mean(0), strict=True)},
+        values[:, best] - sampled[:, hottest],
+    )
+
+
+def smallest_difference(deviation: float, questions: int, level: float = LEVEL, power: float = POWER) -> float:
+    """Return the smallest mean difference that a two-sided paired test shows with a given power.
+
+    The mean of many differences is nearly normal: (z_{1−level/2} + z_power) · deviation / √questions.
+
+    Args:
+        deviation: standard deviation of the differences, e.g. on training questions.
+        questions: number of test questions.
+        level: level of the test.
+        power: probability that the test is significant.
+    """
+    return float((stats.norm.isf(level / 2) + stats.norm.ppf(power)) * deviation / questions**0.5)
+
+
+# ---------------------------------------------------------------------- questions
+
+
+def near_duplicates(texts: Sequence[str], groups: Sequence[int], least: float = 0.8) -> dict[int, int]:
+    """Return the questions that are left out of a test, each with its twin: both by index.
+
+    Two questions are twins if they share at least a share `least` of all their sequences of three words (Jaccard), with
+    all numbers alike. A question is left out if it has a twin in another group (fold), or an earlier one in its own.
+    """
+    shingles = [_shingles(text) for text in texts]
+    where: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, own in enumerate(shingles):
+        for shingle in own:
+            where[shingle].append(i)
+    left_out: dict[int, int] = {}
+    for i, own in enumerate(shingles):
+        for j, shared in Counter(j for shingle in own for j in where[shingle] if j < i).items():
+            if shared >= least * (len(own) + len(shingles[j]) - shared):
+                left_out.setdefault(i, j)
+                if groups[i] != groups[j]:
+                    left_out.setdefault(j, i)
+    return dict(sorted(left_out.items()))
+
+
+def _shingles(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+|#", re.sub(r"\d+(?:[.,]\d+)*", "#", text.lower()))
+    return {tuple(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
+
+
+# ---------------------------------------------------------------------- tests
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired values of a policy and its rival.
+
+    Attributes:
+        name: what is compared.
+        ours, theirs: values between 0 and 1, (questions,).
+        is_primary: whether it is the primary comparison.
+    """
+
+    name: str
+    ours: np.ndarray
+    theirs: np.ndarray
+    is_primary: bool = False
+
+
+def test_comparisons(comparisons: Sequence[Comparison], seed: int = 0) -> list[dict[str, Any]]:
+    """Test the primary comparison alone, and the secondary ones with Holm's correction for all of them together.
+
+    Returns:
+        For each comparison its means, the mean difference with its 95% interval, p, and for secondary ones p after
+        Holm's correction. p is that of 10,000 random flips of the questions' signs.
+    """
+    differences = np.stack([each.ours - each.theirs for each in comparisons], axis=1)
+    p = sign_flip_test(differences, seed)
+    low, high = difference_interval(differences, 1.0, p)
+    secondary = [i for i, each in enumerate(comparisons) if not each.is_primary]
+    adjusted = dict(zip(secondary, holm([float(p[i]) for i in secondary]), strict=True))
+    return [
+        {
+            "name": each.name,
+            "primary": each.is_primary,
+            "questions": len(each.ours),
+            "ours": float(each.ours.mean()),
+            "theirs": float(each.theirs.mean()),
+            "difference": float(differences[:, i].mean()),
+            "low": float(low[i]),
+            "high": float(high[i]),
+            "p": float(p[i]),
+            "p_holm": adjusted.get(i),
+        }
+        for i, each in enumerate(comparisons)
+    ]
+
+
+test_comparisons.__test__ = False  # type: ignore[attr-defined] # pytest takes the name for a test
+
+
+def solved_only(outcomes: Sequence[Outcomes], temperatures: Sequence[float], samples: int) -> dict[str, Any]:
+    """Count the questions that some greedy pruned variant solves and no sample does, and the other way round.
+
+    Args:
+        outcomes: of each fold's test questions.
+        temperatures: of each fold's sampling.
+        samples: number of samples.
+
+    Returns:
+        Shares with 95% intervals (Clopper and Pearson), and the numbers of variants and samples.
+    """
+    pruned, sampled, variants = [], [], set()
+    for each, temperature in zip(outcomes, temperatures, strict=True):
+        names = [name for name in each.greedy().pool if name != DENSE]
+        variants.add(len(names))
+        pruned.append(solved_cells(each, names).any(1))
+        draws = sampling_mix(temperature).attempts([DENSE], samples)
+        sampled.append(solved_cells(each, list(map(str, draws))).any(1))
+    by_variants, by_samples = np.concatenate(pruned), np.concatenate(sampled)
+    columns = {
+        "variants": by_variants,
+        "samples": by_samples,
+        "only_variants": by_variants & ~by_samples,
+        "only_samples": by_samples & ~by_variants,
+        "both": by_variants & by_samples,
+        "neither": ~by_variants & ~by_samples,
+    }
+    values = np.stack(list(columns.values()), axis=1).astype(float)
+    low, high = mean_interval(values, 1.0)
+    shares = {
+        name: {"share": float(values[:, i].mean()), "low": float(low[i]), "high": float(high[i])}
+        for i, name in enumerate(columns)
+    }
+    return {"questions": len(values), "greedy_variants": sorted(variants), "samples": samples, "shares": shares}
+
+
+def summarise(
+    choices: Sequence[Mapping[str, Any]], differences: Sequence[np.ndarray], questions: int
+) -> dict[str, Any]:
+    """Return what the race can show, from training: the spread of differences and the smallest difference."""
+    together = np.concatenate(list(differences))
+    deviation = float(together.std(ddof=1))
+    return {
+        "folds": list(choices),
+        "training_questions": len(together),
+        "training_difference": float(together.mean()),
+        "training_deviation": deviation,
+        "test_questions": questions,
+        "smallest_difference": smallest_difference(deviation, questions),
+    }

@@ -1,0 +1,49 @@
+"""The method `lora` computes what PEFT computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmeval_prune import InputError
+from lmeval_prune.interventions.lora import Lora
+from tests.adapters import write_adapter
+from tests.tiny_models import output, tiny, tokens
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 20, "layers.1.mlp.down_proj": 1}}]
+)
+def test_it_computes_what_peft_computes(config: dict[str, Any], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    write_adapter(tmp_path / "a", **config)
+    model, inputs = tiny("llama"), tokens()
+    peft = PeftModel.from_pretrained(tiny("llama"), str(tmp_path / "a")).double()
+    expected = output(peft, inputs)
+    with Lora(str(tmp_path / "a")).applied_to(model):
+        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
+    with Lora(str(tmp_path / "a")).applied_to(peft):  # once more, on a model that PEFT wraps
+        assert not torch.allclose(output(peft, inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
+        (
+            lambda folder: write_adapter(folder, {"self_attn.q_proj": (8, 32)}),
+            "updates .* by 8 × 32, the model's is 32 × 32",
+        ),
+        (lambda folder: write_adapter(folder, bias="all"), "has bias, which is not supported"),
+    ],
+)
+def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path) -> None:
+    damage(write_adapter(tmp_path))
+    with pytest.raises(InputError, match=message) as error, Lora(str(tmp_path)).applied_to(tiny("llama")):
+        pass
+    assert "\n" not in str(error.value)

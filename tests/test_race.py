@@ -1,0 +1,324 @@
+"""The race: what training chooses, what is left out, what is tested, and when it counts as pre-registered."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from sprint_race import Race, rehearsal
+
+from lmeval_prune import InputError
+from lmeval_prune.sprint import policies, race
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.policies import Policy
+from lmeval_prune.sprint.registration import RacePlan, Registration
+from lmeval_prune.tasks import data
+from tests.conftest import ROOT
+
+PLAN = ROOT / "docs/results/sprint_race/plan.md"
+POOL = ["dense", "a", "b", *(f"dense@{t}#{d}" for t in (0.5, 1) for d in range(4)), "a@0.5#0", "b@0.5#0", "dense@0.5#4"]
+
+
+def no_fit(method: str, training: Outcomes) -> Policy:
+    raise AssertionError(method)
+
+
+def outcomes(seed: int, questions: int = 12, chance: float = 0.4) -> Outcomes:
+    generator = np.random.default_rng(seed)
+    z = (generator.random((questions, len(POOL))) < chance).astype(np.float32)
+    rows = [
+        {"question": f"{seed} {i}", "task": "t", "split": "s", "doc_id": i, "attributes": {}} for i in range(questions)
+    ]
+    return Outcomes(z, POOL, rows, tokens=np.ones(z.shape))
+
+
+# --------------------------------------------------------------------------- what training chooses
+
+
+def test_candidates_are_orders_with_mixes() -> None:
+    found = race.candidates(["best", "cover"], ["next", "next+dense@T"], [0.5, 1.0])
+    assert [str(each) for each in found] == [
+        f"{order}, {mix}" for order in ("best", "cover") for mix in ("next", "next+dense@0.5", "next+dense@1")
+    ]
+    with pytest.raises(InputError, match=r"^mixes: dense@0.5 is sampling itself[^\n]*$"):
+        race.candidates(["best"], ["dense@T"], [0.5])
+    with pytest.raises(InputError, match=r"^orders: 'worst' is not known; use best, cover or router:METHOD$"):
+        race.make_policy("worst", outcomes(0), no_fit)
+
+
+def test_cross_fitting_never_sees_the_question() -> None:
+    """Each value is the literal one of a policy fitted without the question's part."""
+    training, seen = outcomes(1), []
+
+    def fit(method: str, part: Outcomes) -> Policy:
+        seen.append(set(part.texts))
+        assert method == "mine" and part.pool == ["dense", "a", "b"]
+        return policies.best(part)
+
+    found = race.candidates(["router:mine", "cover"], ["next", "dense|next"], [])
+    values = race.cross_fitted(found, training, 2, 3, 7, fit)
+    number = np.random.default_rng(7).permutation(12) % 3
+    assert seen == [{training.texts[i] for i in range(12) if number[i] != part} for part in range(3)]
+    for i in range(12):
+        rest = [k for k in range(12) if number[k] != number[i]]
+        z = training.z[rest][:, :3]
+        best = sorted(range(3), key=lambda j: (-z[:, j].sum(), j))
+        cover = policies.greedy_cover(z, 3)
+        orders = [best, best, cover, cover]
+        for column, (candidate, order) in enumerate(zip(found, orders, strict=True)):
+            tries = order[:2] if str(candidate.mix) == "next" else [0, next(j for j in order if j)]
+            assert values[i, column] == float(any(training.z[i, j] == 1 for j in tries))
+    with pytest.raises(InputError, match="12 training questions cannot be divided into 13 parts"):
+        race.cross_fitted(found, training, 2, 13, 0, fit)
+
+
+def test_training_chooses_the_best_and_of_equals_the_first() -> None:
+    training = outcomes(2)
+    training.z[:, POOL.index("a")] = 1  # any order that tries it first or second wins
+    training.z[:, [0, POOL.index("b")]] = 0
+    training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@1#")]] = 1
+    found = race.candidates(["best", "cover"], ["dense|next", "next"], [])
+    choice = race.choose(found, [0.5, 1.0], training, 2, 3, 0, no_fit)
+    assert str(choice.candidate) == "best, dense|next" and choice.temperature == 1.0
+    assert choice.passes == {str(each): 1.0 for each in found} and choice.sampled["1"] == 1.0 > choice.sampled["0.5"]
+    assert (choice.differences == 0).all() and choice.to_json()["mix"] == "dense|next"
+
+
+def test_the_smallest_difference_has_the_power_that_it_says() -> None:
+    generator = np.random.default_rng(0)
+    count, runs = 200, 4000
+    differences = generator.choice([-1.0, 0.0, 0.5, 1.0], size=(runs, count), p=[0.2, 0.5, 0.2, 0.1])
+    deviation = float(differences.std())
+    shift = race.smallest_difference(deviation, count)
+    assert shift == pytest.approx((1.959964 + 0.841621) * deviation / count**0.5, rel=1e-5)
+    shifted = differences - differences.mean() + shift
+    z = shifted.mean(1) / (shifted.std(1, ddof=1) / count**0.5)
+    assert np.mean(np.abs(z) > stats.norm.isf(0.025)) == pytest.approx(0.8, abs=0.025)
+
+
+def test_the_summary_names_what_the_race_can_show() -> None:
+    parts = [np.array([0.0, 1.0, -1.0]), np.array([0.5, 0.0])]
+    summary = race.summarise([{"fold": 0}, {"fold": 1}], parts, 100)
+    together = [0.0, 1.0, -1.0, 0.5, 0.0]
+    assert summary["training_difference"] == pytest.approx(np.mean(together))
+    assert summary["smallest_difference"] == pytest.approx(race.smallest_difference(np.std(together, ddof=1), 100))
+
+
+# --------------------------------------------------------------------------- what is left out
+
+
+def literal_twins(texts: Sequence[str], groups: Sequence[int], least: float) -> set[int]:
+    """Pair by pair."""
+
+    def words(text: str) -> list[str]:
+        return ["#" if word[0].isdigit() else word for word in text.split()]
+
+    def triples(text: str) -> set[tuple[str, ...]]:
+        w = words(text)
+        return {tuple(w[i : i + 3]) for i in range(len(w) - 2)} or {tuple(w)}
+
+    out = set()
+    for i, j in itertools.combinations(range(len(texts)), 2):
+        a, b = triples(texts[i]), triples(texts[j])
+        if len(a & b) / len(a | b) >= least:
+            out |= {j} | ({i} if groups[i] != groups[j] else set())
+    return out
+
+
+def test_twins_are_found_in_every_fold() -> None:
+    generator = random.Random(0)
+    words = ["bees", "made", "honey", "jars", "how", "many", "of", "12", "7", "3.5"]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 7))) for _ in range(60)]
+    texts += [text.replace("12", "4") for text in texts[:10]] + texts[20:23]
+    groups = [generator.randint(0, 4) for _ in texts]
+    for least in (0.5, 0.8, 1.0):
+        found = race.near_duplicates(texts, groups, least)
+        assert set(found) == literal_twins(texts, groups, least)
+        assert len(found) >= 3 and all(i != j for i, j in found.items())
+
+
+def test_the_folds_of_asdiv_a_have_few_twins(
+    shared_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
+    own = Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu")
+    kept = own.kept(range(5))
+    questions = {text for texts in kept.values() for text in texts}
+    assert sum(map(len, kept.values())) == len(questions) >= 1000
+    assert not questions & own.twins.keys()
+    for number in range(5):
+        test, choosing, tuned = own.splits(number)
+        assert len({test, choosing, *tuned}) == 5
+        asked = set(kept[number])
+        assert not any(asked & set(data.load("asdiv_a", split)["question"]) for split in (choosing, *tuned))
+    trial = Race(rehearsal(own.plan, 12), PLAN, tmp_path, "cpu", 12)
+    assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in range(5))  # a rehearsal asks no test question
+    assert all(len(texts) == 12 for texts in trial.kept([0]).values())
+
+
+# --------------------------------------------------------------------------- tests
+
+
+def test_only_secondary_comparisons_are_corrected() -> None:
+    generator = np.random.default_rng(3)
+    values = [(generator.random((2, 40)) < share).astype(float) for share in (0.3, 0.5, 0.7)]
+    values[1][0] = 1.0
+    found = race.test_comparisons([race.Comparison(str(i), *pair, i == 0) for i, pair in enumerate(values)])
+    assert found[0]["primary"] and found[0]["p_holm"] is None
+    p = [each["p"] for each in found[1:]]
+    expected = [min(2 * x, 1) if x == min(p) else max(x, min(2 * min(p), 1)) for x in p]
+    assert [each["p_holm"] for each in found[1:]] == pytest.approx(expected)
+    for each, (ours, theirs) in zip(found, values, strict=True):
+        assert each["difference"] == pytest.approx(np.mean(ours - theirs))
+        assert (each["low"] > 0 or each["high"] < 0) == (each["p"] < 0.05)
+
+
+def test_what_only_variants_solve_is_counted() -> None:
+    parts = [outcomes(4), outcomes(5, questions=9)]
+    result = race.solved_only(parts, [0.5, 1.0], 4)
+    literal = {"only_variants": 0, "only_samples": 0, "both": 0, "neither": 0}
+    for part, temperature in zip(parts, ("0.5", "1"), strict=True):
+        for row in part.z:
+            variant = any(row[POOL.index(name)] == 1 for name in ("a", "b"))
+            sample = any(row[POOL.index(f"dense@{temperature}#{d}")] == 1 for d in range(4))
+            name = {(1, 0): "only_variants", (0, 1): "only_samples", (1, 1): "both", (0, 0): "neither"}
+            literal[name[int(variant), int(sample)]] += 1
+    assert {name: round(result["shares"][name]["share"] * 21) for name in literal} == literal
+    assert result["questions"] == 21 and result["greedy_variants"] == [2]
+    share = result["shares"]["both"]
+    assert share["low"] < share["share"] < share["high"]
+
+
+def test_sampling_uses_all_samples() -> None:
+    part = outcomes(6)
+    columns = [POOL.index(f"dense@0.5#{d}") for d in range(5)]
+    curve = race.sampling_curve(part, 0.5, 2)
+    for i, row in enumerate(part.z):
+        pairs = [row[a] == 1 or row[b] == 1 for a, b in itertools.combinations(columns, 2)]
+        assert curve.values[i, 1] == pytest.approx(np.mean(pairs))
+
+
+# --------------------------------------------------------------------------- the plan and its commit
+
+
+def test_the_plan_is_the_races(tmp_path: Path) -> None:
+    plan = RacePlan.read(PLAN)
+    sets = sum(int(text.partition("x")[2]) for text in plan.random_sets)
+    assert 9 * len(plan.layers) + sets + len(plan.variants) + len(plan.plans) >= 60
+    assert len(plan.temperatures) == 5 and plan.n == 8 and plan.most == 16 and plan.test_samples == 64
+    for candidate in race.candidates(plan.orders, plan.mixes, plan.temperatures):
+        assert {e.temperature for e in (*candidate.mix.first, *candidate.mix.repeated) if e.what == "next"} <= {
+            *plan.variant_temperatures,
+            0.0,
+        }
+    own = Race(plan, PLAN, tmp_path, "cpu")
+    choice = {"temperature": 0.8, "mix": "dense|next@0.6+dense@1"}
+    assert own.test_samples(choice) == ["dense@0.8#0-63", "dense@1#0-15", "each@0.6#0", "dense@0.6#0"]
+    assert Mix.parse(choice["mix"]).uses_order
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Path:
+    path = tmp_path / "plan.md"
+    text = PLAN.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("```yaml\n", "```\n", "has 0 blocks that begin with ```yaml"),
+        ("n: 8\n", "n: [\n", "its settings are not YAML"),
+        ("n: 8\n", "", ""),
+        ("n: 8\n", "n: 0\n", "n=0 must be a whole number, at least 1"),
+        ("n: 8\n", "n: 32\n", "n must be at most draws and most"),
+        ("draws: 16\n", "", "needs draws"),
+        ("draws: 16\n", "drawn: 16\n", "has no setting 'drawn'; did you mean 'draws'"),
+        ("finetune_folds: 3", "finetune_folds: 4", "finetune_folds must leave a fold"),
+        ("temperatures: [0.2, 0.4, 0.6, 0.8, 1.0]", "temperatures: [0]", "temperatures"),
+    ],
+)
+def test_wrong_plans_are_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = changed(tmp_path, old, new)
+    if not message:  # a default
+        assert RacePlan.read(path).n == 8
+        return
+    with pytest.raises(InputError, match=message) as error:
+        RacePlan.read(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, Any]:
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/plan.md").write_text("a plan\n")
+    return tmp_path, git
+
+
+def test_only_committed_files_are_registered(repository: tuple[Path, Any]) -> None:
+    folder, git = repository
+    files = [folder / "docs/plan.md", folder / "docs/choices.json"]
+    with pytest.raises(InputError, match="no such file"):
+        Registration.of(files)
+    files[1].write_text("{}")
+    with pytest.raises(InputError, match=r"docs/plan.md is not committed; commit it before the test run"):
+        Registration.of(files)
+    git("add", "docs/plan.md"), git("commit", "-qm", "plan")
+    with pytest.raises(InputError, match=r"docs/choices.json is not committed"):
+        Registration.of(files)
+    git("add", "."), git("commit", "-qm", "choices")
+    files[0].write_text("another plan\n")
+    with pytest.raises(InputError, match=r"docs/plan.md has changed since its commit"):
+        Registration.of(files)
+
+
+def test_a_race_is_registered_while_its_files_stay(repository: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, git = repository
+    git("add", "."), git("commit", "-qm", "plan")
+    first = Registration.of([folder / "docs/plan.md"])
+    assert first.commit == git("rev-parse", "HEAD") and first.files.keys() == {"docs/plan.md"}
+    assert Registration.from_json(first.to_json()) == first and first.difference(folder / "docs") == ""
+    (folder / "other").write_text("x")
+    git("add", "."), git("commit", "-qm", "other")
+    assert Registration.of([folder / "docs/plan.md"]) == first and first.difference(folder) == ""  # later work
+    (folder / "docs/plan.md").write_text("another plan\n")
+    assert first.difference(folder) == f"docs/plan.md differs from that of commit {first.commit[:12]}"
+    git("add", "."), git("commit", "-qm", "changed")
+    second = Registration.of([folder / "docs/plan.md"])
+    assert "differs from that of commit" in first.difference(folder) and second.difference(folder) == ""
+    forged = Registration(first.commit, first.date, second.files)  # the file of now with the commit of before
+    assert "is not the file that the test run read" in forged.difference(folder)
+    gone = Registration("0" * 40, first.date, first.files)
+    assert "cannot be read" in gone.difference(folder)
+
+
+def test_the_test_run_needs_the_commit_and_keeps_to_it(repository: tuple[Path, Any]) -> None:
+    folder, git = repository
+    plan = folder / "docs/plan.md"
+    plan.write_text(PLAN.read_text())
+    own = Race(RacePlan.read(plan), plan, folder / "work", "cpu")
+    (folder / "docs/choices.json").write_text('{"folds": []}')
+    with pytest.raises(InputError, match="is not committed; commit it before the test run"):
+        own.run(["test"], [0])
+    git("add", "docs"), git("commit", "-qm", "plan and choices")
+    with pytest.raises(InputError, match="has no fold 0; run the stage choose"):
+        own.run(["test"], [0])
+    assert (folder / "work/registration.json").exists()
+    (folder / "docs/choices.json").write_text('{"folds": [1]}')
+    git("add", "docs"), git("commit", "-qm", "other choices")
+    with pytest.raises(InputError, match=r"the test run began with the plan and choices of commit \w{12}, and these"):
+        own.run(["test"], [0])

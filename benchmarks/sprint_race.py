@@ -239,16 +239,16 @@ class Race:
 
     def fit(self, method: str, training: Outcomes, folder: Path | None = None) -> Policy:
         """Fit a router, or load it from a folder."""
-        from lmeval_prune.sprint.router import Router, fit
+        from lmeval_prune.sprint.fit import fit
+        from lmeval_prune.sprint.router import Router
 
         if folder and (folder / "router.json").is_file():
             return policies.nearest(Router.load(folder))
-        values = dict(self.plan.routers.get(method, {}))
-        names = {"p": "sizes", "lambda": "weights"}
-        options = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        router = fit(
-            training, ENCODER, FitOptions(**options, **({} if method == "contrastive" else {"router": method}))
-        )
+        names, values = {"p": "sizes", "lambda": "weights"}, dict(self.plan.routers.get(method, {}))
+        values = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        own = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
+        general = {name: value for name, value in values.items() if name not in own}
+        router = fit(training, ENCODER, FitOptions(router=method, options=own, **general))
         if folder:
             router.save(folder)
             router = Router.load(folder)

@@ -896,7 +896,7 @@ def changed(value: Any, location: tuple[Any, ...], new: Any) -> Any:
 MARK = "absurd value"
 
 
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "hidden states"], indirect=True)  # no JSON
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fields_of_other_types_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.DataObject) -> None:

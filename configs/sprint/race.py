@@ -44,7 +44,7 @@ PLAN = RacePlan(
     routers={"contrastive": {"p": [16, 32], "lambda": [0, 0.001]}},
     mixes=("next", "dense|next", "dense|next+dense@T"),
 )  # fmt: skip
-QUICK = {
+QUICK: dict[str, Any] = {
     "max_gen_toks": 48, "layers": (), "random_sets": ("8x8",), "temperatures": (0.3, 0.6), "draws": 4,
     "test_samples": 8, "n": 4, "most": 8, "parts": 3,
     "orders": ("best", "cover", "router:knn"), "mixes": ("next", "dense|next"),
@@ -97,7 +97,7 @@ class ModelRace(Race):
         return replace(options, server=self.server, likelihood=False) if self.server else options
 
     @property
-    def twins(self) -> dict[str, str]:  # type: ignore[override]
+    def twins(self) -> dict[str, str]:
         """No question is left out: the splits are those of the task's authors."""
         return {}
 
@@ -112,16 +112,17 @@ class ModelRace(Race):
 
     def run(self, stages: Sequence[str] = (), folds: Sequence[int] = (0,)) -> None:
         """Run all stages."""
+        plan: RacePlan = self.plan
         super().run(["plans", "sweep"], folds)
         solved = self.training(0).greedy().z == 1
         informative = int((solved.any(1) & ~solved.all(1)).sum())
         if informative < self.fewest:
-            orders = tuple(order for order in self.plan.orders if not order.startswith(race.ROUTER))
-            self.plan = replace(self.plan, orders=orders)
+            orders = tuple(order for order in plan.orders if not order.startswith(race.ROUTER))
+            self.plan = plan = replace(plan, orders=orders)
             print(
                 f"{informative} training questions distinguish variants, fewer than {self.fewest}: no router is fitted"
             )
-        settings = yaml.safe_dump(json.loads(json.dumps(asdict(self.plan))), sort_keys=False, width=110)
+        settings = yaml.safe_dump(json.loads(json.dumps(asdict(plan))), sort_keys=False, width=110)
         write_text(self.report_folder / "plan.md", f"# Settings of the race\n\n```yaml\n{settings}```\n")
         super().run(["choose", "test", "report"], folds)
 

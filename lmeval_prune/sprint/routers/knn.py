@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import MinLen
@@ -119,6 +119,6 @@ class Knn(RouterMethod):
         x, z = examples.judged
         ks = sorted({min(k, len(examples.z)) for k in self.k})
         for k, weighting, prior in product(ks, self.weighting, self.prior):
-            values = {"k": k, "weighting": weighting, "prior": prior}
-            ranker = Neighbours(*base.tensors.values(), **values, sequential=self.sequential)
+            values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}
+            ranker = replace(base, k=k, weighting=weighting, prior=prior, sequential=self.sequential)
             yield Candidate(values, ranker, log_loss(ranker.probabilities(x), z))

@@ -80,7 +80,26 @@ class Race:
     @property
     def choices_file(self) -> Path:
         """The file that `choose` writes."""
-        return (self.work if self.limit else self.plan_file.parent) / "choices.json"
+        return (self.work if self.note else self.plan_file.parent) / "choices.json"
+
+    @property
+    def note(self) -> str:
+        """Why the race makes no claim; empty if it may."""
+        return f"A rehearsal with {self.limit} questions: its figures say nothing." if self.limit else ""
+
+    @property
+    def report_folder(self) -> Path:
+        """Folder of the report."""
+        return self.work / "report" if self.note else self.plan_file.parent
+
+    def model_args(self, number: int) -> dict[str, Any]:
+        """Arguments of a fold's model."""
+        return {"pretrained": str(self.fold(number) / "model"), "dtype": "float32", "device": self.device}
+
+    def questions(self, number: int, part: str) -> int:
+        """Number of questions of a fold's `train` (the choosing split) or `test`."""
+        test, choosing, _ = self.splits(number)
+        return self.limit or len(data.load(DATA, test if part == "test" else choosing))
 
     def fold(self, number: int) -> Path:
         """Folder of a test fold."""
@@ -158,7 +177,7 @@ class Race:
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             output = self.plan_path(number, label)
             if not output.exists() and command(
-                ["prune", "--pretrained", str(self.fold(number) / "model"), *words, "--output", str(output)]
+                ["prune", "--pretrained", self.model_args(number)["pretrained"], *words, "--output", str(output)]
             ):
                 raise InputError(f"the plan {label} of fold {number} was not made; see above")
 
@@ -173,7 +192,7 @@ class Race:
         test, choosing, _ = self.splits(number)
         plans = {label: {"plan": str(self.plan_path(number, label))} for label in self.plan.plans}
         return SweepOptions(
-            {"pretrained": str(self.fold(number) / "model"), "dtype": "float32", "device": self.device},
+            self.model_args(number),
             (self.plan.task,),
             str(self.fold(number) / part),
             split=test if part == "test" else choosing,
@@ -209,13 +228,13 @@ class Race:
         """Sweep a fold."""
         from lmeval_prune.sprint.sweep import Sweep
 
-        Sweep(self.options(number, part, sampled, self.limit)).run()
+        Sweep(self.options(number, part, sampled, self.questions(number, part))).run()
 
     def sweep_cost(self, number: int, part: str, sampled: Sequence[str]) -> str:
         """Time the answers to a few questions, which the sweep then has, and count all answers."""
         from lmeval_prune.sprint.sweep import Sweep
 
-        options = self.options(number, part, sampled, min(PROBE, self.limit or PROBE))
+        options = self.options(number, part, sampled, min(PROBE, self.questions(number, part)))
         before = stored(Path(options.output))
         outcomes, seconds = timed(lambda: Sweep(options).run())
         new = stored(Path(options.output)) - before
@@ -225,7 +244,7 @@ class Race:
             tokens = float(outcomes.tokens.mean())
             known[part] = {"answers": new, "seconds": round(seconds, 2), "tokens_per_answer": round(tokens, 2)}
             write_text(rates, json.dumps(known, indent=1) + "\n")
-        total = (self.limit or len(data.load(DATA, options.split))) * len(outcomes.pool)
+        total = self.questions(number, part) * len(outcomes.pool)
         answers, spent = known[part]["answers"], known[part]["seconds"]
         left = max(total - stored(Path(options.output)), 0)
         whole = duration(left * spent / answers)
@@ -239,16 +258,16 @@ class Race:
 
     def fit(self, method: str, training: Outcomes, folder: Path | None = None) -> Policy:
         """Fit a router, or load it from a folder."""
-        from lmeval_prune.sprint.router import Router, fit
+        from lmeval_prune.sprint.fit import fit
+        from lmeval_prune.sprint.router import Router
 
         if folder and (folder / "router.json").is_file():
             return policies.nearest(Router.load(folder))
-        values = dict(self.plan.routers.get(method, {}))
-        names = {"p": "sizes", "lambda": "weights"}
-        options = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        router = fit(
-            training, ENCODER, FitOptions(**options, **({} if method == "contrastive" else {"router": method}))
-        )
+        names, values = {"p": "sizes", "lambda": "weights"}, dict(self.plan.routers.get(method, {}))
+        values = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        own = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
+        general = {name: value for name, value in values.items() if name not in own}
+        router = fit(training, ENCODER, FitOptions(router=method, options=own, **general))
         if folder:
             router.save(folder)
             router = Router.load(folder)
@@ -268,9 +287,9 @@ class Race:
         plan, choices, differences = self.plan, [], []
         for number in folds:
             training, orders = self.training(number), plan.orders
-            if self.limit and not (training.greedy().z == 1).any():
+            if self.note and not (training.greedy().z == 1).any():
                 orders = tuple(order for order in orders if not order.startswith(race.ROUTER))
-                print(f"fold {number}: no variant solves anything, so the rehearsal fits no router", flush=True)
+                print(f"fold {number}: no variant solves anything, so no router is fitted", flush=True)
             found = race.candidates(orders, plan.mixes, plan.temperatures)
             choice = race.choose(found, plan.temperatures, training, plan.n, plan.parts, plan.seed, self.fit)
             self.policy(number, choice.candidate.order)
@@ -282,8 +301,8 @@ class Race:
         write_text(self.choices_file, json.dumps({**summary, "environment": environment()}, indent=1) + "\n")
         print(
             f"{self.choices_file}: {tested} test questions show a difference of {summary['smallest_difference']:.3f} "
-            f"with power {race.POWER:g}; on training questions it is {summary['training_difference']:+.3f}. Commit it "
-            f"and {self.plan_file.name} before the test run."
+            f"with power {race.POWER:g}; on training questions it is {summary['training_difference']:+.3f}."
+            + ("" if self.note else f" Commit it and {self.plan_file.name} before the test run.")
         )
 
     @cached_property
@@ -308,7 +327,7 @@ class Race:
         Raises:
             InputError: a file is not committed, or differs from the one of an earlier part of the test run.
         """
-        if self.limit:
+        if self.note:
             return None
         path, now = self.work / "registration.json", Registration.of([self.plan_file, self.choices_file])
         if path.exists():
@@ -335,8 +354,7 @@ class Race:
 
         choice, folder = self.choice(number), self.fold(number)
         order = choice["order"]
-        arguments = {"pretrained": str(folder / "model"), "dtype": "float32", "device": self.device}
-        arguments |= {"responses": str(folder / "test"), "router_mix": choice["mix"]}
+        arguments = {**self.model_args(number), "responses": str(folder / "test"), "router_mix": choice["mix"]}
         if order.startswith(race.ROUTER):
             arguments["router"] = str(folder / "routers" / order.removeprefix(race.ROUTER))
         else:

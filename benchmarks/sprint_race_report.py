@@ -186,7 +186,7 @@ class Report:
 def write_race_report(own: Any, folds: Sequence[int]) -> None:
     """Write the report's page, pictures, tables and results file."""
     report, plan = Report(own, folds), own.plan
-    output = own.work / "report" if own.limit else own.plan_file.parent
+    output = own.report_folder
     choices, curves = read_json(own.choices_file), list(report.curves.values())
     rows = race.test_comparisons(report.comparisons(), plan.seed)
     primary, registered = rows[0], status(own, folds)
@@ -207,7 +207,7 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         status=registered["text"],
         counts={"questions": primary["questions"], "folds": folds, "left_out": report.left_out},
         plan=plan,
-        choices_link=Markup("[choices.json](choices.json)") if not own.limit else Markup("`choices.json`"),
+        choices_link=Markup("[choices.json](choices.json)") if not own.note else Markup("`choices.json`"),
         primary=primary,
         verdict=verdict(primary, bool(registered["commit"])),
         power=race.POWER,
@@ -234,9 +234,9 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         "without_gold": votes.to_dict("records"),
         "solved_only": only,
     }
-    if own.limit:
+    if own.note:
         write_text(output / "results.json", json.dumps(results, indent=1) + "\n")
-        print(f"{output / 'report.md'}: a rehearsal")
+        print(f"{output / 'report.md'}: {own.note}")
     else:
         write("sprint_race", results)
         print(f"{output / 'report.md'}: {registered['text']}")
@@ -244,8 +244,8 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
 
 def status(own: Any, folds: Sequence[int]) -> dict[str, Any]:
     """Whether the race is pre-registered, and by which commit."""
-    if own.limit:
-        return {"commit": None, "text": f"A rehearsal with {own.limit} questions: its figures say nothing."}
+    if own.note:
+        return {"commit": None, "text": own.note}
     path = own.work / "registration.json"
     if not path.exists():
         return {"commit": None, "text": "Not pre-registered: the test run began without a registration."}

@@ -69,13 +69,18 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import Parser
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
+from lmeval_prune.sprint import hidden_states
 from lmeval_prune.sprint.curves import samples_curve
+from lmeval_prune.sprint.fit import fit_embeddings
+from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
+from tests.routers import ROWS as ROUTER_ROWS
 from tests.test_grid_comparison import write_grid
 from tests.test_sprint import CELLS, filled
 from tests.tiny_models import output, tiny, tokens
@@ -562,7 +567,9 @@ def _plan(folder: Path) -> Kind:
 def a_router(theta: Any = None) -> Router:
     theta = torch.rand(3, 5) if theta is None else theta
     about = {"model": {"name": "m"}, "tasks": {"t": {"metric": "acc"}}, "seen": ["a"], "p": 3, "held_out": 1}
-    return Router(theta, torch.rand(4, 3), ["dense", "L0H0", "L0H1", "L1H0"], "all-minilm-l6-v2", about)
+    return Router(
+        NearestHeads(theta, torch.rand(4, 3)), ["dense", "L0H0", "L0H1", "L1H0"], "all-minilm-l6-v2", about=about
+    )
 
 
 def _router(folder: Path) -> Kind:
@@ -570,15 +577,43 @@ def _router(folder: Path) -> Kind:
 
     def read() -> Any:
         result = Router.load(folder)
-        result.ranking(torch.rand(2, result.theta.shape[1]))
+        result.ranking(torch.rand(2, result.ranker.theta.shape[1]))
         return (
-            tensors_of({"theta": result.theta, "heads": result.heads}),
+            tensors_of(result.ranker.tensors),
             result.pool,
             result.encoder,
             str(result.about),
         )
 
     return Kind(sorted(folder.glob("router.*")), read)
+
+
+def _fitted_router(method: str) -> Callable[[Path], Kind]:
+    def make(folder: Path) -> Kind:
+        generator = torch.Generator().manual_seed(0)
+        z = torch.randint(0, 2, (8, 4), generator=generator).float()
+        options = next(row for row in ROUTER_ROWS if row.name == method).options
+        given = FitOptions(router=method, options=options, validation=0.0)
+        pool = ["dense", "L0H0", "L0H1", "L1H0"]
+        fit_embeddings(torch.randn(8, 3, generator=generator), z, pool, "none", given).save(folder)
+
+        def read() -> Any:
+            result, x = Router.load(folder), torch.ones(2, 3)
+            chances = result.chances(x)
+            assert chances is not None
+            found = result.ranking(x), chances.tolist(), result.pool, result.method, str(result.about)
+            return tensors_of(result.ranker.tensors), result.ranker.settings, *found
+
+        return Kind(sorted(folder.glob("router.*")), read)
+
+    return make
+
+
+def _hidden_states(folder: Path) -> Kind:
+    states = {f"digest {i}": torch.full((4,), float(i)) for i in range(3)}
+    path = folder / f"{hidden_states.PREFIX}0.safetensors"
+    hidden_states._write(path, states, {"weights": "w"})
+    return Kind([path], lambda: tensors_of(hidden_states.read_states(folder, {"weights": "w"})))
 
 
 def _outcomes(folder: Path) -> Kind:
@@ -767,6 +802,8 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     **{row.name: _intervention({row.name: row.value}) for row in ROWS if row.value is not None},
     "plan with tensors": _plan,
     "router": _router,
+    **{f"router {name}": _fitted_router(name) for name in ("knn", "sequential")},
+    "hidden states": _hidden_states,
     "outcomes": _outcomes,
     "answers": _answers(False),
     "compacted answers": _answers(True),
@@ -859,7 +896,7 @@ def changed(value: Any, location: tuple[Any, ...], new: Any) -> Any:
 MARK = "absurd value"
 
 
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "hidden states"], indirect=True)  # no JSON
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fields_of_other_types_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.DataObject) -> None:

@@ -22,6 +22,7 @@ from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.test_grid import described, outcomes
 from tests.test_pruned_hf import model, requests
 from tests.test_sprint import MODEL, TASKS, row
@@ -70,7 +71,7 @@ WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
     "router": (
         "router.safetensors",
         0,
-        lambda path: Router(torch.ones(1, 2), torch.ones(1, 1), ["dense"], "none").save(path / "r"),
+        lambda path: Router(NearestHeads(torch.ones(1, 2), torch.ones(1, 1)), ["dense"], "none").save(path / "r"),
     ),
     "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
     "failure": ("x.json", 0, lambda path: GridFolder(path).record_failure("x", "why", "")),

@@ -17,10 +17,11 @@ from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.sprint import curves, policies
 from lmeval_prune.sprint import head_table as heads
+from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.report import write_report
-from lmeval_prune.sprint.router import Router, fit
+from lmeval_prune.sprint.router import Router
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")

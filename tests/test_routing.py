@@ -17,9 +17,10 @@ from lmeval_prune import HeadMask, InputError
 from lmeval_prune.cli import main
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router, fit
+from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.sweep import Sweep
 from tests.conftest import task_manager
 from tests.test_command_line import lm_eval

@@ -21,9 +21,9 @@ from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.router import fit
 from lmeval_prune.sprint.sweep import Sweep
 from tests.stub_server import Stub
 from tests.test_sweep import content, few_shot

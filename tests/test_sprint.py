@@ -18,9 +18,11 @@ from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
+from lmeval_prune.sprint.fit import fit, fit_embeddings, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.router import Router, fit, fit_embeddings, number_questions, split
+from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routers.contrastive import NearestHeads
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -183,16 +185,16 @@ def test_fit_is_reproducible_and_validation_chooses() -> None:
     x, z = world(200, 3)
     options = FitOptions(sizes=(1, 8), weights=(0.0, 1e-3), epochs=20)
     first, again = (fit_embeddings(x, z, POOL[:6], "none", options) for _ in range(2))
-    assert torch.equal(first.theta, again.theta) and torch.equal(first.heads, again.heads)
+    assert torch.equal(first.ranker.theta, again.ranker.theta) and torch.equal(first.ranker.heads, again.ranker.heads)
     tried = {(t["p"], t["lambda"]): sum(t["validation_pass"].values()) for t in first.about["tried"]}
     assert len(tried) == 4
-    assert tried[first.about["p"], first.about["lambda"]] == max(tried.values())
+    assert tried[first.about["chosen"]["p"], first.about["chosen"]["lambda"]] == max(tried.values())
     other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(1e-3,), epochs=20, seed=1))
-    assert not torch.equal(other.heads, first.heads)
+    assert not torch.equal(other.ranker.heads, first.ranker.heads)
 
 
 def test_ties_are_broken_by_attempt_order() -> None:
-    router = Router(torch.eye(2), torch.tensor([[1.0, 0], [0, 1], [1, 0], [5, 5]]), POOL[:4], "none")
+    router = Router(NearestHeads(torch.eye(2), torch.tensor([[1.0, 0], [0, 1], [1, 0], [5, 5]])), POOL[:4], "none")
     assert router.ranking(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == [[0, 2, 1, 3], [0, 1, 2, 3]]
 
 
@@ -417,8 +419,8 @@ def test_router_round_trip(tmp_path: Path) -> None:
     router = fit_embeddings(x, z, POOL[:6], "all-minilm-l6-v2", OPTIONS, {"model": MODEL})
     router.save(tmp_path / "r")
     again = Router.load(tmp_path / "r")
-    assert torch.equal(again.theta, router.theta) and torch.equal(again.heads, router.heads)
-    assert again.pool == router.pool and again.about["lambda"] == 1e-3 and again.about["model"] == MODEL
+    assert torch.equal(again.ranker.theta, router.ranker.theta) and torch.equal(again.ranker.heads, router.ranker.heads)
+    assert again.pool == router.pool and again.about["chosen"]["lambda"] == 1e-3 and again.about["model"] == MODEL
     assert again.about["curve"] and again.ranking(x) == router.ranking(x)
     (tmp_path / "r/router.safetensors").write_bytes(b"broken")
     with pytest.raises(InputError, match="cannot be used"):
@@ -466,7 +468,7 @@ def test_invalid_options_are_refused(options: dict) -> None:
     (name,) = options
     option = {"sizes": "p", "weights": "lambda"}.get(name, name)
     with pytest.raises(InputError, match=rf"^[^\n]*\b{option}\b[^\n]*$"):
-        FitOptions(**options)
+        FitOptions(**options).method()
 
 
 @pytest.mark.parametrize("sizes", [(), (8, 0)])

@@ -86,7 +86,7 @@ class Answering:
         if self.router:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
-            self.router.prepare(requests)
+            self.router.prepare(requests, self.lm)
         with self._frozen_interventions():
             responses, keys, endings = self._answer(kind, requests, disable_tqdm)
         if kind == "generate_until":

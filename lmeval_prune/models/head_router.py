@@ -41,8 +41,8 @@ class HeadRouter(ABC):
     def pool(self) -> Sequence[str]:
         """Return the variants (or attempts) that an order may contain, by name."""
 
-    def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - optional
-        """Prepare for requests of lm-eval; `InputError` if they cannot be routed."""
+    def prepare(self, requests: Sequence[Any], lm: Any) -> None:  # noqa: B027 - optional
+        """Prepare for requests of lm-eval to a model; `InputError` if they cannot be routed."""
 
     @abstractmethod
     def order(self, request: Any) -> Sequence[str]:

@@ -56,36 +56,57 @@ def fit(
     Args:
         outcomes: folder of the training questions' outcome store
         output: folder for the router
-        encoder: name or folder of a sentence-transformers model
-        p: length of the embeddings; of several values, validation chooses
-        lambda_: weight of diversity; of several values, validation chooses
+        encoder: name or folder of a sentence-transformers model; last_hidden_state: the model's own of the prompts
+        p: of contrastive: length of the embeddings; of several values, validation chooses
+        lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
+    settings.method()  # refuses wrong settings before anything is read
+    from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
-    from lmeval_prune.sprint.router import fit
 
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)
     router.save(output)
+    _print_fit(router, output)
     details = router.about
-    print(f"{output}: router over {len(router.pool)} heads, p = {details['p']}, λ = {details['lambda']}")
-    print(
-        f"{details['questions']} questions: {details['questions_no_head_solves']} solved by no head (left out), "
-        f"{details['questions_all_heads_solve']} by all; {details['validation_questions']} for validation"
-    )
-    informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
-    if informative < 30:
-        print(f"only {informative} questions distinguish heads, too few for a router; sweep more questions")
     if training.cut_off:
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if details["held_out"]:
         print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    if details["validation_pass"]:
-        print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in details["validation_pass"].items()))
     return 0
+
+
+def _print_fit(router: Any, output: str) -> None:
+    """Print what was fitted, and how it does on the validation questions."""
+    details = router.about
+    chosen = ", ".join(f"{name} = {value}" for name, value in details["chosen"].items())
+    print(f"{output}: {router.method} router over {len(router.pool)} heads, {chosen}")
+    print(
+        f"{details['questions']} questions: {details['questions_no_head_solves']} solved by no head (left out by "
+        f"contrastive), {details['questions_all_heads_solve']} by all; {details['validation_questions']} for validation"
+    )
+    informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
+    if informative < 30:
+        print(f"only {informative} questions distinguish heads, too few for a router; sweep more questions")
+    passes, dense, scores = details["validation_pass"], details["validation_dense"], details["calibration"]
+    if not passes:
+        print("no validation questions: whether the router's first try is worse than the unpruned model is not known")
+        return
+    print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
+    if scores:
+        words = [
+            f"{name} {scores['after'][name]:.3f} ({scores['training_accuracy'][name]:.3f})" for name in ("brier", "ece")
+        ]
+        print(f"probabilities: {', '.join(words)}; in brackets: every head's training accuracy")
+    if router.dense_first:
+        print(f"its own first try was worse than the unpruned model ({dense:.3f}), so dense is tried first (--guard)")
+    elif dense is not None and passes["pass@1"] < dense:
+        remedy = "--guard true tries dense first" if "dense" in router.pool else "leave out --without_dense"
+        print(f"its first try is worse than the unpruned model ({dense:.3f}); {remedy}")
 
 
 def questions(outcomes: str, task: str, router: str | None = None) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from annotated_types import MinLen
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, ShareBelowOne
+from lmeval_prune.settings import Count, Natural, Settings, ShareBelowOne
+from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
+from lmeval_prune.sprint.routers.table import CONTRASTIVE, router_class
 
 DEFAULT_LAYERS = (5, 10, 15, 20, 25)  # of the paper
 
@@ -41,6 +41,7 @@ class SweepOptions(Settings):
         apply_chat_template: as for lm_eval
         system_instruction: as for lm_eval
         metadata: as for lm_eval, e.g. data_dir=FOLDER
+        hidden_states: store the model's last hidden state of each prompt, too, for fit --encoder last_hidden_state
     """
 
     model_args: dict[str, Any]
@@ -66,6 +67,7 @@ class SweepOptions(Settings):
     apply_chat_template: bool = False
     system_instruction: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    hidden_states: bool = False
 
     @property
     def pool_layers(self) -> tuple[int, ...]:
@@ -76,49 +78,56 @@ class SweepOptions(Settings):
 
 
 @dataclass(frozen=True)
-class FitOptions(Settings):
-    """Settings of a router's fit.
+class FitOptions(ContrastiveOptions):
+    """Settings of a router's fit: those of every router, and those of the paper's.
 
     Attributes:
-        sizes: p, the length of the embeddings q and v; of several values, validation chooses
-        weights: λ, the weight of diversity; of several values, validation chooses (the paper gives no value)
-        diversity: constraint on the head embeddings: ball, sphere, or unbounded (as printed in the paper)
-        radius: radius of the ball or sphere
+        router: contrastive (the paper's), knn, logistic, sequential or sequential_knn
+        options: settings of another router than the paper's; of several values, validation chooses
         dense: whether the unpruned model is in the pool
+        guard: whether the unpruned model is tried first if the router's first try is worse than it on the validation
+            questions (default: yes, but not for contrastive)
         holdout: share of the questions that `report` tests on; the fit does not use them
-        validation: share of the other questions for early stopping and for the choice of p and λ
-        epochs: maximum number of epochs
-        patience: epochs without a better validation loss before the fit stops
-        batch: questions per step
-        learning_rate: learning rate of AdamW
-        decay: weight decay of θ
+        validation: share of the other questions that choose settings (of contrastive, the epoch too)
         seed: seed of splits, initial values and order
+        sizes: of contrastive: p, the length of the embeddings q and v; of several values, validation chooses
+        weights: of contrastive: λ, the weight of diversity; of several values, validation chooses
+        diversity: of contrastive: constraint on the head embeddings: ball, sphere, or unbounded (as in the paper)
+        radius: of contrastive: radius of the ball or sphere
+        epochs: of contrastive: maximum number of epochs
+        patience: of contrastive: epochs without a better validation loss before the fit stops
+        batch: of contrastive: questions per step
+        learning_rate: of contrastive: learning rate of AdamW
+        decay: of contrastive: weight decay of θ
     """
 
-    sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)
-    weights: Annotated[tuple[NonNegative, ...], MinLen(1)] = (0.0, 1e-4, 1e-3)
-    diversity: Literal["ball", "sphere", "unbounded"] = "ball"
-    radius: Positive = 1.0
+    router: str = CONTRASTIVE
+    options: dict[str, Any] = field(default_factory=dict)
     dense: bool = True
+    guard: bool | None = None
     holdout: ShareBelowOne = 0.0
     validation: ShareBelowOne = 0.2
-    epochs: Count = 200
-    patience: Count = 20
-    batch: Count = 64
-    learning_rate: Positive = 3e-3
-    decay: NonNegative = 1e-2
     seed: int = 0
 
-    @classmethod
-    def label(cls, message: str) -> str:
-        """Begin a message with the option's name; those of `sizes` and `weights` are p and lambda."""
-        field_name, _, rest = message.partition("=")
-        return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), rest])
+    def method(self) -> Any:
+        """Create the router's method.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.validation == 0 and len(self.sizes) * len(self.weights) > 1:
-            raise InputError("several values of lambda or p need a validation split: set validation above 0")
+        Raises:
+            InputError: the method is unknown, a setting is not the method's, or settings have several values and there
+                are no validation questions to choose among them.
+        """
+        kind = router_class(self.router)
+        own = {each.name: getattr(self, each.name) for each in fields(ContrastiveOptions)}
+        if not issubclass(kind, ContrastiveOptions):
+            changed = [each.name for each in fields(ContrastiveOptions) if own[each.name] != each.default]
+            if changed:
+                name = self.label(f"{changed[0]}=").rstrip("=")
+                raise InputError(f"{name} is a setting of router={CONTRASTIVE}; settings of {self.router} are options")
+            own = {}
+        method = kind.from_dict({**own, **self.options}, f"router {self.router}")
+        if self.validation == 0:
+            method.check_single()
+        return method
 
 
 @dataclass(frozen=True)

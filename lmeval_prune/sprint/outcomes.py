@@ -10,6 +10,7 @@ unknown (not run). The store on disk also has the model's identity and all setti
                         tokens, whether the answer was cut off (null if unknown), mean log-probability of its tokens
                         under the unpruned model (null if not computed)
     answers.*           the answer store, see `models/answer_store.py`
+    hidden-states-*     last hidden states of the prompts, see `hidden_states.py`
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Outcomes:
         extracted: extracted answers, (questions, pool); empty where there is none.
         logprobs: mean log-probabilities of the answers' tokens under the unpruned model, (questions, pool), or NaN.
         variants: records of variants by name.
+        folder: the store that they were read from.
     """
 
     z: np.ndarray
@@ -101,6 +103,7 @@ class Outcomes:
     extracted: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     variants: Records = field(default_factory=dict)
+    folder: Path | None = None
 
     @property
     def cut_off(self) -> str:
@@ -188,7 +191,7 @@ class OutcomeStore:
         try:
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            return _outcomes(content, questions, cells)
+            return replace(_outcomes(content, questions, cells), folder=self.folder)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"

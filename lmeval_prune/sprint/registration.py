@@ -19,7 +19,7 @@ from annotated_types import MinLen
 
 from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.errors import InputError, check_exists, first_line
-from lmeval_prune.settings import Count, Positive, Seed, Settings, Share
+from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, Share
 
 _BLOCK = re.compile(r"^```yaml\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -55,7 +55,7 @@ class RacePlan(Settings):
     finetune: str
     task: str
     folds: Count
-    finetune_folds: Count
+    finetune_folds: Natural
     max_gen_toks: Count
     layers: tuple[int, ...]
     random_sets: tuple[str, ...]

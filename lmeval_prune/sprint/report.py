@@ -117,6 +117,7 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     if router:
         test, train = _split_held_out(test, train, router)
         train = train.greedy() if train else None
+        router = router.reading(test)
         missing = [name for name in router.pool if name not in test.pool]
         if missing:
             raise InputError(f"the test store lacks {missing[0]} of the router's pool; sweep it too")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from lmeval_prune.architectures import Head, ModelMap, head_names
+from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
+from lmeval_prune.models.hidden_states import last_hidden_states
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
@@ -43,6 +48,9 @@ class Routing(HeadRouter):
         self.mix = Mix.parse(arguments.router_mix)
         self.tries: dict[tuple[str, int], Tries] = {}  # by question and number of tries
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
+        self._reads_states = False
+        self._states: dict[str, torch.Tensor] = {}  # last hidden states by question
+        self._prompts: dict[str, str] = {}  # digests of their prompts
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
         default_field: str | None = None
@@ -67,6 +75,9 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
+        self._reads_states = router.reads_states
+        if self._reads_states:
+            router = replace(router, states=lambda questions: torch.stack([self._states[each] for each in questions]))
         self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
         return question_field(router.about.get("tasks", {}))
 
@@ -112,12 +123,15 @@ class Routing(HeadRouter):
         """Names of the heads that the policy orders."""
         return self.policy.pool
 
-    def prepare(self, requests: Sequence[Any]) -> None:
+    def prepare(self, requests: Sequence[Any], lm: Any) -> None:
         """Choose the attempts at the questions of these requests.
 
         Raises:
-            InputError: a task lacks the question field, or has more greedy tries than the pool has variants.
+            InputError: a task lacks the question field, or has more greedy tries than the pool has variants; or the
+                router reads hidden states, and the model does not give them or a question has two prompts.
         """
+        if self._reads_states:
+            self._add_states(requests, lm)
         tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
         new = [key for key in tasks if key not in self.tries]
         questions = list(dict.fromkeys(question for question, _ in new))
@@ -130,6 +144,20 @@ class Routing(HeadRouter):
             weights = self.policy.vote_weights([question], [attempts])
             names = list(map(str, attempts))
             self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
+
+    def _add_states(self, requests: Sequence[Any], lm: Any) -> None:
+        """Compute the hidden states of new questions; refuse a question with two prompts, which has two orders."""
+        new: dict[str, Any] = {}
+        for request in requests:
+            question, prompt = self._question(request), digest(request.args[0])
+            if self._prompts.setdefault(question, prompt) != prompt:
+                raise InputError(
+                    f"task {request.task_name} asks {question[:40]!r} by another prompt than an earlier task, and "
+                    f"router={self.source} reads hidden states of prompts; evaluate the tasks one at a time"
+                )
+            if question not in self._states:
+                new[question] = request
+        self._states |= zip(new, last_hidden_states(lm, list(new.values())), strict=True)
 
     def order(self, request: Any) -> Sequence[str]:
         """Return the attempts at the request's question."""

@@ -25,6 +25,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.sprint.hidden_states import add_hidden_states
 from lmeval_prune.sprint.likelihoods import add_logprobs, check_scoring
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
@@ -72,6 +73,8 @@ class Sweep:
             tasks = {name: tasks[name] for name in doc_ids}
             self._build_requests(tasks, doc_ids, lm, len(pool.pool), prompting)
             self._prepare_store(tasks, lm, pool)
+            if self.options.hidden_states:
+                add_hidden_states(lm, tasks, self.store.folder, self.store.check()["model"])
             results = lm_eval.simple_evaluate(
                 model=lm,
                 tasks=list(tasks),
@@ -159,6 +162,8 @@ class Sweep:
         for name in ("responses", "router"):
             if name in arguments:
                 raise InputError(f"a sweep does not take the model argument {name}")
+        if self.options.hidden_states and self.options.server:
+            raise InputError("servers give no hidden states; leave out hidden_states=true, or sweep without --server")
         if "base_url" in arguments:
             raise InputError("name the servers of a sweep by --server URL; leave base_url out of the model_args")
         arguments = {**arguments, "responses": self.options.output, "router": pool}

@@ -1,0 +1,205 @@
+"""Race pruned variants against sampling on a model of your own: one command, from a sweep to the report.
+
+    python configs/sprint/race.py --quick                                           the embedded model, minutes
+    python configs/sprint/race.py --model Qwen/Qwen2.5-Math-1.5B-Instruct --estimate     what it will cost, and stop
+    python configs/sprint/race.py --model Qwen/Qwen2.5-Math-1.5B-Instruct
+    python configs/sprint/race.py --model Qwen/Qwen3-1.7B --task prune_gsm8k --max_gen_toks 1024
+    python configs/sprint/race.py --model meta-llama/Llama-3.2-3B-Instruct --server http://localhost:8000 \
+        --adapters out/adapters                                                     answers by vLLM; pruned heads only
+
+Training questions choose a policy (an order of variants, and how tries are made of it) and a temperature of sampling;
+test questions compare both. Each sweep prints what it will cost, from the time of a few answers. Everything is kept
+under --work: what was killed goes on, what is done is not done again. The report is that of benchmarks/sprint_race.py,
+but it is not pre-registered. Run it from a clone of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from sprint_race import Race, duration  # noqa: E402
+
+from lmeval_prune.artefacts import write_text  # noqa: E402
+from lmeval_prune.errors import InputError  # noqa: E402
+from lmeval_prune.sprint import race  # noqa: E402
+from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
+from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
+
+PLAN = RacePlan(
+    pretrained="", finetune="", task="", folds=2, finetune_folds=0, max_gen_toks=2048,
+    layers=(5, 10, 15, 20, 25), random_sets=("4x8", "16x8"), variants={}, plans={},
+    temperatures=(0.3, 0.6, 0.9), draws=16, variant_temperatures=(), test_samples=16,
+    orders=("best", "cover", "router:contrastive", "router:knn", "router:logistic", "router:sequential"),
+    routers={"contrastive": {"p": [16, 32], "lambda": [0, 0.001]}},
+    mixes=("next", "dense|next", "dense|next+dense@T"),
+)  # fmt: skip
+QUICK: dict[str, Any] = {
+    "max_gen_toks": 48, "layers": (), "random_sets": ("8x8",), "temperatures": (0.3, 0.6), "draws": 4,
+    "test_samples": 8, "n": 4, "most": 8, "parts": 3,
+    "orders": ("best", "cover", "router:knn"), "mixes": ("next", "dense|next"),
+    "routers": {"knn": {"k": 3, "weighting": "uniform", "prior": 1, "validation": 0.0}},
+}  # fmt: skip
+INFORMATIVE = 30  # training questions that some variants solve and others do not: fewer fit no router
+
+
+@dataclass
+class ModelRace(Race):
+    """A race on one training and one test split, of a model as it is.
+
+    Attributes:
+        train, test: splits of the task.
+        counts: numbers of questions of `train` and `test`.
+        dtype: of the model.
+        server, adapters: URL of servers, and the folder of the adapters that they have.
+    """
+
+    plan: RacePlan  # of `Race`, named here for type checkers, which do not read benchmarks
+    train: str = "train"
+    test: str = "test"
+    counts: tuple[int, int] = (500, 500)
+    dtype: str = "bfloat16"
+    server: str | None = None
+    adapters: str | None = None
+    fewest: int = INFORMATIVE
+
+    @property
+    def note(self) -> str:
+        """What the report says of its claim."""
+        return "Not pre-registered: training chose before the test, but no plan was committed."
+
+    def splits(self, number: int) -> tuple[str, str, list[str]]:
+        """Test split, choosing split, and none of a fine-tune."""
+        return self.test, self.train, []
+
+    def model_args(self, number: int) -> dict[str, Any]:
+        """Arguments of the model."""
+        if self.server:
+            return {"pretrained": self.plan.pretrained, "adapters": self.adapters}
+        return {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
+
+    def questions(self, number: int, part: str) -> int:
+        """Number of questions of a part."""
+        return self.counts[part == "test"]
+
+    def options(self, number: int, part: str, sampled: Sequence[str], limit: int | None) -> SweepOptions:
+        """Options of a sweep; answers of servers have no log-probabilities here."""
+        options = super().options(number, part, sampled, limit)
+        return replace(options, server=self.server, likelihood=False) if self.server else options
+
+    @property
+    def twins(self) -> dict[str, str]:
+        """No question is left out: the splits are those of the task's authors."""
+        return {}
+
+    def kept(self, folds: Sequence[int]) -> dict[int, list[str]]:
+        """As many test questions as are asked."""
+        return {number: [""] * self.counts[1] for number in folds}
+
+    def run_in_lm_eval(self, number: int) -> None:
+        """Evaluate the chosen policy by lm-eval, too, unless servers answer."""
+        if not self.server:
+            super().run_in_lm_eval(number)
+
+    def run(self, stages: Sequence[str] = (), folds: Sequence[int] = (0,)) -> None:
+        """Run all stages."""
+        plan: RacePlan = self.plan
+        super().run(["plans", "sweep"], folds)
+        solved = self.training(0).greedy().z == 1
+        informative = int((solved.any(1) & ~solved.all(1)).sum())
+        if informative < self.fewest:
+            orders = tuple(order for order in plan.orders if not order.startswith(race.ROUTER))
+            self.plan = plan = replace(plan, orders=orders)
+            print(
+                f"{informative} training questions distinguish variants, fewer than {self.fewest}: no router is fitted"
+            )
+        settings = yaml.safe_dump(json.loads(json.dumps(asdict(plan))), sort_keys=False, width=110)
+        write_text(self.report_folder / "plan.md", f"# Settings of the race\n\n```yaml\n{settings}```\n")
+        super().run(["choose", "test", "report"], folds)
+
+
+def print_estimate(own: ModelRace) -> None:
+    """Answer a few training questions, and print the cost of both sweeps."""
+    print(f"training: {own.sweep_cost(0, 'train', own.training_samples())}")
+    rate = json.loads((own.work / "rates.json").read_text())["train"]
+    columns = len(own.training(0).greedy().pool) + own.plan.test_samples + own.plan.most
+    answers = own.counts[1] * columns
+    print(f"test: at most {answers} answers, about {duration(answers * rate['seconds'] / rate['answers'])}")
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="name or folder of the model")
+    parser.add_argument("--task", default="prune_math500", help="a greedy task of this package that has a _pass16 task")
+    parser.add_argument("--train", default="train", help="split whose questions choose")
+    parser.add_argument("--test", default="test", help="split whose questions are tested")
+    parser.add_argument("--questions", default="500,500", help="numbers of training and test questions")
+    parser.add_argument("--max_gen_toks", type=int, default=PLAN.max_gen_toks)
+    parser.add_argument("--layers", default="5,10,15,20,25", help="layers whose heads are pruned one by one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--server", help="URL of vLLM with the adapters of `lmeval-prune export adapter`")
+    parser.add_argument("--adapters", help="their folder")
+    parser.add_argument("--work", help="folder of stores, router and report")
+    parser.add_argument("--estimate", action="store_true", help="print what the race will cost, and stop")
+    parser.add_argument("--quick", action="store_true", help="the embedded model on a few questions of ASDiv-A")
+    options = parser.parse_args(words)
+    if not options.model and not options.quick:
+        parser.error("give --model NAME, or --quick for the embedded model")
+    if bool(options.server) != bool(options.adapters):
+        parser.error("--server and --adapters belong together")
+    return options
+
+
+def make_race(options: argparse.Namespace) -> ModelRace:
+    """Make the race of a command line; `InputError` if a value is wrong."""
+    plan = replace(PLAN, pretrained=options.model or "smollm2-135m", task=options.task)
+    settings: dict[str, Any] = {"train": options.train, "test": options.test, "dtype": options.dtype}
+    try:
+        counts = tuple(int(word) for word in options.questions.split(","))
+        layers = tuple(int(word) for word in options.layers.split(",") if word)
+    except ValueError:
+        raise InputError("--questions and --layers are whole numbers separated by commas") from None
+    if len(counts) != 2 or min(counts) < plan.parts:
+        raise InputError(f"--questions={options.questions} must be two numbers, each at least {plan.parts}")
+    plan = replace(plan, max_gen_toks=options.max_gen_toks, layers=layers)
+    if options.quick:
+        plan, counts = replace(plan, **QUICK, task="prune_asdiv_a"), (12, 12)
+        settings = {"train": "fold0", "test": "fold1", "dtype": "float32", "fewest": 4}
+    elif options.server:  # servers have an adapter for each pruned head alone
+        plan = replace(plan, random_sets=())
+    name = Path(plan.pretrained).name.lower()
+    work = Path(options.work or f"out/sprint_race_{name}{'_quick' if options.quick else ''}")
+    settings |= {"server": options.server, "adapters": options.adapters, "counts": counts}
+    return ModelRace(plan, work / "report" / "plan.md", work, options.device, **settings)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    from lmeval_prune.plugin import registration
+
+    options = parse(words)
+    registration.register()
+    try:
+        own = make_race(options)
+        if options.estimate:
+            print_estimate(own)
+        else:
+            own.run()
+    except InputError as error:
+        raise SystemExit(f"race: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Base classes of routers: a method fits rankers, and a ranker orders the pool for embedded questions.
+
+A method is a frozen dataclass in its own file and one line in `ROUTERS` of `table.py`; its fields are its options. It
+yields a ranker for each combination of option values, and `fit.py` chooses among them on the validation questions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, get_origin
+
+import torch
+from torch import Tensor
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Settings, annotations_of, union_members
+
+
+@dataclass(frozen=True, eq=False)
+class Ranker(Settings, ABC):
+    """A fitted router without its pool: orders the columns of Z for each embedded question.
+
+    Its fields are stored with the router: tensors in `router.safetensors`, other values in `router.json`.
+
+    Attributes:
+        shapes: (class) the fields that are tensors, of floating point, with names of their dimensions. Equal names are
+            equal sizes; `pool` is the size of the pool.
+    """
+
+    shapes: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    @abstractmethod
+    def order(self, x: Tensor) -> Tensor:
+        """Return columns in the order of the tries, shape (questions, pool), from embeddings (questions, width)."""
+
+    def probabilities(self, x: Tensor) -> Tensor | None:
+        """Return the probability that each column solves each question, shape (questions, pool); None if unknown."""
+        return None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are tensors."""
+        return {name: getattr(self, name) for name in self.shapes}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the other fields, as JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in self.shapes}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pool: int) -> Self:
+        """Create a ranker from stored fields; `InputError` if they are not those of a pool of this size."""
+        sizes = {"pool": pool}
+        if stray := settings.keys() & cls.shapes.keys():
+            raise InputError(f"its settings have {min(stray)}, which is a tensor")
+        fit = tensors.keys() == cls.shapes.keys() and all(
+            tensors[name].is_floating_point()
+            and tensors[name].ndim == len(names)
+            and all(sizes.setdefault(n, size) == size for n, size in zip(names, tensors[name].shape, strict=True))
+            for name, names in cls.shapes.items()
+        )
+        if not fit:
+            found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            raise InputError(f"a pool of {pool} and tensors of shapes {found} do not fit together")
+        return cls.from_dict({**tensors, **settings}, "the fitted router")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Questions that a router is fitted and chosen on.
+
+    Attributes:
+        x: embeddings of the training questions, shape (questions, width), float32.
+        z: their outcomes, shape (questions, pool): 1, 0 or NaN (unknown).
+        validation_x, validation_z: those of the validation questions; perhaps none.
+        seed: seed of initial values and of the order of questions.
+    """
+
+    x: Tensor
+    z: Tensor
+    validation_x: Tensor
+    validation_z: Tensor
+    seed: int = 0
+
+    @property
+    def judged(self) -> tuple[Tensor, Tensor]:
+        """Return embeddings and outcomes of the validation questions; of the training questions if there are none."""
+        return (self.validation_x, self.validation_z) if len(self.validation_z) else (self.x, self.z)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A ranker for one combination of option values.
+
+    Attributes:
+        values: these values, as JSON.
+        ranker: the ranker.
+        loss: its loss on the validation questions (on the training questions if there are none); it decides between
+            candidates with equal pass@k.
+        about: other details, as JSON, for `router.json`.
+    """
+
+    values: dict[str, Any]
+    ranker: Ranker
+    loss: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RouterMethod(Settings, ABC):
+    """A method of fitting routers; a field with several values is chosen on the validation questions.
+
+    Attributes:
+        version: (class) raise it when the arithmetic changes.
+        ranker: (class) class of its rankers.
+        guarded: (class) whether by default `dense` is tried first if the router's first try is worse than `dense` on
+            the validation questions.
+    """
+
+    version: ClassVar[int] = 1
+    ranker: ClassVar[type[Ranker]]
+    guarded: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, annotation in annotations_of(type(self)).items():
+            is_list = get_origin(union_members(annotation)[0]) is tuple
+            if is_list and not isinstance(value := getattr(self, name), list | tuple):
+                object.__setattr__(self, name, (value,))
+        super().__post_init__()
+
+    @abstractmethod
+    def candidates(self, examples: Examples) -> Iterator[Candidate]:
+        """Fit a ranker on the training questions for each combination of option values.
+
+        Raises:
+            InputError: the options do not suit the questions.
+        """
+
+    def check_single(self) -> None:
+        """Raise `InputError` if a field has several values, for a fit without validation questions."""
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), tuple) and len(value) > 1:
+                name = self.label(f"{each.name}=").rstrip("=")
+                raise InputError(f"several values of {name} need a validation split: set validation above 0")
+
+
+def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and scale, shape (width,) each, in float64, of training embeddings (questions, width).
+
+    (x − mean) / scale has variance 1/width in every dimension, so that its mean squared length is 1. A dimension that
+    is constant keeps the scale of the mean dimension.
+    """
+    x = x.double()
+    deviation = x.std(0, correction=0)
+    typical = deviation.square().mean().sqrt()
+    deviation = torch.where(deviation > 1e-6 * typical, deviation, typical if typical > 0 else torch.ones_like(typical))
+    return x.mean(0), deviation * x.shape[1] ** 0.5
+
+
+def by_probability(p: Tensor) -> Tensor:
+    """Return columns by falling probability, shape (questions, pool); ties by pool order.
+
+    Probabilities that differ by rounding alone are ties, so that an order does not depend on other questions.
+    """
+    return p.round(decimals=12).argsort(dim=1, descending=True, stable=True)
+
+
+def by_coverage(weights: Tensor, success: Tensor) -> Tensor:
+    """Return columns in an order that greedily maximises the probability that one of the first tries is right.
+
+    A question is a mixture of cases, within which columns succeed independently. The next column has the highest
+    probability of success given that all earlier ones failed: Σ_a u_a s_aj / Σ_a u_a, where u_a is the probability of
+    case a and of these failures. Ties by probability alone, then by pool order.
+
+    Args:
+        weights: probability of each case, shape (questions, cases).
+        success: s, probability of success, shape (cases, pool), or (questions, cases, pool).
+    """
+    p = (weights[:, None] @ success)[:, 0].round(decimals=12)
+    order = torch.empty_like(p, dtype=torch.long)
+    rest, rows = torch.ones_like(p, dtype=torch.bool), torch.arange(len(p))
+    for step in range(p.shape[1]):
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
+        conditional = (weights[:, None] @ success)[:, 0].round(decimals=12).masked_fill(~rest, -1)
+        is_best = conditional == conditional.max(1, keepdim=True).values
+        column = torch.where(is_best, p, -1).argmax(1)
+        order[:, step], rest[rows, column] = column, False
+        weights = weights * (1 - (success[:, column].T if success.ndim == 2 else success[rows, :, column]))
+    return order

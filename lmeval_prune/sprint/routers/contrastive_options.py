@@ -1,0 +1,43 @@
+"""Options of the paper's router, which are options of `fit` itself. Imports nothing slow, so that `--help` is fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import MinLen
+
+from lmeval_prune.settings import Count, NonNegative, Positive, Settings
+
+
+@dataclass(frozen=True)
+class ContrastiveOptions(Settings):
+    """Settings of the paper's router (eq. 1).
+
+    Attributes:
+        sizes: p, the length of the embeddings q and v; of several values, validation chooses
+        weights: λ, the weight of diversity; of several values, validation chooses (the paper gives no value)
+        diversity: constraint on the head embeddings: ball, sphere, or unbounded (as printed in the paper)
+        radius: radius of the ball or sphere
+        epochs: maximum number of epochs
+        patience: epochs without a better validation loss before the fit stops
+        batch: questions per step
+        learning_rate: learning rate of AdamW
+        decay: weight decay of θ
+    """
+
+    sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)
+    weights: Annotated[tuple[NonNegative, ...], MinLen(1)] = (0.0, 1e-4, 1e-3)
+    diversity: Literal["ball", "sphere", "unbounded"] = "ball"
+    radius: Positive = 1.0
+    epochs: Count = 200
+    patience: Count = 20
+    batch: Count = 64
+    learning_rate: Positive = 3e-3
+    decay: NonNegative = 1e-2
+
+    @classmethod
+    def label(cls, message: str) -> str:
+        """Begin a message with the option's name; those of `sizes` and `weights` are p and lambda."""
+        field_name, _, rest = message.partition("=")
+        return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), rest])

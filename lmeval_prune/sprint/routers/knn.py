@@ -1,0 +1,124 @@
+"""Order the pool by the outcomes of the most similar training questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import MinLen
+from torch import Tensor
+
+from lmeval_prune.settings import Count, Positive
+from lmeval_prune.sprint.routers.base import (
+    Candidate,
+    Examples,
+    Ranker,
+    RouterMethod,
+    by_coverage,
+    by_probability,
+    standardisation,
+)
+from lmeval_prune.sprint.routers.calibration import log_loss
+
+Weighting = Literal["uniform", "distance"]
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours(Ranker):
+    """Weighs the training questions for a question, and orders columns by their outcomes.
+
+    Attributes:
+        mean, scale: standardisation of embeddings, shape (width,).
+        vectors: standardised embeddings of the training questions, each of length 1, shape (questions, width).
+        outcomes: their outcomes, shape (questions, pool); an unknown one is the column's share of solved questions.
+        k: number of neighbours.
+        weighting: `uniform`, or `distance` for weights that are inverse to the distance.
+        prior: number of neighbours that the average over all training questions counts as.
+        sequential: whether a column is chosen given that the earlier ones failed.
+    """
+
+    shapes: ClassVar = {
+        "mean": ("width",),
+        "scale": ("width",),
+        "vectors": ("questions", "width"),
+        "outcomes": ("questions", "pool"),
+    }
+    mean: Tensor
+    scale: Tensor
+    vectors: Tensor
+    outcomes: Tensor
+    k: Count
+    weighting: Weighting
+    prior: Positive
+    sequential: bool = False
+
+    @classmethod
+    def of_examples(cls, examples: Examples) -> Neighbours:
+        """Create a ranker of all neighbours."""
+        mean, scale = standardisation(examples.x)
+        z = examples.z.double()
+        rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)
+        vectors = unit((examples.x.double() - mean) / scale)
+        return cls(mean, scale, vectors, torch.where(z.isnan(), rates, z), len(z), "uniform", 1.0)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """Return the weight of each training question, shape (questions, training questions); they sum to 1.
+
+        The k nearest questions share k, all questions share `prior`; then all is divided by k + prior. Of equally
+        near ones the first is taken.
+        """
+        query = unit((x.double() - self.mean) / self.scale)
+        distances = (2 - 2 * query @ self.vectors.T).clamp(min=0).sqrt().round(decimals=10)
+        k = min(self.k, len(self.vectors))
+        nearest = distances.argsort(dim=1, stable=True)[:, :k]
+        near = torch.ones_like(nearest, dtype=torch.double)
+        if self.weighting == "distance":
+            near = 1 / distances.gather(1, nearest).clamp(min=1e-3)
+        near = near * k / near.sum(1, keepdim=True)
+        everyone = torch.full_like(distances, self.prior / len(self.vectors))
+        return everyone.scatter_add(1, nearest, near) / (k + self.prior)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Return the weighted share of solved training questions, shape (questions, pool)."""
+        return self.weights(x) @ self.outcomes
+
+    def order(self, x: Tensor) -> Tensor:
+        """Order by the weighted share of solved questions; if `sequential`, among those that no earlier try solves."""
+        if self.sequential:
+            return by_coverage(self.weights(x), self.outcomes)
+        return by_probability(self.probabilities(x))
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Scale vectors (…, width) to length 1; zeros stay."""
+    return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+@dataclass(frozen=True)
+class Knn(RouterMethod):
+    """Estimates that a column solves a question from the outcomes of the k most similar training questions.
+
+    Attributes:
+        k: number of neighbours; those beyond the number of training questions are left out.
+        weighting: `uniform`, or `distance` for weights that are inverse to the distance.
+        prior: number of neighbours that the average over all training questions counts as.
+    """
+
+    ranker: ClassVar = Neighbours
+    sequential: ClassVar[bool] = False
+    k: Annotated[tuple[Count, ...], MinLen(1)] = (5, 10, 20, 40, 80)
+    weighting: Annotated[tuple[Weighting, ...], MinLen(1)] = ("uniform", "distance")
+    prior: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0, 20.0)
+
+    def candidates(self, examples: Examples) -> Iterator[Candidate]:
+        """Combine all values of k, weighting and prior; see the base class."""
+        base = Neighbours.of_examples(examples)
+        x, z = examples.judged
+        ks = sorted({min(k, len(examples.z)) for k in self.k})
+        for k, weighting, prior in product(ks, self.weighting, self.prior):
+            values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}
+            ranker = replace(base, k=k, weighting=weighting, prior=prior, sequential=self.sequential)
+            yield Candidate(values, ranker, log_loss(ranker.probabilities(x), z))

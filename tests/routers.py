@@ -1,0 +1,56 @@
+"""A row for each router method; `test_routers.py` runs every row through the same tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, and what is to be tested with it.
+
+    Attributes:
+        name: the method.
+        options: one value for each option that has several, quick to fit.
+        flat: the same as fields of `FitOptions`, where they are the method's options.
+        wrong: options that are refused, with words of the message.
+        has_probabilities: whether the method knows how likely a column solves a question.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    flat: dict[str, Any] = field(default_factory=dict)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = ()
+    has_probabilities: bool = True
+
+
+ROWS = (
+    Row(
+        "contrastive",
+        flat={"sizes": (8,), "weights": (1e-3,), "epochs": 60},
+        wrong=(({"k": 5}, "no setting 'k'"), ({"epochs": 0}, "epochs=0 must be")),
+        has_probabilities=False,
+    ),
+    Row(
+        "knn",
+        {"k": 10, "weighting": "uniform", "prior": 1},
+        wrong=(
+            ({"k": 0}, "k=.* at least 1"),
+            ({"weighting": "cosine"}, "uniform or distance"),
+            ({"prior": 0}, "prior=.* above 0"),
+            ({"neighbours": 5}, "no setting 'neighbours'"),
+        ),
+    ),
+    Row(
+        "logistic",
+        {"rank": 3, "l2": 0.003},
+        wrong=(({"rank": -1}, "rank=.* at least 0"), ({"l2": 0}, "l2=.* above 0"), ({"l2": []}, "one or more numbers")),
+    ),
+    Row(
+        "sequential",
+        {"factors": 1, "rank": 3, "l2": 0.003},
+        wrong=(({"factors": 4}, "factors=.* at most 3"), ({"rank": 1.5}, "rank=.* whole numbers")),
+    ),
+    Row("sequential_knn", {"k": 10, "weighting": "distance", "prior": 1}, wrong=(({"k": "many"}, "whole numbers"),)),
+)

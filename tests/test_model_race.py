@@ -1,0 +1,69 @@
+"""configs/sprint/race.py: the race on a model of one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmeval_prune.sprint.outcomes import OutcomeStore
+from tests.conftest import ROOT, SHARED
+
+SCRIPT = ROOT / "configs" / "sprint" / "race.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("model_race", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --model NAME"),
+        (["--model", "m", "--server", "http://localhost:1"], "belong together"),
+        (["--model", "m", "--questions", "500"], "must be two numbers"),
+        (["--model", "m", "--questions", "2,2"], "each at least 5"),
+        (["--model", "m", "--layers", "five"], "whole numbers"),
+    ],
+)
+def test_wrong_words_are_refused(script: Any, words: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as error:
+        script.main(words)
+    text = str(error.value) if error.value.code not in (0, 2) else capsys.readouterr().err.splitlines()[-1]
+    assert message in text and "\n" not in text
+
+
+def test_a_race_has_the_settings_of_its_command_line(script: Any, tmp_path: Path) -> None:
+    words = ["--model", "m", "--task", "prune_gsm8k", "--questions", "20,30", "--layers", "1", "--work", str(tmp_path)]
+    own = script.make_race(script.parse([*words, "--server", "http://localhost:1", "--adapters", "a"]))
+    options = own.options(0, "train", own.training_samples(), 20)
+    assert (options.split, options.layers, options.server) == ("train", (1,), "http://localhost:1")
+    assert options.model_args == {"pretrained": "m", "adapters": "a"} and not options.random_sets
+    assert (own.questions(0, "train"), own.questions(0, "test")) == (20, 30)
+    test = script.make_race(script.parse(words)).options(0, "test", (), 30)
+    assert (test.split, test.likelihood, test.model_args["dtype"]) == ("test", True, "bfloat16") and test.random_sets
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_the_quick_race_runs_to_its_report(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"no data folder at {SHARED}")
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(SHARED))
+    words = ["--quick", "--device", "cpu", "--work", str(tmp_path)]
+    script.main(words)
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert "Not pre-registered" in report and "No claim" in report and (tmp_path / "report" / "plan.md").is_file()
+    stores = [OutcomeStore(tmp_path / "fold0" / part).read() for part in ("train", "test")]
+    assert not set(stores[0].texts) & set(stores[1].texts)
+    assert all(np.isfinite(store.columns(store.greedy().pool).z).all() for store in stores)
+    script.main(words)  # all is done before
+    assert (tmp_path / "report" / "report.md").read_text() == report

@@ -34,14 +34,15 @@ def mutually_exclusive(*names: str) -> Callable[[Any], Any]:
     return declare
 
 
-def first_argument(name: str) -> Callable[[Any], Any]:
-    """Declare the option of a command's first word, a file or folder; `--NAME` may be left out.
+def first_argument(name: str, word: str = "") -> Callable[[Any], Any]:
+    """Declare the option of a command's first word; `--NAME` may be left out.
 
-    If the option is a tuple, it has all first words.
+    If the option is a tuple, it has all first words. `word` stands for one of them in messages, by default the option's
+    name.
     """
 
     def declare(function: Any) -> Any:
-        function.first_argument = name
+        function.first_argument, function.first_word = name, word
         return function
 
     return declare
@@ -144,10 +145,12 @@ def _first_option(parser: Parser, function: Callable[..., int]) -> str:
     return getattr(function, "first_argument", "names" if "names" in parser.known else "name")
 
 
-def _first_words(parser: Parser, name: str) -> str:
-    """Return how the first words of a command are written, given the option that they are values of."""
-    word = name.upper()
-    return f"{word.removesuffix('S')} {word.removesuffix('S')} …" if name in parser.lists else word
+def _first_words(parser: Parser, function: Callable[..., int]) -> str:
+    """Return how the first words of a command are written."""
+    name = _first_option(parser, function)
+    is_list = name in parser.lists
+    word = getattr(function, "first_word", "") or (name.removesuffix("s") if is_list else name).upper()
+    return f"{word} {word} …" if is_list else word
 
 
 def _usage(parser: Parser, function: Callable[..., int]) -> str:
@@ -155,7 +158,7 @@ def _usage(parser: Parser, function: Callable[..., int]) -> str:
     name, first = _first_option(parser, function), ""
     required = {action.dest: action for action in parser._actions if action.required}
     if name in parser.known:
-        words = _first_words(parser, name)
+        words = _first_words(parser, function)
         first = f" {words}" if name in required else f" [{words}]"
     others = "".join(f" --{dest} {action.metavar}" for dest, action in required.items() if dest != name)
     return f"%(prog)s{first}{others} [options]"
@@ -169,7 +172,9 @@ def _name_first_words(parser: Parser, function: Callable[..., int], words: Seque
     name = _first_option(parser, function)
     if name in parser.lists:
         return [f"--{name}", json.dumps(words[:count]), *words[count:]]
-    return [f"--{name}", *words] if name in parser.known else list(words)
+    if name not in parser.known:
+        raise InputError(f"{words[0]!r} follows no option; {parser.prog} --help lists them")
+    return [f"--{name}", *words]
 
 
 def _check_file(name: str | None, words: Sequence[str]) -> None:
@@ -208,7 +213,7 @@ def _check_required(
     first = _first_option(parser, function)
     required = [action.dest for action in parser._actions if action.required]
     if missing := [
-        _first_words(parser, name) if name == first else f"--{name}" for name in required if name not in names
+        _first_words(parser, function) if name == first else f"--{name}" for name in required if name not in names
     ]:
         _check_file(getattr(function, "first_argument", None), words)
         raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")

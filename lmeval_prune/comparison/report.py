@@ -42,7 +42,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     if comparison.missing:
         notes = [f"missing: {_missing(comparison.missing)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
-    write_text(target / "table.csv", csv(pd.DataFrame(rows)))
+    write_text(target / "table.csv", csv(pd.DataFrame(rows).astype({"better": "Int64", "worse": "Int64"})))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
     if costs:
         _draw_pareto(comparison, costs, target / "pareto")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Len
 
 from lmeval_prune.errors import InputError, check_exists, did_you_mean
+from lmeval_prune.options import first_argument
 from lmeval_prune.settings import Count, resolve_device
 
 
@@ -74,14 +75,15 @@ def heads(pretrained: str, revision: str | None = None) -> int:
     return 0
 
 
-def families(only: str | None = None) -> int:
+@first_argument("only", "FAMILY")
+def families(only: tuple[str, ...] = ()) -> int:
     """List the causal model families of the installed transformers: known, recognised by their layers, refused.
 
     Builds a model of each family's default configuration without weights, and a tiny one of those that are not in the
     table: about a minute for all.
 
     Args:
-        only: these families, joined by commas
+        only: these families (default: all); `--only` may be left out
     """
     from collections import Counter
 
@@ -90,7 +92,7 @@ def families(only: str | None = None) -> int:
     from lmeval_prune.checkpoints.families import causal_families, survey
 
     every = causal_families()
-    chosen = only.split(",") if only else every
+    chosen = [name for word in only for name in word.split(",")] or every
     for name in chosen:
         if name not in every:
             raise InputError(f"{name!r} is no causal family of transformers{did_you_mean(name, every)}")

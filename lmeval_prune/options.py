@@ -34,14 +34,15 @@ def mutually_exclusive(*names: str) -> Callable[[Any], Any]:
     return declare
 
 
-def first_argument(name: str) -> Callable[[Any], Any]:
-    """Declare the option of a command's first word, a file or folder; `--NAME` may be left out.
+def first_argument(name: str, word: str = "") -> Callable[[Any], Any]:
+    """Declare the option of a command's first word; `--NAME` may be left out.
 
-    If the option is a tuple, it has all first words.
+    If the option is a tuple, it has all first words. `word` stands for one of them in messages, by default the option's
+    name.
     """
 
     def declare(function: Any) -> Any:
-        function.first_argument = name
+        function.first_argument, function.first_word = name, word
         return function
 
     return declare
@@ -78,6 +79,7 @@ def command_parser(command: str, function: Callable[..., int]) -> Parser:
     section = command.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)
+    parser.usage = _usage(parser, function)
     return parser
 
 
@@ -147,15 +149,41 @@ def _help(settings: Mapping[str, Any]) -> str:
     return text
 
 
+def _first_option(parser: Parser, function: Callable[..., int]) -> str:
+    """Return the option that a command's first words are values of; it may not exist."""
+    return getattr(function, "first_argument", "names" if "names" in parser.known else "name")
+
+
+def _first_words(parser: Parser, function: Callable[..., int]) -> str:
+    """Return how the first words of a command are written."""
+    name = _first_option(parser, function)
+    is_list = name in parser.lists
+    word = getattr(function, "first_word", "") or (name.removesuffix("s") if is_list else name).upper()
+    return f"{word} {word} …" if is_list else word
+
+
+def _usage(parser: Parser, function: Callable[..., int]) -> str:
+    """Return the line that shows how a command is written: its first words and required options."""
+    name, first = _first_option(parser, function), ""
+    required = {action.dest: action for action in parser._actions if action.required}
+    if name in parser.known:
+        words = _first_words(parser, function)
+        first = f" {words}" if name in required else f" [{words}]"
+    others = "".join(f" --{dest} {action.metavar}" for dest, action in required.items() if dest != name)
+    return f"%(prog)s{first}{others} [options]"
+
+
 def _name_first_words(parser: Parser, function: Callable[..., int], words: Sequence[str]) -> list[str]:
     """Put the name of an option before the first words of a command line; see `read_options`."""
     count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     if not count:
         return list(words)
-    name = getattr(function, "first_argument", "names" if "names" in parser.known else "name")
+    name = _first_option(parser, function)
     if name in parser.lists:
         return [f"--{name}", json.dumps(words[:count]), *words[count:]]
-    return [f"--{name}", *words] if name in parser.known else list(words)
+    if name not in parser.known:
+        raise InputError(f"{words[0]!r} follows no option; {parser.prog} --help lists them")
+    return [f"--{name}", *words]
 
 
 def _check_file(name: str | None, words: Sequence[str]) -> None:
@@ -191,8 +219,11 @@ def _check_required(
     parser: Parser, command: str, names: Collection[str], function: Callable[..., int], words: Sequence[str]
 ) -> None:
     """Refuse missing options, and before them a missing file."""
+    first = _first_option(parser, function)
     required = [action.dest for action in parser._actions if action.required]
-    if missing := [f"--{name}" for name in required if name not in names]:
+    if missing := [
+        _first_words(parser, function) if name == first else f"--{name}" for name in required if name not in names
+    ]:
         _check_file(getattr(function, "first_argument", None), words)
         raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
 

@@ -146,6 +146,12 @@ def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert here(tmp_path) == ["x", "y"] and here(tmp_path / "x") == ["a", "b"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that takes no files")
+def test_where_no_file_can_be_made_nobody_is_said_to_write() -> None:
+    with pytest.raises(InputError, match=r"^/proc/x cannot be written; name another output$"), output_lock("/proc/x"):
+        pass
+
+
 def test_two_cuts_of_one_output(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from lm_eval.__main__ import cli_evaluate
+from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune import InputError, __version__, preflight
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.athena import AthenaLM
+from lmeval_prune.models.lm_base import parse_arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
@@ -289,6 +291,18 @@ def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Pa
         assert str(resolve_device("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
         with pytest.raises(InputError, match="device=cuda does not exist"):
             PrunedHFLM(str(tiny_folder), device="cuda")
+
+
+def test_a_string_of_model_args_has_lists(tiny_folder: Path) -> None:
+    """As `simple_evaluate(model_args=…)` gives it, in every version of lm-eval; without brackets it is lm-eval's own."""
+    for text in ("pretrained=x,revision=a=b,batch=4,trust=true,x=0.5", "", "a=1,,b=", " pretrained=x "):
+        assert parse_arguments(text) == simple_parse_args_string(text)
+    assert parse_arguments("heads=[[5,3],[15,0]],n=1") == {"heads": "[[5,3],[15,0]]", "n": 1}
+    for heads in ("[L0H1,L1H2]", "[[0,1],[1,2]]", "L0H1+L1H2"):
+        lm = PrunedHFLM.create_from_arg_string(
+            f"pretrained={tiny_folder},heads={heads},dtype=float64", {"device": "cpu"}
+        )
+        assert [mask.heads for mask in lm.arguments.interventions] == [("L0H1", "L1H2")]
 
 
 @pytest.mark.parametrize("kind", [PrunedHFLM, AthenaLM, PrunedServerLM])

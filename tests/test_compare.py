@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
+from lmeval_prune.comparison.distances import Response, distances
 from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
 from lmeval_prune.comparison.report import write
 from lmeval_prune.comparison.rows import Comparison, _linearized, rows_of
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
-from tests.conftest import strict_json
+from tests.conftest import ROOT, strict_json
 from tests.lm_eval_runs import evaluate, write_tasks
 from tests.stub_server import Stub
 
@@ -415,6 +417,54 @@ def test_several_seeds_in_a_folder_are_averaged(runs: dict[str, Path], tmp_path:
     assert "seed 1; 2" in comparison.about["both"]
 
 
+def test_distances_of_several_seeds_are_means_over_pairs(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Of a question: each answer of one run beside each of the other; in the baseline's row, of its own seeds."""
+    copies = {name: copy_of(runs[name], tmp_path / name) for name in "abc"}
+    for name, share in (("b", 2), ("c", 3)):  # sampled texts are never the same by themselves
+
+        def with_answers_of_a(rows: list[dict[str, Any]], share: int = share) -> list[dict[str, Any]]:
+            pairs = zip(rows, samples_of(runs["a"], "tiny_more"), strict=True)
+            return [row | ({"resps": first["resps"]} if row["doc_id"] % share else {}) for row, first in pairs]
+
+        change_samples(copies[name], "tiny_more", with_answers_of_a)
+    for name in "ab":
+        shutil.copytree(copies[name], tmp_path / "both", dirs_exist_ok=True)
+    texts = {name: [row["resps"] for row in samples_of(copies[name], "tiny_more")] for name in "abc"}
+    own = [first == second for first, second in zip(texts["a"], texts["b"], strict=True)]
+    to_other = [
+        ((first == other) + (second == other)) / 2
+        for first, second, other in zip(texts["a"], texts["b"], texts["c"], strict=True)
+    ]
+    assert set(to_other) == {0, 0.5, 1} and set(own) == {False, True}
+    both, single = f"both={tmp_path / 'both'}", f"c={copies['c']}"
+    comparison = compare([both, single])
+    for variant, expected in (("both", own), ("c", to_other)):
+        row = comparison.rows[variant, "tiny_more"]
+        assert row.same_answers == pytest.approx(np.mean(expected))
+        assert row.same_answers_se == pytest.approx(stats.sem(expected))
+    assert compare([single, both]).rows["both", "tiny_more"].same_answers == pytest.approx(np.mean(to_other))
+    alone = compare([str(copies[name]) for name in "ac"])
+    assert comparison.rows["c", "tiny_colours"].choice_kld == pytest.approx(alone.rows["c", "tiny_colours"].choice_kld)
+    assert comparison.rows["both", "tiny_colours"].choice_kld == 0  # log-likelihoods depend on no seed
+    assert alone.rows["a", "tiny_more"].same_answers is None
+    write(comparison, tmp_path / "report")
+    assert "of its own seeds with each other" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_seeds_with_other_examples_are_paired_by_prompt() -> None:
+    """A seed may change the prompt: answers to the same prompt are compared, if there are any."""
+
+    def answers(*responses: tuple[str, str]) -> dict[Any, Any]:
+        return {("task", 0): {"responses": [Response(*each, []) for each in responses]}}
+
+    base = answers(("one", "x"), ("two", "y"))
+    assert distances(base, answers(("two", "y"), ("one", "x")))["same_answers"] == 1
+    assert distances(base, answers(("two", "x"), ("one", "x")))["same_answers"] == 0.5
+    assert distances(base, answers(("three", "x")))["same_answers"] == 0.5  # no prompt is the same: all pairs
+    assert distances(base)["same_answers"] == 0
+    assert distances(answers(("one", "x"))) == {}
+
+
 def test_a_task_twice_with_different_settings_is_refused(
     runs: dict[str, Path], others: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -446,6 +496,32 @@ def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Pa
         path.write_text(json.dumps(results))
     names = [name.rpartition("flat ")[2] for name in compare([str(flat)]).variants]
     assert sorted(names) == ["--model=hf", "--model=vllm load_in_8bit=True"]
+
+
+def test_a_run_of_vllm_beside_one_of_hf(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Samples are lm-eval's own; its results say less about the model, and vLLM's seed is a model_arg."""
+    expected = compare([f"{name}={runs[name]}" for name in "ac"])
+    for seed in (1, 2):
+        copy = copy_of(runs["c"], tmp_path / f"vllm {seed}")
+        (path,) = copy.rglob("results_*.json")
+        results = json.loads(path.read_text())
+        for name in [name for name in results["config"] if name.startswith("model_")]:  # `get_model_info` of hf alone
+            del results["config"][name]
+        arguments = {"pretrained": "x", "dtype": "auto", "max_model_len": 512, "seed": seed}
+        results["config"] |= {"model": "vllm", "model_args": arguments, "batch_size": "auto", "device": None}
+        path.write_text(json.dumps(results))
+        shutil.copytree(copy, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, f"{seed}"))
+    comparison = compare([f"a={runs['a']}", f"c={tmp_path / 'vllm 1'}"])
+    assert comparison.rows == expected.rows and "vllm (pretrained=x,dtype=auto," in comparison.about["c"]
+    both = compare([f"a={runs['a']}", f"c={tmp_path / 'both'}"])
+    assert "seed 1 and seed=1; 1 and seed=2" in both.about["c"]
+    assert both.rows["c", "tiny_words"].mean == expected.rows["c", "tiny_words"].mean
+
+
+def copy_as(mark: str, source: str, target: str) -> str:
+    """Copy a file under another date, as a second command would have written it."""
+    path = Path(target)
+    return str(shutil.copy(source, path.with_name(re.sub(r"\d(\.jsonl?)$", rf"{mark}\1", path.name))))
 
 
 def old_layout(run: Path, target: Path, version: str) -> Path:
@@ -487,6 +563,29 @@ def test_old_layouts_are_read(runs: dict[str, Path], tmp_path: Path, version: st
             assert getattr(row, name) == getattr(known, name) == getattr(new, name), name
 
 
+OLD_RUNS = ROOT / "tests" / "old_runs"
+
+
+def test_runs_that_old_versions_wrote() -> None:
+    """Each has the figures of its results file, and all are compared with each other: 0.4.2 and 0.4.3 drew the same."""
+    versions = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
+    assert {"0.4.2", "0.4.3", "0.4.12"} <= set(versions)
+    for metric in ("exact_match,start", "acc_norm", "bits_per_byte", None):
+        comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.2", metric=metric)
+        assert comparison.notes == [note for note in comparison.notes if note.startswith("all tasks: ")]
+        assert {"old_words", "old_choice", "old_texts"} <= set(comparison.tasks)
+        for name in versions:
+            (path,) = (OLD_RUNS / name).glob("results*.json")
+            figures = json.loads(path.read_text())["results"]
+            for task in ("old_words", "old_choice", "old_texts"):
+                (column,) = comparison.tables[task].columns
+                assert comparison.rows[name, task].mean == pytest.approx(figures[task][column], rel=1e-9), (name, task)
+        for task in ("old_words", "old_choice", "old_texts"):
+            row = comparison.rows["0.4.3", task]
+            assert (row.difference, row.better, row.worse) == (0, 0, 0)
+            assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
+
+
 def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
     from lmeval_prune.comparison.results_files import _hash
 
@@ -510,11 +609,13 @@ def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: py
     damaged = copy_of(runs["a"], tmp_path / "damaged")
     (path,) = damaged.rglob("samples_tiny_words_*")
     path.write_text('{"doc_id": "x"}\n')
-    apart = copy_of(runs["b"], tmp_path / "apart")
+    apart, short = copy_of(runs["b"], tmp_path / "apart"), copy_of(runs["b"], tmp_path / "short")
+    (path,) = short.rglob("samples_tiny_words_*")
+    path.write_bytes(path.read_bytes()[:3000])
     for path in apart.rglob("samples_tiny_[!t]*"):
         path.unlink()
     for command, message in (
-        ([a], "is a single run; name two or more"),
+        ([a], "is a single run; name another one, too"),
         ([a, str(tmp_path / "none")], "no such file"),
         ([a, str(empty)], "has no results files of lm_eval; run lm_eval with --output_path"),
         ([a, str(bare)], "has results, but no samples; run lm_eval with --log_samples"),
@@ -524,7 +625,14 @@ def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: py
         ([a, str(damaged)], "line 1 of"),
         ([a, str(apart), "--tasks", "tiny_words"], "has none of the tasks tiny_words; it has tiny_texts"),
         ([a, str(next(runs["b"].rglob("samples_tiny_last*")))], "is no results file of lm_eval"),
-        ([a, b, "--baseline", "d"], "there is no run 'd' for the baseline; a, b"),
+        ([a, b, "--baseline", "d"], "there is no run 'd' for the baseline; the runs are a, b"),
+        ([a, a], "a is named twice; name each run once"),
+        ([a, str(short)], "is not valid JSON"),
+        ([a, str(short)], "; the file is incomplete or was changed, evaluate again"),
+        ([a, b, "--metric", "xyz"], "metric: no compared task has 'xyz'; they have acc,none, acc_norm,none, "),
+        ([a, b, "--by", "levle"], "by: no compared task has documents of several values of 'levle'; did you mean 'level'?"),
+        ([a, b, "--by", "xyz"], "of several values of 'xyz'; their documents have "),
+        ([], "compare needs RUN RUN …, on the command line or in a --config file"),
         ([a, b, "--tasks", "tiny_wrods"], "a has no samples of 'tiny_wrods'; did you mean 'tiny_words'"),
         ([a, b, "--metric", "accc"], "metric: no compared task has 'accc'"),
         ([a, b, "--allow-different", "all"], "--allow_different must be questions, prompts or settings, separated by commas"),

@@ -353,7 +353,7 @@ def test_variants_on_a_text_and_on_choices(tiny_folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "distance needs --pretrained"),
+        ([], "distance needs MODEL, on the command line"),
         (["MODEL", "--heads", "L0H1"], "either --task NAME or --text FILE"),
         (["MODEL", "--heads", "L0H1", "--task", "prune_tiny", "--text", "x"], "either --task NAME or --text FILE"),
         (["MODEL", "--task", "prune_tiny"], "name what is compared with the model: --heads, --mask or --checkpoint"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from lmeval_prune.decoding import Engine
 from lmeval_prune.distance.tokens import Text, token_distances
 from lmeval_prune.distance.variants import measure
 from lmeval_prune.grid import worker
+from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.run import run
+from lmeval_prune.grid.run import _Run, run
+from lmeval_prune.grid.runners import LocalRunner
 from tests.conftest import task_manager
 from tests.test_grid import described
 
@@ -78,9 +81,9 @@ def test_masks_share_a_pass_and_what_is_measured_is_kept(
 ) -> None:
     cells, calls = entries(grid), []
 
-    def counted(lm: Any, requests: Any, variants: Any) -> Any:
+    def counted(lm: Any, requests: Any, variants: Any, others: Any) -> Any:
         calls.append(sorted(variants))
-        return measure(lm, requests, variants)
+        return measure(lm, requests, variants, others)
 
     monkeypatch.setattr(worker, "measure_distances", counted)
     assert run(Grid.of(described(tiny_folder, **SETTINGS)), str(grid)).new == 0
@@ -148,3 +151,88 @@ def test_a_failure_is_a_note(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     assert run(grid, str(tmp_path / "g"), retry_failed=True).failed == []
     assert list((tmp_path / "g" / "distances").glob("*.parquet"))
+
+
+@pytest.fixture(scope="module")
+def noisy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of the tiny model with noise on its weights."""
+    folder = tmp_path_factory.mktemp("models") / "noisy"
+    shutil.copytree(tiny_folder, folder)
+    model = load_pretrained(str(tiny_folder))
+    torch.manual_seed(0)
+    for weights in model.parameters():
+        weights.data += 0.02 * torch.randn_like(weights)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_checkpoints_are_measured_from_the_baselines_model(tiny_folder: Path, noisy: Path, tmp_path: Path) -> None:
+    """Also one with heads masked from its own, and one that a preparation cuts; each against plain passes."""
+    cut = {"prepare": {"prune": {"method": "random", "ratio": 0.2, "cut": True}}}
+    variants: dict[str, Any] = {
+        "dense": {},
+        "noisy": {"pretrained": str(noisy)},
+        "noisy without a head": {"pretrained": str(noisy), "heads": "L0H1"},
+        "cut": cut,
+        "cut, without a head": {**cut, "heads": "L1H0"},
+        "tried out": {"prepare": {"prune": {"method": "random", "ratio": 0.2}}},
+    }
+    path = tmp_path / "grid"
+    assert run(Grid.of(described(tiny_folder, **{**SETTINGS, "variants": variants})), str(path)).failed == []
+    cells, folder = entries(path), GridFolder(path)
+    names = {variant for (variant, _), entry in cells.items() if "distance" in entry}
+    assert names == set(variants) - {"dense"}
+    rows = {name: folder.distances(cells[name, "prune_tiny_words"]["distance"]) for name in names}
+    kld = {name: np.concatenate(row["kld"].to_list()) for name, row in rows.items()}
+    assert all(values.mean() > 1e-6 for values in kld.values())
+    np.testing.assert_allclose(kld["cut"], kld["tried out"], rtol=1e-4, atol=1e-9)  # one plan, executed and by hooks
+    assert not np.allclose(kld["cut"], kld["cut, without a head"], rtol=0.01)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    dense, other = (load_pretrained(str(each), dtype=torch.float64) for each in (tiny_folder, noisy))
+    task = task_manager().load(["prune_tiny_words"])["tasks"]["prune_tiny_words"]
+    for number, doc in enumerate(list(task.test_docs())[:2]):
+        prompt = tokenizer.encode(task.doc_to_text(doc))
+        with torch.no_grad():
+            whole = dense.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+            own = other.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist()
+            p, q = (model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (dense, other))
+        expected = (p.exp() * (p - q)).sum(-1)
+        np.testing.assert_allclose(rows["noisy"]["kld"][number], expected.numpy(), rtol=1e-5)
+        assert rows["noisy"]["answer_tokens"][number] == len(own) - len(prompt)
+    assert main(["grid", "compare", str(path)]) == 0
+    notes = json.loads((path / "compare" / "comparison.json").read_text())["notes"]
+    assert [note for note in notes if "distance" in note] == [
+        "noisy: its distance is that of its checkpoint from the model of dense"
+    ]
+    assert run(Grid.of(described(tiny_folder, **{**SETTINGS, "variants": variants})), str(path)).new == 0
+
+
+def test_what_has_no_distance_is_named(tiny_folder: Path, noisy: Path, tmp_path: Path) -> None:
+    """Routers and served models, before anything runs; another tokenizer, when it would be measured."""
+    served = {"base_url": "http://127.0.0.1:9", "heads": "L0H1"}
+    variants: dict[str, Any] = {
+        "dense": {},
+        "routed": {"router": "random", "router_pool": "L0H1+dense"},
+        "served": served,
+        "served noisy": {"base_url": "http://127.0.0.1:9", "pretrained": str(noisy)},
+    }
+    settings = {**SETTINGS, "variants": variants, "tasks": ["prune_tiny_choice"]}
+    plan = _Run(Grid.of(described(tiny_folder, **settings)), GridFolder(tmp_path / "a"), LocalRunner())
+    reasons = {cell.variant.name: plan.distances.get(cell.key, {}).get("no_distance") for cell in plan.cells}
+    assert reasons["dense"] is None and "a router answers under several masks" in reasons["routed"]
+    assert all("a server gives no probabilities" in reasons[name] for name in ("served", "served noisy"))
+    variants = {"served": served, "noisy": {"pretrained": str(noisy)}}
+    settings |= {"variants": variants, "baseline": "served"}
+    plan = _Run(Grid.of(described(tiny_folder, **settings)), GridFolder(tmp_path / "b"), LocalRunner())
+    assert plan.distances[plan.cells[1].key] == {"no_distance": "the baseline served is served; choose one that is not"}
+
+    other = tmp_path / "other"
+    shutil.copytree(noisy, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<a new token>"])
+    tokenizer.save_pretrained(other)
+    variants = {"dense": {}, "other": {"pretrained": str(other)}}
+    settings |= {"variants": variants, "baseline": "dense"}
+    assert run(Grid.of(described(tiny_folder, **settings)), str(tmp_path / "c")).failed == []
+    (note,) = compare(tmp_path / "c").notes[1:]
+    assert f"other on prune_tiny_choice: its distance is not measured: {other} has another tokenizer than" in note

@@ -222,6 +222,9 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stderr.strip() == "[]", done.stderr[-2000:]
     for name in COMMANDS:
         assert f"\n  {name} " in done.stdout and (name == "run" or f"usage: lmeval-prune {name} " in done.stdout)
+    for usage in ("compare RUN RUN … [options]", "distance MODEL [options]", "models [NAME] [options]"):
+        assert f"usage: lmeval-prune {usage}\n" in done.stdout
+    assert "usage: lmeval-prune grid run GRID --output OUTPUT [options]\n" in done.stdout
 
 
 ROOMS = ("sprint", "athena", "distillation", "pruners")
@@ -254,7 +257,8 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("grid run gone.yaml", "no such file: gone.yaml"),
         ("grid run --grid gone.yaml", "no such file: gone.yaml"),
         ("grid compare --folder=gone", "no such file: gone"),
-        ("grid run", "grid run needs --grid, --output"),
+        ("cut plan.json", "'plan.json' follows no option; lmeval-prune cut --help lists them"),
+        ("grid run", "grid run needs GRID, --output"),
         ("grid run --grid --output x", "--grid: expected one argument"),
         ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
     ],

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lmeval_prune import HeadMask
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.decoding import Engine
+from lmeval_prune.distance.tokens import Text, token_distances
 
 pytestmark = [
     pytest.mark.real,
@@ -50,6 +53,36 @@ def test_hook_and_script_agree_on_the_real_model(folder: str) -> None:
         expected = model(inputs).logits
     torch.testing.assert_close(masked, expected, rtol=1e-4, atol=1e-4)
     assert (dense - expected).abs().max() > 0.1
+
+
+def test_ten_masks_are_as_far_from_dense_as_the_definition_says(folder: str) -> None:
+    """KL divergence of next-token distributions, written out for each mask and token, in one plain pass each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(folder)("Tom has 3 boxes of 12 pens and gives 7 pens away.").input_ids
+    text, draws = Text(tuple(tokens[:4]), tuple(tokens[4:]), ("task", 0)), random.Random(0)
+    masks = {
+        f"mask {number}": HeadMask([[draws.randrange(30), draws.randrange(9)] for _ in range(2 ** (number // 2))])
+        for number in range(10)
+    }
+    measured = token_distances(Engine(model), {name: [mask] for name, mask in masks.items()}, [text])
+
+    def log_probabilities() -> np.ndarray:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0].double().numpy()
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+    dense = log_probabilities()
+    for name, mask in masks.items():
+        with mask.applied_to(model):
+            pruned = log_probabilities()
+        rows = measured[name][0].numpy()
+        for row, before in zip(rows, range(3, len(tokens) - 1), strict=True):
+            expected = sum(math.exp(p) * (p - q) for p, q in zip(dense[before], pruned[before], strict=True))
+            assert row[0] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+            assert row[1] == (dense[before].argmax() == pruned[before].argmax())
+        assert rows[:, 0].mean() > 0
 
 
 @pytest.mark.parametrize(("limit", "tokens"), [(2, 8), pytest.param(4, 24, marks=pytest.mark.long)])

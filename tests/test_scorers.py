@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import random
 import re
 import tomllib
@@ -16,6 +17,7 @@ from lm_eval.api.registry import get_aggregation, get_filter
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.plugin import registration
+from lmeval_prune.scoring.equality import same_text
 from lmeval_prune.tasks import compat, scorers
 from lmeval_prune.tasks.manager import LazyTaskManager
 from tests.conftest import ROOT
@@ -107,6 +109,59 @@ def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Pa
     data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "math.jsonl")}}}
     scores = evaluate(tmp_path, mine, data, script, "minerva_math")
     assert scores["prune_equal,answer"] == 0.5
+
+
+def test_aime_of_lm_eval_with_several_tries(tmp_path: Path) -> None:
+    """Its own `process_results` is switched off; the problems are in its layout."""
+    rows = [{"ID": f"own-{number}", "Problem": f"What is {number} + 7?", "Answer": number + 7} for number in range(6)]
+    (tmp_path / "aime.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mine = MINE.replace("my_gsm8k", "my_aime").replace(", {function: take_first}", "")
+    mine = mine.replace("task: gsm8k", "task: aime24\n    process_results: null\n    repeats: 2")
+    mine = mine.replace("metric: prune_equal, aggregation: mean, higher_is_better: true", "metric: prune_pass")
+
+    def script(request, tries: int) -> str:
+        return rf"So it is $\boxed{{{request.doc['Answer'] + (tries == request.doc_id % 2)}}}$."
+
+    data = {"dataset_kwargs": {"data_files": {"train": str(tmp_path / "aime.jsonl")}}}
+    scores = evaluate(tmp_path, mine, data, script, "aime")
+    figures = {re.sub(r"\(.*\)", "", name): value for name, value in scores.items()}
+    assert (figures["pass@1,answer"], figures["pass@2,answer"], figures["pass@1_unbiased,answer"]) == (0.5, 1, 0.5)
+
+
+def test_gpqa_of_lm_eval_by_the_letters_of_choices(tmp_path: Path) -> None:
+    """Gold answers are `(A)` to `(D)`, drawn by its own function; answers name the letter in any form."""
+    wrong = {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
+    rows = [{"Question": f"Question {number}?", "Correct Answer": "right", **wrong} for number in range(6)]
+    (tmp_path / "gpqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mine = MINE.replace("my_gsm8k", "my_gpqa").replace("task: gsm8k", "task: gpqa_main_generative_n_shot")
+    mine = mine.replace("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}")
+    mine = mine.replace("{metric: prune_equal,", "{metric: prune_equal, kind: text,")
+    forms = (
+        "The answer is {0}.",
+        "So the correct choice is {1}.",
+        "Answer: {1}",
+        "The best answer is {0} right.",
+        "{0}",
+    )
+
+    def script(request, tries: int) -> str:
+        letter = request.doc["answer"]
+        if request.doc_id == 5:
+            letter = "(A)" if letter != "(A)" else "(B)"
+        return forms[request.doc_id % 5].format(letter, letter[1])
+
+    data = {"dataset_kwargs": {"data_files": {"train": str(tmp_path / "gpqa.jsonl")}}}
+    assert evaluate(tmp_path, mine, data, script, "gpqa")["prune_equal,answer"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("answer", ["C", "(C)", "c", "option C", "(C) helium", "C. helium", "C) helium"])
+def test_the_letter_of_a_choice_in_any_form(answer: str) -> None:
+    assert same_text(answer, "(C)") and same_text(answer, "C") and not same_text(answer, "(B)")
+
+
+@pytest.mark.parametrize("answer", ["B", "(B) or (C)", "C and D", "cat", "Carl", "", "12", "(B), not (C)"])
+def test_what_is_not_the_letter_of_a_choice(answer: str) -> None:
+    assert not same_text(answer, "(C)") and not same_text(answer, "C")
 
 
 @pytest.mark.parametrize(

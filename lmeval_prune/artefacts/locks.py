@@ -74,6 +74,8 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
                 lock = lock_path(target / target.name if inside else target)
                 stack.enter_context(in_folder(lock.parent, lambda: file_lock(lock, timeout, reentrant=True)))
             except Timeout:
+                if not lock.exists():  # nobody holds it: a file system that takes no files
+                    raise InputError(f"{path} cannot be written; name another output") from None
                 raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
             except RuntimeError as error:  # a loop of links
                 raise InputError(f"{path} cannot be written: {error}") from error

@@ -46,15 +46,16 @@ def compare(
     """
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
-        raise InputError(f"{first_few(runs)} is a single run; name two or more")
+        raise InputError(f"{first_few(runs)} is a single run; name another one, too")
     base = runs[_baseline(baseline, words, runs)]
     runs = {name: run if run is base else run.named_as(base) for name, run in {base.name: base, **runs}.items()}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
     rows = rows_of(tables, base.name, seed)
     for (name, task), row in rows.items():
-        if name != base.name and task in evaluations:
-            measured = distances(_answers(evaluations, base.name, task), _answers(evaluations, name, task))
+        if task in evaluations:
+            own = None if name == base.name else _answers(evaluations, name, task)
+            measured = distances(_answers(evaluations, base.name, task), own)
             rows[name, task] = replace(row, **measured)  # type: ignore[arg-type]
     return Comparison(
         title=f"{first_few(list(runs)[1:], most=3)} against {base.name}",
@@ -77,7 +78,9 @@ def _baseline(name: str | None, words: Sequence[str], runs: Mapping[str, Run]) -
         return name or next(iter(runs))
     if name in words and len(words) == len(runs):
         return list(runs)[list(words).index(name)]
-    raise InputError(f"there is no run {name!r} for the baseline{did_you_mean(name, runs) or f'; {first_few(runs)}'}")
+    raise InputError(
+        f"there is no run {name!r} for the baseline{did_you_mean(name, runs) or f'; the runs are {first_few(runs)}'}"
+    )
 
 
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
@@ -206,7 +209,9 @@ def _tables(
         name: part for task in tables for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
     }
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
-        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
+        fields = {field for runs in evaluations.values() for field in runs[base.name].fields}
+        hint = did_you_mean(missing[0], fields) or f"; their documents have {first_few(sorted(fields), most=8)}"
+        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}{hint}")
     groups, notes = _groups(tables, base.groups, variants)
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
@@ -235,7 +240,8 @@ def _task_tables(
         tables[task] = read_table(task, baseline, outcomes, known, texts, metric if named else None, ADVICE)
     if metric is not None and not has_metric:
         columns = {name for runs in evaluations.values() for name in runs[baseline].known}
-        raise InputError(f"metric: no compared task has {metric!r}{did_you_mean(metric, columns)}")
+        hint = did_you_mean(metric, columns) or f"; they have {first_few(sorted(columns))}"
+        raise InputError(f"metric: no compared task has {metric!r}{hint}")
     return tables
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import log_softmax
@@ -11,27 +12,45 @@ from scipy.special import log_softmax
 Answers = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
-def distances(base: Answers, own: Answers) -> dict[str, float | None]:
+class Response(NamedTuple):
+    """What a run answered to a question, once."""
+
+    prompt: str  # digest
+    answer: str  # digest of the generated text, or of the likeliest choice; empty without either
+    log_likelihoods: list[float]  # of the choices, or of a text; empty for generated answers
+
+
+def distances(base: Answers, own: Answers | None = None) -> dict[str, float | None]:
     """Return the distances of a run's answers from the baseline's, as fields of a row.
 
     `same_answers` is the share of equal texts, or of equal likeliest choices. `choice_kld` is the mean KL divergence of
     the probabilities of the choices, in nats. `…_se` are their standard errors over questions. What the answers do not
-    have (choices, a text, an answer of a single run) is left out.
+    have (choices, a text) is left out. A question that was answered several times (seeds) counts with the mean over
+    pairs of an answer of each run, of those pairs that answer the same prompt if there are any.
 
     Args:
-        base: answers of the baseline, by task and number, with `answer_key` and `log_likelihoods`.
-        own: answers of the run to the same questions.
+        base: answers of the baseline, by task and number, with `responses`.
+        own: answers of the run to the same questions; None compares the baseline's own answers with each other.
     """
-    pairs = [(base[key], own[key]) for key in base]
-    keys = [(first.get("answer_key"), second.get("answer_key")) for first, second in pairs]
-    same = [float(first == second) for first, second in keys if first is not None and second is not None]
-    has_answers = len(same) == len(pairs) and any(map(any, keys))
-    divergences = [_divergence(first.get("log_likelihoods"), second.get("log_likelihoods")) for first, second in pairs]
-    known = [value for value in divergences if value is not None]
+    pairs = [_pairs(answer["responses"], own[key]["responses"] if own else None) for key, answer in base.items()]
+    if not pairs or not all(pairs):
+        return {}
+    has_answers = any(first.answer or second.answer for each in pairs for first, second in each)
+    divergences = [
+        [_divergence(first.log_likelihoods, second.log_likelihoods) for first, second in each] for each in pairs
+    ]
+    known = [float(np.mean(each)) for each in divergences if None not in each]  # type: ignore[arg-type]
+    same = [float(np.mean([first.answer == second.answer for first, second in each])) for each in pairs]
     return {
         **(_mean("same_answers", same) if has_answers else {}),
         **(_mean("choice_kld", known) if len(known) == len(pairs) else {}),
     }
+
+
+def _pairs(first: Sequence[Response], second: Sequence[Response] | None) -> list[tuple[Response, Response]]:
+    """Return the pairs of responses to a question that are compared; without `second`, those of `first` with others."""
+    pairs = list(combinations(first, 2) if second is None else product(first, second))
+    return [(one, other) for one, other in pairs if one.prompt == other.prompt] or pairs
 
 
 def _mean(name: str, values: list[float]) -> dict[str, float | None]:
@@ -40,9 +59,9 @@ def _mean(name: str, values: list[float]) -> dict[str, float | None]:
     return {name: float(np.mean(values)), f"{name}_se": error}
 
 
-def _divergence(first: list[float] | None, second: list[float] | None) -> float | None:
+def _divergence(first: list[float], second: list[float]) -> float | None:
     """Return Σ p (log p − log q) over the choices, p and q their normalised likelihoods; None without choices."""
-    if first is None or second is None or not len(first) == len(second) > 1:
+    if not len(first) == len(second) > 1:
         return None
     p, q = log_softmax(np.array([first, second]), axis=1)
     return float(np.exp(p) @ (p - q)) if np.isfinite(p).all() and np.isfinite(q).all() else None

@@ -42,7 +42,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     if comparison.missing:
         notes = [f"missing: {_missing(comparison.missing)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
-    write_text(target / "table.csv", csv(pd.DataFrame(rows)))
+    write_text(target / "table.csv", csv(pd.DataFrame(rows).astype({"better": "Int64", "worse": "Int64"})))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
     if costs:
         _draw_pareto(comparison, costs, target / "pareto")
@@ -86,6 +86,7 @@ def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str],
         parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
         has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),
         has_choices=_any_has(rows, "choice_kld"),
+        has_own_distances=any(row.same_answers is not None for row in rows if row.variant == comparison.baseline),
         units={row.unit for row in rows},
         marked=any(row.chosen_on for row in rows),
         distances=_any_has(rows, "mean_kld"),

@@ -156,7 +156,12 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         file.seek(0)
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield (name := f"line {number} of {path}"), parse_json(line, name)
+                name = f"line {number} of {path}"
+                try:
+                    row = parse_json(line, name)
+                except InputError as error:
+                    raise InputError(f"{error}; the file is incomplete or was changed, evaluate again") from None
+                yield name, row
 
 
 def _filters(results: Mapping[str, Any], task: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lmeval_prune.artefacts import digest
+from lmeval_prune.comparison.distances import Response
 from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
@@ -28,9 +29,10 @@ class Evaluation(NamedTuple):
 
     outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and columns of the documents
     answers: pd.DataFrame
-    """See `samples.tables`; of a single results file also `answer_key`, a digest, and `log_likelihoods` of choices."""
+    """See `samples.tables`; also `responses`, a list of `Response`, one for each results file (seed)."""
     known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
+    fields: frozenset[str]  # of its first document
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,13 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
     for column in columns:
         outcomes[DOCUMENT + column] = [_field(row["doc"], column) for row in ordered]
-    answers["answer_key"] = [digest(text) if text else "" for text in answers["answer"]]
+    keys = [digest(text) if text else "" for text in answers["answer"]]
+    columns_of_responses = zip(outcomes["prompt"], keys, map(log_likelihoods, ordered), strict=True)
+    answers["responses"] = [[Response(*values)] for values in columns_of_responses]
     for column in ("question", "target", "answer"):
         answers[column] = answers[column].map(shortened)
-    answers["log_likelihoods"] = [log_likelihoods(row) for row in ordered]
-    return Evaluation(outcomes, answers, known, settings)
+    doc = ordered[0]["doc"]
+    return Evaluation(outcomes, answers, known, settings, frozenset(doc if isinstance(doc, dict) else ()))
 
 
 def _texts(arguments: list[Any]) -> list[Any]:
@@ -162,9 +166,9 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     answers = first.answers.set_index(["task", "doc_id"])
     repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)
     answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
-    answers = answers.drop(columns=["answer_key", "log_likelihoods"])  # there is no distance of several answers
+    answers["responses"] = repeats["responses"].agg(lambda lists: [each for responses in lists for each in responses])
     known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
-    return Evaluation(merged, answers.reset_index(), known, first.settings)
+    return Evaluation(merged, answers.reset_index(), known, first.settings, first.fields)
 
 
 def find_runs(words: Sequence[str]) -> list[Run]:
@@ -174,6 +178,8 @@ def find_runs(words: Sequence[str]) -> list[Run]:
     but for the seed; otherwise they are several.
     """
     paths = {word: word if Path(word).exists() else word.partition("=")[2] or word for word in words}
+    if repeated := [word for word in paths if list(words).count(word) > 1]:
+        raise InputError(f"{repeated[0]} is named twice; name each run once")
     unnamed = [path for word, path in paths.items() if path == word]
     start = os.path.commonpath([Path(path).absolute().parent for path in unnamed]) if len(unnamed) > 1 else None
     runs: list[Run] = []

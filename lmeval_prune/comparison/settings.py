@@ -89,8 +89,10 @@ def _compact(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    """Return a value for a message, shortened; a text of several words in quotes."""
     text = " ".join(str(value).split())
-    return text if len(text) <= 40 else f"{text[:37]}…"
+    text = text if len(text) <= 40 else f"{text[:37]}…"
+    return f"'{text}'" if value is not _MISSING and isinstance(value, str) and " " in text else text
 
 
 def seed_text(file: ResultsFile) -> str:

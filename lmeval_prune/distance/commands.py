@@ -12,7 +12,7 @@ from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.options import first_argument
 
 
-@first_argument("pretrained")
+@first_argument("pretrained", "MODEL")
 def distance(
     pretrained: str,
     output: str = "out/distance.json",

@@ -81,11 +81,16 @@ def check_models(
     for intervention in variants:
         intervention.fit_to(dense.map)
     for name in checkpoints:
-        other = Checkpoint({**settings.model_args, "pretrained": name})
-        if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
-            raise InputError(f"{name} has another tokenizer than {pretrained}; compare models with the same tokenizer")
+        check_tokenizers(dense, Checkpoint({**settings.model_args, "pretrained": name}))
     if settings.text and (limit := position_limit(dense.map.model)) and settings.tokens > limit:
         raise InputError(f"tokens={settings.tokens}: {pretrained} has {limit} positions; give fewer")
+
+
+def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
+    """Refuse a model with another tokenizer than the dense model's."""
+    if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
+        names = [str(each.loading["pretrained"]) for each in (other, dense)]
+        raise InputError(f"{names[0]} has another tokenizer than {names[1]}; compare models with the same tokenizer")
 
 
 def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:

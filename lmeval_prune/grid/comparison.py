@@ -170,10 +170,15 @@ def _add_lengths(
 def _add_distances(
     folder: GridFolder, rows: Mapping[tuple[str, str], Row], done: Mapping[tuple[str, str], Any]
 ) -> list[str]:
-    """Add the measured distances to the rows of single tasks, and return notes on failures."""
+    """Add the measured distances to the rows of single tasks; return notes on what is not or otherwise measured."""
     notes = []
     for names, row in rows.items():
-        key = done[names].get("distance") if names in done else None
+        entry = done.get(names, {})
+        key = entry.get("distance")
+        if reason := entry.get("no_distance"):
+            notes.append(f"{row.variant}: its distance is not measured: {reason}")
+        if origin := entry.get("distance_from"):
+            notes.append(f"{row.variant}: its distance is that of its checkpoint from the model of {origin}")
         if key and folder.has_distances(key):
             summary = summarize(folder.distances(key))
             for name in DISTANCE:

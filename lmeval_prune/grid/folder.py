@@ -7,7 +7,7 @@
     failed/measure-KEY.json     reason why the costs of a variant could not be measured
     prepared/KEY/               result of a preparation
     measures/KEY.json           costs of a variant
-    distances/KEY.parquet       distances of a cell's variant from its model without interventions, by text
+    distances/KEY.parquet       distances of a cell's variant from a dense model, by text
     answers/NAME/               answers of a model on a task, stored one by one, so that a killed cell can resume
     locks/KEY.lock              lock of a cell, a preparation or a measurement
 
@@ -46,6 +46,8 @@ class CellEntry(TypedDict):
     prepare: dict[str, dict[str, Any]]  # settings of a preparation, by its name
     costs: str  # key of the variant's measured costs
     distance: NotRequired[str]  # key of the measured distances
+    distance_from: NotRequired[str]  # variant whose model they are measured from, if it is another checkpoint
+    no_distance: NotRequired[str]  # reason why they are not measured
 
 
 class GridContents(TypedDict):

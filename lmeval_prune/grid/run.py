@@ -11,7 +11,7 @@ from typing import Any
 
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.distances import distance_key, is_comparable
+from lmeval_prune.grid.distances import distance_key, reference, why_unmeasured
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.runners import LocalRunner, Runner
 from lmeval_prune.grid.worker import BUSY, FAILED, Job
@@ -45,21 +45,41 @@ class _Run:
         self.model_args = {cell.key: cell.model_args(folder.prepared) for cell in self.cells}
         self.names = {measurement_key(cell.costs): f"costs of {cell.variant.name}" for cell in self.cells}
         self.names |= {cell.key: cell.name for cell in self.cells}
-        self.distances = {  # keys of distances by cell
-            cell.key: distance_key(cell, grid.distance) for cell in self.cells if grid.distance and is_comparable(cell)
-        }
-        self.names |= {key: f"distance of {self.names[cell]}" for cell, key in self.distances.items()}
+        self.origins: dict[str, Cell] = {}  # cell from whose model the distance of another is measured, by key
+        self.distances: dict[str, dict[str, str]] = {}  # fields of `CellEntry` by cell
+        if grid.distance:
+            self._plan_distances()
+        self.names |= {key: f"distance of {self.names[cell]}" for cell, key in self.distance_keys.items()}
+
+    def _plan_distances(self) -> None:
+        """Determine which distances are measured, and from which model."""
+        baseline = self.grid.baseline or self.grid.variants[0].name
+        bases = {cell.task.name: cell for cell in self.cells if cell.variant.name == baseline}
+        for cell in self.cells:
+            base = bases[cell.task.name]
+            origin = reference(cell, base)
+            if origin is None:
+                continue
+            if reason := why_unmeasured(cell, base):
+                self.distances[cell.key] = {"no_distance": reason}
+                continue
+            self.origins[cell.key] = origin
+            self.distances[cell.key] = {"distance": distance_key(cell, self.grid.distance, origin)}
+            if origin is not cell:
+                self.distances[cell.key]["distance_from"] = baseline
+
+    @property
+    def distance_keys(self) -> dict[str, str]:
+        """Return the keys of distances by that of their cell."""
+        return {cell: entry["distance"] for cell, entry in self.distances.items() if "distance" in entry}
 
     def run(self, retry_failed: bool) -> Summary:
         folder, cells = self.folder, self.cells
-        entries = [
-            cell.entry(self.model_args[cell.key]) | ({"distance": key} if (key := self.distances.get(cell.key)) else {})
-            for cell in cells
-        ]
+        entries = [cell.entry(self.model_args[cell.key]) | self.distances.get(cell.key, {}) for cell in cells]
         folder.create(self.grid.title, self.grid.baseline, entries)
         if retry_failed:
             keys = {key for cell in cells for key in (cell.key, cell.prepared, measurement_key(cell.costs)) if key}
-            for key in keys.union(self.distances.values()):
+            for key in keys.union(self.distance_keys.values()):
                 folder.clear_failure(key)
         done_before = folder.done_cells().intersection(self.model_args)
         if done_before:
@@ -87,10 +107,10 @@ class _Run:
 
     def _without_distances(self) -> list[Cell]:
         """Return the cells that are done, but whose distances are neither measured nor failed."""
-        done, failures = self.folder.done_cells(), self.folder.failures()
-        left = [cell for cell in self.cells if cell.key in done and cell.key in self.distances]
-        keys = {key for key in self.distances.values() if key in failures or self.folder.has_distances(key)}
-        return [cell for cell in left if self.distances[cell.key] not in keys]
+        done, failures, keys = self.folder.done_cells(), self.folder.failures(), self.distance_keys
+        left = [cell for cell in self.cells if cell.key in done and cell.key in keys]
+        finished = {key for key in keys.values() if key in failures or self.folder.has_distances(key)}
+        return [cell for cell in left if keys[cell.key] not in finished]
 
     def _prepare(self, done: set[str]) -> None:
         """Run the preparations; if one fails, its cells are recorded as failed."""
@@ -149,12 +169,18 @@ class _Run:
             model = tuple(arguments.get(name) for name in LOADING_ARGUMENTS)
             others = tuple(sorted((name, value) for name, value in arguments.items() if name not in MASK_ARGUMENTS))
             position = order.setdefault(model, len(order)), order.setdefault(cell.task.name, len(order))
-            groups.setdefault((position, others, cell.variant.seed), []).append(cell)
+            origin = self.origins[cell.key] if distance else cell
+            origin_key = "" if origin is cell else origin.key
+            groups.setdefault((position, others, cell.variant.seed, origin_key), []).append(cell)
         size = self.grid.together
         return [
             Job(
-                str(self.folder.path), tuple(group[start : start + size]), measures=self.grid.measure, distance=distance
+                str(self.folder.path),
+                tuple(group[start : start + size]),
+                measures=self.grid.measure,
+                distance=distance,
+                origin=self.origins[group[0].key] if origin_key else None,
             )
-            for _, group in sorted(groups.items(), key=lambda item: item[0][0])
+            for (*_, origin_key), group in sorted(groups.items(), key=lambda item: item[0][0])
             for start in range(0, len(group), size)
         ]

@@ -12,7 +12,6 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from lmeval_prune.errors import DiskError, InputError, first_line
-from lmeval_prune.grid.distances import distance_key
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.worker import FAILED, Job, LoadedModel, Result, Worker
 from lmeval_prune.models.registered import TARGETS
@@ -133,8 +132,7 @@ def _unfinished(job: Job, folder: GridFolder) -> list[str]:
     if job.prepares:
         return [cell.prepared for cell in job.cells if not folder.has_preparation(cell.prepared)]
     if job.distance:
-        keys = [distance_key(cell, job.distance) for cell in job.cells]
-        return [key for key in keys if not folder.has_distances(key)]
+        return [key for key in job.distance_keys if not folder.has_distances(key)]
     costs = {cell.costs for cell in job.cells if folder.has_cell(cell.key)} if job.measures else set()
     measures = [measurement_key(key) for key in sorted(costs) if folder.needs_costs(key)]
     return [cell.key for cell in job.cells if not folder.has_cell(cell.key)] + measures

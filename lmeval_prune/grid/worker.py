@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lm_eval
 import torch
 from torch.utils import collect_env
 
-from lmeval_prune.distance.texts import RecordingLM, record_requests
+from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.distance.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
@@ -27,6 +27,7 @@ from lmeval_prune.grid.outcomes import write_cell
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
@@ -56,6 +57,12 @@ class Job:
     prepares: bool = False  # make the cell's preparation, do not evaluate it
     measures: bool = False  # measure the costs of variants without costs, also of cells that are done
     distance: int = 0  # if not 0: do not evaluate; measure distances on this number of documents
+    origin: Cell | None = None  # cell from whose model distances are measured; None: each from its own
+
+    @property
+    def distance_keys(self) -> list[str]:
+        """Return the keys of the distances of the job's cells."""
+        return [distance_key(cell, self.distance, self.origin or cell) for cell in self.cells]
 
 
 class VariantLM(RecordingLM):
@@ -176,7 +183,7 @@ class Worker:
     def _load(self, task: _Task, responses: str | None = None) -> VariantLM | ServedLM:
         """Load a cell's variant; its model must be the one that the cell's hash identifies."""
         cell = task.cell
-        computing = {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
+        computing = _computing(cell)
         torch.manual_seed(cell.variant.seed)
         if cell.variant.served:
             stored = {"responses": responses} if responses else {}
@@ -312,11 +319,10 @@ class Worker:
     # ------------------------------------------------------------------ distances
 
     def _measure_distances(self) -> Iterator[Result]:
-        """Measure the distances of the job's cells from their model without interventions."""
+        """Measure the distances of the job's cells."""
         with ExitStack() as locks:
             cells: dict[str, Cell] = {}
-            for cell in self.job.cells:
-                key = distance_key(cell, self.job.distance)
+            for key, cell in zip(self.job.distance_keys, self.job.cells, strict=True):
                 if not locks.enter_context(self.folder.lock(key)):
                     yield Result(key, BUSY)
                 elif self.folder.has_distances(key):
@@ -331,23 +337,27 @@ class Worker:
                 yield from [Result(key, DONE) for key in cells]
 
     def _write_distances(self, cells: dict[str, Cell]) -> None:
-        """Write the distances of cells of one task and one model, by their keys."""
+        """Write the distances of cells of one task, by their keys, from one dense model."""
+        if not cells:
+            return
         tasks = {key: _Task.of(cell, self.folder) for key, cell in cells.items()}
-        for task in list(tasks.values())[:1]:
-            cell, loading = task.cell, task.arguments.loading
-            dense = Arguments.of({**loading, "engine": "batched", "deterministic": True})
-            lm = self._load(replace(task, arguments=dense))
-            assert isinstance(lm, VariantLM)
-            with _environment_collected_once():
-                requests = record_requests(
-                    lm,
-                    **first_documents(cell.evaluation, self.job.distance),
-                    task_manager=task_manager({**loading, **cell.metadata}),
-                    **dict.fromkeys(SEEDS, cell.variant.seed),
-                )
-            distances = measure_distances(lm, requests, {key: tasks[key].arguments.interventions for key in tasks})
-            for key in tasks:
-                self.folder.write_distances(key, to_table(distances.frame(key)))
+        origin = self.job.origin or next(iter(cells.values()))
+        loading = Arguments.of(origin.variant.model_args).loading
+        lm = self._load(_Task(origin, {}, _by_engine(loading)))
+        assert isinstance(lm, VariantLM)
+        with _environment_collected_once():
+            requests = record_requests(
+                lm,
+                **first_documents(origin.evaluation, self.job.distance),
+                task_manager=task_manager({**loading, **origin.metadata}),
+                **dict.fromkeys(SEEDS, origin.variant.seed),
+            )
+        own = {key: task.arguments for key, task in tasks.items() if task.arguments.loading == loading}
+        others = {key: partial(_load_beside, task, loading) for key, task in tasks.items() if key not in own}
+        variants = {key: arguments.interventions for key, arguments in own.items()}
+        distances = measure_distances(lm, requests, variants, others)
+        for key in tasks:
+            self.folder.write_distances(key, to_table(distances.frame(key)))
 
     # ------------------------------------------------------------------ failures
 
@@ -363,6 +373,22 @@ class Worker:
         self.folder.record_failure(key, reason, traceback.format_exc())
         self.loaded.close()  # its state is unknown
         return Result(key, FAILED, reason)
+
+
+def _by_engine(model_args: dict[str, Any]) -> Arguments:
+    """Return arguments of a model that the decoding engine runs."""
+    return Arguments.of({**model_args, "engine": "batched", "deterministic": True})
+
+
+def _load_beside(task: _Task, dense: dict[str, Any]) -> VariantLM:
+    """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
+    check_tokenizers(Checkpoint(dense), Checkpoint(task.arguments.loading))
+    return VariantLM(_by_engine({**task.model_args, **_computing(task.cell)}))
+
+
+def _computing(cell: Cell) -> dict[str, Any]:
+    """Return the batch size and device of a cell as model_args."""
+    return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
 
 
 _environment = cache(collect_env.get_pretty_env_info)

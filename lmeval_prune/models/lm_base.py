@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lm_eval.api.model import LM
-from lm_eval.utils import simple_parse_args_string
+from lm_eval.utils import handle_arg_string
 
 from lmeval_prune.errors import InputError, print_input_errors
 
@@ -28,8 +28,20 @@ class CheckedArgumentsLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
-        """Create a model from a string of model_args; see `create_from_arg_obj`."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+        """Create a model from a string of model_args, in which a list is written `[…]`; see `create_from_arg_obj`."""
+        return cls.create_from_arg_obj(parse_arguments(arg_string), additional_config)
+
+
+def parse_arguments(text: str | None) -> dict[str, Any]:
+    """Parse `NAME=VALUE,NAME=VALUE` as lm-eval does, but for the commas inside brackets, which belong to a value."""
+    parts: list[str] = []
+    for piece in (text or "").strip().split(","):
+        if parts and parts[-1].count("[") > parts[-1].count("]"):
+            parts[-1] += f",{piece}"
+        else:
+            parts.append(piece)
+    pairs = (part.partition("=") for part in parts if part)
+    return {name: handle_arg_string(value) for name, _, value in pairs}
 
 
 class AnsweringLM(CheckedArgumentsLM):

@@ -12,6 +12,9 @@ from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 from lmeval_prune.scoring.vocabulary import phrases
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")  # 05:45 p.m.
+_LETTER = re.compile(
+    r"(?:(?:option|choice|answer) )?(?:\(([a-k])\)|([a-k])(?=$|[.:)] ))"
+)  # (c), c, option c, c. helium
 _SEPARATOR = re.compile(r"\s*;\s*|,\s+(?:and\s+)?|,(?!\d{3})|\s+and\s+")  # of several: 3; 4, or 3, 4 and 5
 
 
@@ -36,9 +39,19 @@ def _same_item(answer: str, gold: str) -> bool:
     if time and gold_time:  # 5:45 p.m. is 5:45 and 17:45, but not 5:45 a.m.
         (clock, half), (gold_clock, gold_half) = _halved(time, gold_time), _halved(gold_time, time)
         return clock == gold_clock and (half or gold_half) == (gold_half or half)
+    if (letter := _letter(gold_words)) and _LETTER.fullmatch(gold_words):
+        return _letter(words) == letter
     if re.fullmatch(r"\d+:\d+", gold_words):  # a ratio
         words = re.sub(r"(?<=\d)\s*(?:\bto\b|:)\s*(?=\d)", ":", words)
     return words == gold_words and bool(words)
+
+
+def _letter(words: str) -> str:
+    """Return the letter of a choice with which words begin; empty without one, or with several."""
+    match = _LETTER.match(words)
+    if not match or re.search(r"\b(?:or|and)\b|\([a-k]\)", words[match.end() :]):
+        return ""
+    return match[1] or match[2]
 
 
 def _halved(time: re.Match[str], other: re.Match[str]) -> tuple[str, str | None]:

@@ -102,7 +102,7 @@ class SweepScores(Pruner):
 
 
 def drops_of(outcomes: Outcomes) -> dict[str, float]:
-    """Return the mean of z_dense − z_head over the questions with both, by single head; one without any has no entry."""
+    """Return the mean of z_dense − z_head over the questions with both, by single head that has any."""
     dense = outcomes.z[:, outcomes.pool.index(DENSE)].astype(np.float64)
     drops = {}
     for head, z in zip(outcomes.pool, outcomes.z.T.astype(np.float64), strict=True):

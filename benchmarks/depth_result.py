@@ -54,6 +54,7 @@ class Work:
     test: list[torch.Tensor]
     stored: dict[str, Any]  # scores of layers and blocks, and layers of steps, in the results file
     by_method: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # scores of heads and channels
+    dense: list[torch.Tensor] = field(default_factory=list)  # log-probabilities of the unpruned model, by batch
 
     def scores(self, method: str, is_depth: bool) -> dict[str, torch.Tensor]:
         """Return the scores of all parts by a method."""
@@ -116,8 +117,9 @@ def measured(work: Work, plan: Plan) -> dict[str, Any]:
     model, sums = work.model_map.model, dict.fromkeys(("kl", "same", "loss"), 0.0)
     count = 0
     with torch.no_grad():
-        for ids in work.test:
-            dense = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+        if not work.dense:
+            work.dense = [model(ids, use_cache=False).logits[:, :-1].log_softmax(-1) for ids in work.test]
+        for ids, dense in zip(work.test, work.dense, strict=True):
             with plan.applied_to(model, work.model_map):
                 pruned = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
             sums["kl"] += float((dense.exp() * (dense - pruned)).sum(-1).double().sum())

@@ -28,12 +28,12 @@ def migrate(path: str, output: str) -> int:
     schema, version = _kind(path)
     if schema not in MIGRATIONS:
         raise InputError(f"{path} is a {schema} artefact, whose format has not changed; use it as it is")
-    newest, rewrite = MIGRATIONS[schema]
-    if version >= newest:
-        raise InputError(f"{path} has the current version {version} of its format; use it as it is")
+    versions, rewrite = MIGRATIONS[schema]
+    if version not in versions:
+        raise InputError(f"{path} has version {version} of its format, which is read as it is; use it so")
     if Path(output).exists():
         raise InputError(f"--output {output} exists; name a new path")
-    print(f"{output}: {rewrite(Path(path), Path(output))}, version {version} to {newest}")
+    print(f"{output}: {rewrite(Path(path), Path(output))}, from version {version} of its format")
     return 0
 
 
@@ -70,7 +70,7 @@ def _head_mask(path: Path, output: Path) -> str:
 
 
 def _outcomes(path: Path, output: Path) -> str:
-    """Rewrite an outcome store: version 1 has the texts of answers in its table of cells, version 2 an answer store.
+    """Rewrite an outcome store: version 1 has the texts of answers in its table of cells, later ones an answer store.
 
     The new answers have no versions of the code, which were not recorded: they are read, but no run reuses them.
     """
@@ -90,6 +90,7 @@ def _outcomes(path: Path, output: Path) -> str:
             for cell in cells:
                 cell |= {"answer": _key(cell), "length": len(cell["tokens"]), "cut_off": None}
                 answers.add(cell["answer"], cell.pop("text"), _about(cell))
+                cell["attempt"] = cell.pop("head")
             answers.compact()
         finally:
             answers.close()
@@ -133,7 +134,8 @@ def _about(cell: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "generate_until", "tokens": cell.pop("tokens"), **about}
 
 
-MIGRATIONS: dict[str, tuple[int, Callable[[Path, Path], str]]] = {
-    "lmeval-prune/head-mask": (3, _head_mask),
-    "lmeval-prune/outcomes": (2, _outcomes),
+# By schema: the versions that are rewritten, and the function that does it.
+MIGRATIONS: dict[str, tuple[tuple[int, ...], Callable[[Path, Path], str]]] = {
+    "lmeval-prune/head-mask": ((1, 2), _head_mask),
+    "lmeval-prune/outcomes": ((1,), _outcomes),
 }

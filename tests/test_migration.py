@@ -46,7 +46,9 @@ def test_outcome_stores(tmp_path: Path) -> None:
     np.testing.assert_array_equal(outcomes.z, [[1, 0, 1], [1, 0, 1], [np.nan] * 3])
     assert outcomes.model == {"name": "tiny", "weights": "abc"}
     assert outcomes.tasks["t"]["generation"] == {"max_gen_toks": 8, "do_sample": False}
-    answers = {(cell["doc_id"], cell["head"]): (cell["text"], cell["tokens"], cell["length"]) for cell in store.cells()}
+    answers = {
+        (cell["doc_id"], cell["attempt"]): (cell["text"], cell["tokens"], cell["length"]) for cell in store.cells()
+    }
     written = {(i, head): (str(i + (head != "L0H1")), [i, 7], 2) for i in range(2) for head in outcomes.pool}
     assert answers == {**written, (2, "dense"): ("3", [2, 2, 7], 3)}
     assert sorted(path.name for path in old.iterdir() if path.name[0] != ".") == sorted(
@@ -72,7 +74,7 @@ def test_refused(tmp_path: Path) -> None:
     (tmp_path / "router/router.json").write_text('{"schema": "lmeval-prune/router", "schema_version": 1}')
     (tmp_path / "other.json").write_text('{"schema": "x"}')
     for path, output, message in (
-        (mask, "new.json", "current version 3"),
+        (mask, "new.json", "version 3 of its format, which is read"),
         (str(FORMATS / "mask_1.json"), mask, "exists; name a new path"),
         (str(FORMATS / "mask_1.json"), "new", "must end in .json"),
         (str(tmp_path / "router"), "new", "has not changed"),

@@ -10,6 +10,8 @@ from typing import Any
 # The title of a folder of docs/results and the command that makes its files; the page of the same name explains them.
 FOLDERS = {
     "athena": ("ATHENA on the embedded encoder", "lmeval-prune athena train --config configs/athena/minilm.yaml"),
+    "compare": ("Two seeds of one model", "lmeval-prune compare out/seed1 out/seed2"),
+    "sprint_race": ("A race against sampling, planned", "python benchmarks/sprint_race.py"),
     "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report"),
     "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py"),
     "grid": ("A grid", "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2"),

@@ -70,3 +70,26 @@ def test_a_model_whose_layers_differ_loads_and_agrees(model: str, tmp_path: Path
     with llamacpp(printed, tmp_path / "llamacpp.log") as started:
         given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
         assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here
+
+
+@pytest.mark.parametrize("blocks", ["L20-22", "L0.attention+L5.attention+L7.feed_forward+L20"])
+def test_a_model_without_blocks_loads_and_agrees(blocks: str, model: str, tmp_path: Path) -> None:
+    """Without whole layers; and where a head or a channel of zeros stands in for a block."""
+    words = ["--blocks", blocks, "--dtype", "float32", "--output", tmp_path / "cut.gguf"]
+    printed = export("model", *words, folder=tmp_path)
+    assert ("deci" in printed) == ("attention" in blocks)
+    run(
+        "lmeval-prune",
+        "mask",
+        "--pretrained",
+        "smollm2-135m",
+        "--blocks",
+        blocks,
+        "--output",
+        "plan.json",
+        folder=tmp_path,
+    )
+    here: dict[str, Any] = evaluate("pruned-hf", f"{LOCAL},plan={tmp_path / 'plan.json'}", "prune_tiny_words", tmp_path)
+    with llamacpp(printed, tmp_path / "llamacpp.log") as started:
+        given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
+        assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here

@@ -45,7 +45,7 @@ PLAN = RacePlan(
     mixes=("next", "dense|next", "dense|next+dense@T"),
 )  # fmt: skip
 QUICK: dict[str, Any] = {
-    "max_gen_toks": 48, "layers": (), "random_sets": ("8x8",), "temperatures": (0.3, 0.6), "draws": 4,
+    "max_gen_toks": 64, "layers": (), "random_sets": ("8x8",), "temperatures": (0.3, 0.6), "draws": 4,
     "test_samples": 8, "n": 4, "most": 8, "parts": 3,
     "orders": ("best", "cover", "router:knn"), "mixes": ("next", "dense|next"),
     "routers": {"knn": {"k": 3, "weighting": "uniform", "prior": 1, "validation": 0.0}},
@@ -175,7 +175,7 @@ def make_race(options: argparse.Namespace) -> ModelRace:
         raise InputError(f"--questions={options.questions} must be two numbers, each at least {plan.parts}")
     plan = replace(plan, max_gen_toks=options.max_gen_toks, layers=layers)
     if options.quick:
-        plan, counts = replace(plan, **QUICK, task="prune_asdiv_a"), (12, 12)
+        plan, counts = replace(plan, **QUICK, task="prune_asdiv_a"), (10, 10)
         settings = {"train": "fold0", "test": "fold1", "dtype": "float32", "fewest": 4}
     elif options.server:  # servers have an adapter for each pruned head alone
         plan = replace(plan, random_sets=())

@@ -49,7 +49,7 @@ def rehearsal(plan: RacePlan, questions: int) -> RacePlan:
     router = {"p": [4], "lambda": [0.0], "validation": 0.0, "epochs": 20}
     return replace(
         plan, layers=(), random_sets=("4x4",), temperatures=plan.temperatures[1:3], draws=8, most=8, test_samples=8,
-        n=4, parts=min(3, questions), routers={"contrastive": router},
+        n=4, parts=min(3, questions), routers={"contrastive": router}, orders=plan.orders[:3],
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def write_outcomes(folder: Path, z: dict[str, list[float]], model: dict[str, Any
     store.begin(model, {"toy": {}}, questions, list(z))
     blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
     store.add(
-        {**Question("toy", "train", n)._asdict(), "head": head, "outcome": bool(value), **blank}
+        {**Question("toy", "train", n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
         for head, column in z.items()
         for n, value in enumerate(column)
         if not np.isnan(value)

@@ -58,8 +58,7 @@ class Policy:
 def nearest(router: Router) -> Policy:
     """Order by a fitted router; its probabilities, if it has some, are the weights of a vote."""
     identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
-    weights = getattr(router, "probabilities", None)
-    return Policy(router.pool, identity, router.order, weights=weights)
+    return Policy(router.pool, identity, router.order, weights=router.probabilities)
 
 
 def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:

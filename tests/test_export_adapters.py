@@ -389,7 +389,7 @@ def test_what_no_adapter_can_do_is_one_line(
     arguments = ("--pretrained", str(tiny_folder), "--output", str(tmp_path / "out"))
     model_map = map_model(tiny("llama"))
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "plan.json", model_map)
-    assert "channels or updated weights" in refused(capsys, *arguments, "--mask", str(tmp_path / "plan.json"))
+    assert "channels, blocks or updated weights" in refused(capsys, *arguments, "--mask", str(tmp_path / "plan.json"))
     HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
     error = refused(capsys, *arguments, "--mask", str(tmp_path / "mask.json"))
     assert "other weights" in error and "--allow_other_model" in error and "=true" not in error

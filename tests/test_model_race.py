@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ def script() -> Any:
     spec = importlib.util.spec_from_file_location("model_race", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:  # dataclasses look for their module there
+        patch.setitem(sys.modules, "model_race", module)
+        spec.loader.exec_module(module)
     return module
 
 

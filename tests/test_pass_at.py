@@ -343,6 +343,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
     def without_data(self, config) -> None:
         self._config = TaskConfig(**config)
         self._scorers = []  # of lm-eval 0.5
+        self._aggregation_list = {}
 
     monkeypatch.setattr(compat.MultipleChoiceTask, "__init__", without_data)
     built = loading.task_manager().load(["prune_commonsense"])["tasks"]

@@ -30,12 +30,13 @@ _HEADS = (
 
 
 class Removed(TypedDict):
-    """Numbers of removed units of a stage, and its fillers by layer."""
+    """Numbers of removed units of a stage, and what stays with zero weights by layer."""
 
     heads: int
     kv_heads: int
     channels: int
     fillers: dict[str, list[int]]
+    zeroed_channels: NotRequired[dict[str, int]]  # channels that stay with zero weights, by layer
     blocks: NotRequired[int]
     layers: NotRequired[int]
 

@@ -142,7 +142,8 @@ class Host(ABC):
         for stage in (read_manifest(folder) or {}).get("stages", []):
             removed, sizes = stage["plan"].get("channels", {}), stage["parent"]["channels"]
             emptied = [block for block, text in removed.items() if len(Channels(text).numbers) == sizes[block]]
-            if layers := ", ".join([*stage["removed"]["fillers"], *emptied]):
+            zeroed = stage["removed"].get("zeroed_channels", emptied)  # manifests of earlier versions do not have them
+            if layers := ", ".join([*stage["removed"]["fillers"], *zeroed]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
                     f"cut it by whole groups (unit=group or balanced), and keep some in each layer"

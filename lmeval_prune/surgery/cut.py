@@ -230,6 +230,7 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
         "kv_heads": sum(x.kv_heads for x in model_map.attention) - sum(len(heads.kv_heads) for heads in kept.heads),
         "channels": sum(model_map.channels().values()) - sum(map(len, kept.channels.values())),
         "fillers": fillers,
+        "zeroed_channels": {label: len(channels) for label, channels in kept.zeroed.items() if channels},
     }
     if kept.depth.removed:
         removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.sprint.outcomes import DENSE, OutcomeStore, Question
+from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.sprint.outcomes import OutcomeStore, Question
 
 
 def write_outcomes(folder: Path, z: dict[str, list[float]], model: dict[str, Any]) -> Path:

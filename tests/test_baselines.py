@@ -661,7 +661,7 @@ def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
     again = plan_by(method, model_map, text, parts=parts, ratio=0.4)
     assert again == plan and again.identity(model_map) == plan.identity(model_map)
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
-    assert bool(plan.heads) or method == "flap"
+    assert bool(plan.heads) or method in ("flap", "gisp")
     assert bool(plan.channels) == (parts == "both")
     smaller = cut(model, plan).model
     with plan.applied_to(model):
@@ -785,7 +785,7 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
              str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "32", "--output", str(tmp_path / "plan.json")]  # fmt: skip
     assert main(words) == 0
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.channels and plan.provenance["method"] == name and (plan.heads or name == "flap")
+    assert plan.channels and plan.provenance["method"] == name and (plan.heads or name in ("flap", "gisp"))
     assert bool(plan.compensation) == (name in ("flap", "slimgpt"))
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".txt"}
     assert main([*words[:3], *words[3:-1], str(tmp_path / "none.json"), "--compensation", "none"]) == 0

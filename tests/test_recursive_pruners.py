@@ -329,3 +329,15 @@ def test_outputs_of_versions_without_these_options_are_complete(options: Distill
     distill(replace(options, method="random", stages=1))
     with pytest.raises(InputError, match=r"was made with other options \(steps=1\)"):
         distill(replace(options, method="random", stages=1, steps=2))
+
+
+def test_stages_remove_whole_layers_and_compositions(options: DistillOptions, tmp_path: Path) -> None:
+    """One layer of four in each stage; then heads, channels and blocks chosen together."""
+    depth = replace(options, method="block_influence", parts="layers", ratio=0.5)
+    note = distill(depth)
+    assert len(map_model(load_pretrained(depth.output)).attention) == 2
+    assert len(note["stages"]) == 2 and [len(stage["heads"]) for stage in note["stages"]] == [3, 2]
+    together = replace(options, method="magnitude", allocation="composition", output=str(tmp_path / "together"))
+    dense = sum(parameter.numel() for parameter in load_pretrained(options.pretrained).parameters())
+    sizes = [stage["parameters"] for stage in distill(together)["stages"]]
+    assert dense > sizes[0] > sizes[1]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.options import Allocation, PruneOptions, check_samples
+from lmeval_prune.pruners.options import Allocation, Parts, PruneOptions, check_samples
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 
 
@@ -57,8 +57,8 @@ class DistillOptions(Settings):
         ffn_options: options of ffn_method
         budget: heads (ratio counts query heads, ffn_ratio channels) or parameters (ratio counts those of heads and
             channels; needed by slimgpt and wanda_sp)
-        parts: with budget=parameters, what is removed: both, heads or channels (default: what the method's paper
-            removes)
+        parts: with budget=parameters, what is removed: both, heads or channels, or whole layers or blocks: layers,
+            attention, feed_forward or blocks (default: what the method's paper removes)
         skip_first: with budget=parameters, number of first layers that are not pruned and do not count in the ratio
         skip_last: the same for the last layers
         log_start: with allocation=log, share that the first layer loses, divided by the ratio
@@ -144,7 +144,7 @@ class DistillOptions(Settings):
     ffn_method: str | None = None
     ffn_options: dict[str, Any] = field(default_factory=dict)
     budget: Literal["heads", "parameters"] = "heads"
-    parts: Literal["both", "heads", "channels"] | None = None
+    parts: Parts | None = None
     skip_first: Natural = 0
     skip_last: Natural = 0
     log_start: Share = 0.3125

@@ -40,11 +40,11 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "unit=head keeps zeroed heads in groups with a shared key-value head, and training would change them; use "
             "group or balanced"
         )
-    before = {"heads": 0, "channels": 0}
+    before = count_removed({})
     pruners = {"heads": head_pruner, "channels": channel_pruner}
     for stage, removed in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
         after = count_removed(removed)
-        if after["heads"] <= before["heads"] and after["channels"] <= before["channels"]:
+        if after == before:
             raise InputError(
                 f"stage {stage} of {pruning.steps} has nothing left to remove: {after['heads']} of "
                 f"{model_map.total_heads} heads and {after['channels']} of {sum(model_map.channels().values())} "
@@ -98,7 +98,7 @@ def cut_stage(
     if step.ratio or step.ffn_ratio:
         text = host.calibration(examples, model, answering)
         *_, plan = stages(heads, model_map, step, text, channels, work=work)
-    if not plan.heads and not plan.channels:
+    if not plan.heads and not plan.channels and not plan.blocks:
         raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
     return cut(backbone, plan)
 

@@ -12,6 +12,7 @@ from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Setting
 
 T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
+Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
 WINDOW = 128  # tokens per calibration window
 _PARTS = {
     "both": "heads and channels",
@@ -75,7 +76,7 @@ class PruneOptions(Settings):
     budget: Literal["parameters", "heads", "latency"] = "parameters"
     depth_method: str = "block_kl"
     costs: str | None = None
-    parts: Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"] | None = None
+    parts: Parts | None = None
     skip_first: Natural = 0
     skip_last: Natural = 0
     log_start: Share = 0.3125

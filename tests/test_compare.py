@@ -567,9 +567,9 @@ OLD_RUNS = ROOT / "tests" / "old_runs"
 
 
 def test_runs_that_old_versions_wrote() -> None:
-    """Each has the figures of its results file, and all are compared with each other: 0.4.2 and 0.4.3 drew the same."""
+    """Each has the figures of its results file, and all are compared with each other: 0.4.2 to 0.4.7 drew the same."""
     versions = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
-    assert {"0.4.2", "0.4.3", "0.4.12"} <= set(versions)
+    assert versions == ["0.4.12", "0.4.2", "0.4.3", "0.4.7"]
     for metric in ("exact_match,start", "acc_norm", "bits_per_byte", None):
         comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.2", metric=metric)
         assert comparison.notes == [note for note in comparison.notes if note.startswith("all tasks: ")]
@@ -581,9 +581,10 @@ def test_runs_that_old_versions_wrote() -> None:
                 (column,) = comparison.tables[task].columns
                 assert comparison.rows[name, task].mean == pytest.approx(figures[task][column], rel=1e-9), (name, task)
         for task in ("old_words", "old_choice", "old_texts"):
-            row = comparison.rows["0.4.3", task]
-            assert (row.difference, row.better, row.worse) == (0, 0, 0)
-            assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
+            for name in ("0.4.3", "0.4.7"):
+                row = comparison.rows[name, task]
+                assert (row.difference, row.better, row.worse) == (0, 0, 0)
+                assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
 
 
 def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:

@@ -136,6 +136,21 @@ def test_repeats_on_a_server_have_seeds_of_their_own(
     assert len(seeds) == LIMIT and all(len(set(each)) == 4 for each in seeds.values())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("task", ["prune_tiny_words", "prune_tiny_choice"])
+def test_a_server_that_does_not_answer_is_one_line(
+    count: int, task: str, evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
+) -> None:
+    arguments = arguments_of(f"local-completions {count}", tiny_folder, server) | {"max_retries": 1}
+    arguments["base_url"] = "http://127.0.0.1:9/v1/completions"
+    message = (
+        r"^the server of lm=local-completions gives no answer \(.*\); its answers so far are stored, the same command"
+    )
+    with pytest.raises(InputError, match=message) as error:
+        evaluate("resumable", [task], lm="local-completions", responses=str(tmp_path / "s"), **arguments)
+    assert "\n" not in str(error.value)
+
+
 # --------------------------------------------------------------------------- a model that returns at the end only
 
 

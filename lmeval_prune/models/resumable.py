@@ -29,7 +29,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
-from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
+from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
 from lmeval_prune.models.answering import AUTO_GROUP_SIZE
@@ -51,6 +51,7 @@ _TAKES_SEED = (
 )
 # what lm-eval 0.4 takes for a missing text of a server; 0.5 takes None
 _NO_TEXT = getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None)
+_NETWORK = ("requests", "aiohttp")  # packages whose errors mean that a server gives no answer
 _CONFIGURATION = (".json", ".jinja", ".model", ".txt")  # suffixes of a checkpoint's files that are no weights
 
 
@@ -97,7 +98,7 @@ def _model_class(name: Any) -> type[LM]:
         raise InputError("name the model: --model resumable --model_args lm=hf,responses=FOLDER,pretrained=…")
     if name not in model_registry:
         raise InputError(f"lm={name} is no model of lm-eval{did_you_mean(str(name), model_registry)}")
-    with as_input_error(f"the model lm={name} cannot be imported"):
+    with as_input_error(f"the model lm={name} needs a package; install it"):
         model: type[LM] = get_model(name)
     if issubclass(model, AnsweringLM):
         raise InputError(f"{name} stores answers itself: --model {name} --model_args responses=FOLDER,…")
@@ -172,7 +173,7 @@ class StoredAnswering:
     """
 
     def __init__(self, lm: Any, name: str, identity: dict[str, Any], store: AnswerStore, store_every: int) -> None:
-        self._lm, self.store, self.store_every = ref(lm), store, store_every
+        self._lm, self.name, self.store, self.store_every = ref(lm), name, store, store_every
         self.seed = torch.initial_seed()
         self.takes_seed = name in _TAKES_SEED
         self._model = digest(identity)
@@ -249,7 +250,16 @@ class StoredAnswering:
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by the model itself."""
         options = {"disable_tqdm": True} if disable_tqdm else {}  # not all classes know it
-        return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
+        try:
+            return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
+        except Exception as error:
+            is_network = type(error).__module__.partition(".")[0] in _NETWORK or isinstance(error, TimeoutError)
+            if not (self._is_served and is_network):
+                raise
+            raise InputError(
+                f"the server of lm={self.name} gives no answer ({first_line(error)}); its answers so far are stored, "
+                f"and the same command goes on when it does"
+            ) from error
 
     def _seeded(self, pending: PendingRequests) -> list[Any]:
         """Return the requests; sampled repeats with seeds of their own, where the model takes them."""

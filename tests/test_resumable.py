@@ -143,9 +143,7 @@ def test_a_server_that_does_not_answer_is_one_line(
 ) -> None:
     arguments = arguments_of(f"local-completions {count}", tiny_folder, server) | {"max_retries": 1}
     arguments["base_url"] = "http://127.0.0.1:9/v1/completions"
-    message = (
-        r"^the server of lm=local-completions gives no answer \(.*\); its answers so far are stored, the same command"
-    )
+    message = r"^the server of lm=local-completions gives no answer \(.*\); its answers so far are stored, and the same"
     with pytest.raises(InputError, match=message) as error:
         evaluate("resumable", [task], lm="local-completions", responses=str(tmp_path / "s"), **arguments)
     assert "\n" not in str(error.value)

@@ -19,17 +19,21 @@ def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
     return LazyTaskManager(metadata=dict(metadata or {}))
 
 
+def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
+    """Refuse names that are no task, group, tag, or file."""
+    if not names:
+        raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
+    if unknown := [name for name in names if not Path(name).is_file() and name not in manager._index]:
+        raise unknown_task_error(unknown, manager.all_tasks)
+
+
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file.
 
     Raises:
         InputError: a task does not exist, or its data cannot be loaded.
     """
-    unknown = [name for name in names if not Path(name).is_file() and name not in manager._index]
-    if not names:
-        raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
-    if unknown:
-        raise unknown_task_error(unknown, manager.all_tasks)
+    check_task_names(manager, names)
     try:
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:

@@ -16,7 +16,7 @@ from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.likelihood import token_windows
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.calibration import read_calibration
-from lmeval_prune.tasks.loading import task_manager
+from lmeval_prune.tasks.loading import check_task_names, task_manager
 
 
 class RecordingLM(PrunedHFLM):
@@ -74,7 +74,9 @@ def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
 def check_models(
     pretrained: str, settings: DistanceOptions, variants: Sequence[Intervention], checkpoints: Sequence[str]
 ) -> None:
-    """Refuse variants that do not fit the model, and checkpoints with another tokenizer, before weights are loaded."""
+    """Refuse a task that does not exist and variants that do not fit the model, before weights are loaded."""
+    if settings.task:
+        check_task_names(task_manager(settings.metadata), [settings.task])
     dense = Checkpoint({**settings.model_args, "pretrained": pretrained})
     if dense.config.is_encoder_decoder:
         raise InputError(f"{pretrained} is an encoder-decoder; only causal language models are compared")

@@ -114,6 +114,13 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {match!r}?" if match is not None else ""
 
 
+def check_known(setting: str, name: str, known: Iterable[str]) -> None:
+    """Raise `InputError` for a value of a setting that is none of the known names."""
+    names = list(known)
+    if name not in names:
+        raise InputError(f"{setting}={name!r} is not known; use {', '.join(names)}{did_you_mean(name, names)}")
+
+
 def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError:
     """Return the error for tasks that do not exist."""
     names = list(names)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lmeval_prune.demo.run import DRAWS, drawn_name, ranked_name, standard_error
+from lmeval_prune.demo.run import DRAWS, drawn_name, ranked_name
+from lmeval_prune.reporting.statistics import clustered_means
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,19 @@ class Curve:
 def curves(results: Mapping[str, Any]) -> list[Curve]:
     """Return KL divergence, agreement of the top token, and accuracy."""
     distances, right = results["distances"], results["accuracy"]
-    dense = sum(right["dense"]) / len(right["dense"]), standard_error(right["dense"])
 
     def distance(name: str, key: str) -> tuple[float, float]:
         return distances[name][key], distances[name][f"{key}_se"] or 0.0
 
     def accuracy(name: str) -> tuple[float, float]:
-        return sum(right[name]) / len(right[name]), standard_error(right[name])
+        means, errors = clustered_means(np.array(right[name], float)[:, None], range(len(right[name])))
+        return float(means[0]), float(errors[0])
 
     kld, same_top = (partial(distance, key=key) for key in ("mean_kld", "same_top"))
     return [
         _curve(results, ("KL divergence to the dense model, nats", "KL"), kld, (0.0, 0.0), False),
         _curve(results, ("same top token as the dense model", "same top"), same_top, (1.0, 0.0), True),
-        _curve(results, ("problems solved", "solved"), accuracy, dense, True),
+        _curve(results, ("problems solved", "solved"), accuracy, accuracy("dense"), True),
     ]
 
 

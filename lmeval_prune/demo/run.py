@@ -7,14 +7,14 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoTokenizer
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
@@ -24,6 +24,8 @@ from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingPa
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
 from lmeval_prune.interventions import HeadMask, Plan
+from lmeval_prune.profiling.costs import parameters
+from lmeval_prune.profiling.speed import generate_rate
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
@@ -56,7 +58,7 @@ class Subject:
         """Load the model in float32."""
         path = embedded.resolve(pretrained)
         model = load_pretrained(path, dtype=torch.float32)
-        tokenizer = _tokenizer(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         model_map = map_model(model)
         return cls(pretrained, model, tokenizer, model_map, Engine(model, tokenizer, model_map=model_map))
 
@@ -145,7 +147,7 @@ def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
         steps.begin("distances")
         results["distances"] = distances(subject, variants.masks, second[:TEXTS], steps)
         steps.begin("accuracy")
-        results["accuracy"] = accuracies(subject.engine, subject, {"dense": None, **variants.masks}, second, steps)
+        results["accuracy"] = accuracies(subject, {"dense": None, **variants.masks}, second, steps)
         steps.begin("answers")
         results["answers"] = answers(subject, variants, steps)
         steps.begin("cut")
@@ -244,7 +246,6 @@ def _summary(texts: Sequence[torch.Tensor]) -> dict[str, float | None]:
 
 
 def accuracies(
-    engine: Engine,
     subject: Subject,
     masks: Mapping[str, HeadMask | None],
     problems: Sequence[Mapping[str, Any]],
@@ -258,7 +259,7 @@ def accuracies(
         for name, mask in masks.items()
     ]
     values: dict[tuple[str, int], dict[int, float]] = {}
-    for done, (request, result) in enumerate(engine.score(requests), 1):
+    for done, (request, result) in enumerate(subject.engine.score(requests), 1):
         name, i, j = request.tag
         values.setdefault((name, i), {})[j] = float(result.logprobs.sum())
         if steps and (done % 100 == 0 or done == len(requests)):
@@ -352,43 +353,25 @@ def cut_quarter(
     plan = list(stages(make_pruner("flap", {}), subject.model_map, pruning, text))[-1]
     cut_to(folder, subject.model, plan, subject.tokenizer)
     smaller = load_pretrained(str(folder), dtype=torch.float32)
-    engine = Engine(smaller, subject.tokenizer)
+    cut = replace(subject, model=smaller, engine=Engine(smaller, subject.tokenizer))
     return {
         "folder": str(folder),
         "removed": CUT,
-        "parameters": [_parameters(subject.model), _parameters(smaller)],
+        "parameters": [parameters(model)[0] for model in (subject.model, smaller)],
         "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         "tokens_per_second": _speeds(subject, smaller),
-        "accuracy": accuracies(engine, subject, {"cut": None}, problems)["cut"],
+        "accuracy": accuracies(cut, {"cut": None}, problems)["cut"],
     }
-
-
-def _parameters(model: Any) -> int:
-    """Return the number of parameters; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> list[float]:
     """Return new tokens a second of both models, through `generate` in a batch: the median of some rounds."""
     ids = torch.full((PROMPTS, 32), subject.encode("the")[0])
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    times: list[list[float]] = [[], []]
-    for turn in range(rounds + 1):
-        for seconds, model in zip(times, (subject.model, smaller), strict=True):
-            began = time.perf_counter()
-            with torch.inference_mode():
-                model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            if turn:  # the first round is slower
-                seconds.append(time.perf_counter() - began)
-    return [PROMPTS * NEW_TOKENS / statistics.median(seconds) for seconds in times]
-
-
-def standard_error(right: Sequence[bool]) -> float:
-    """Return the standard error of a share of right answers."""
-    return float(np.std(np.asarray(right, float), ddof=1) / len(right) ** 0.5)
-
-
-def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
+    rates: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for turn in range(rounds + 1):
+            for rate, model in zip(rates, (subject.model, smaller), strict=True):
+                measured = generate_rate(model, ids, NEW_TOKENS)
+                if turn:  # the first round is slower
+                    rate.append(measured)
+    return [statistics.median(rate) for rate in rates]

@@ -1,6 +1,6 @@
 """Table of pruners by method name; a class is imported at first use."""
 
-from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.errors import check_known
 
 PRUNERS = {
     "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
@@ -21,5 +21,4 @@ PRUNERS = {
 
 def check_pruner(name: str) -> None:
     """Raise `InputError` for an unknown method name."""
-    if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{did_you_mean(name, PRUNERS)}")
+    check_known("method", name, PRUNERS)

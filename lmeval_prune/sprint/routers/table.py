@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 from typing import Any
 
-from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.errors import check_known
 
 CONTRASTIVE = "contrastive"  # the paper's, and the default
 
@@ -18,6 +18,5 @@ ROUTERS = {
 
 def router_class(name: str) -> Any:
     """Import the class of a method; raise `InputError` for an unknown name."""
-    if name not in ROUTERS:
-        raise InputError(f"router={name!r} is not known; use {', '.join(ROUTERS)}{did_you_mean(name, ROUTERS)}")
+    check_known("router", name, ROUTERS)
     return resolve_name(ROUTERS[name])

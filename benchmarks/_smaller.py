@@ -36,6 +36,8 @@ class Settings(TypedDict):
     goal: Goal
     task: str
     new_tokens: int
+    samples: int
+    sample_temperature: float
     folds: list[int]
     seeds: list[int]
     dense: dict[str, Any]
@@ -47,6 +49,13 @@ class Answer(TypedDict):
 
     id: str
     answer: str
+
+
+class Samples(TypedDict):
+    """Sampled answers to a problem."""
+
+    id: str
+    answers: list[str]
 
 
 class Record(TypedDict):
@@ -61,6 +70,7 @@ class Record(TypedDict):
     plans: list[dict[str, Any]]  # what each stage removed
     stages: list[dict[str, Any]]  # losses and distances, from distillation.json
     validation: list[Answer]
+    sampled: list[Samples]  # to the validation problems
     test: list[Answer]
 
 
@@ -186,7 +196,7 @@ class Experiment:
             before: dict[str, Any] = read_json(path)
             known = before["recipes"]
             changed = [name for name in known if current["recipes"].get(name, known[name]) != known[name]]
-            for name in ("goal", "task", "new_tokens", "dense", "changes"):
+            for name in ("goal", "task", "new_tokens", "samples", "sample_temperature", "dense", "changes"):
                 changed += [name] if before[name] != current[name] else []
             if changed:
                 raise InputError(

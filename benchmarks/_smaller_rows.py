@@ -82,7 +82,10 @@ def make_row(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     host, note = _distilled(experiment, row)
     model = load_pretrained(str(experiment.model(row))).float().to(device)
     examples = host.examples()
-    new_tokens = experiment.settings["new_tokens"]
+    settings = experiment.settings
+    new_tokens = settings["new_tokens"]
+    greedy = SamplingParams(max_new_tokens=new_tokens)
+    drawn = SamplingParams(max_new_tokens=new_tokens, do_sample=True, temperature=settings["sample_temperature"])
     manifest = read_manifest(experiment.model(row)) or {"stages": []}
     record = {
         "recipe": row.recipe,
@@ -93,8 +96,9 @@ def make_row(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
         "parameters": list(parameters(model)),
         "plans": [stage["plan"] for stage in manifest["stages"]],
         "stages": note["stages"],
-        "validation": answers(host, model, examples.problems, new_tokens),
-        "test": answers(host, model, host.rows().test[: host.options.limit], new_tokens),
+        "validation": first(answers(host, model, examples.problems, greedy)),
+        "sampled": answers(host, model, examples.problems, drawn, settings["samples"]),
+        "test": first(answers(host, model, host.rows().test[: host.options.limit], greedy)),
     }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
@@ -106,15 +110,28 @@ def _distilled(experiment: Experiment, row: Row) -> tuple[PackedHost, dict[str, 
     return host, distill(host.options, host)
 
 
-def answers(host: PackedHost, model: Any, documents: Sequence[Any], new_tokens: int) -> list[dict[str, str]]:
-    """Return a model's greedy answers to documents."""
+def answers(
+    host: PackedHost, model: Any, documents: Sequence[Any], params: SamplingParams, samples: int = 1
+) -> list[dict[str, Any]]:
+    """Return a model's answers to documents."""
     prompts = [tuple(encode(host.tokenizer, host.prompt(document))) for document in documents]
-    params = SamplingParams(max_new_tokens=new_tokens)
-    requests = [Request(prompt, params=params, tag=place) for place, prompt in enumerate(prompts)]
-    texts = [""] * len(requests)
-    for request, tokens in Engine(model, host.tokenizer, deterministic=True).decode(requests):
-        texts[request.tag] = host.tokenizer.decode(tokens, skip_special_tokens=True)
-    return [{"id": str(doc["id"]), "answer": text} for doc, text in zip(documents, texts, strict=True)]
+    requests = [
+        Request(prompt, params=params, seed=number, tag=place)
+        for place, prompt in enumerate(prompts)
+        for number in range(samples)
+    ]
+    texts: list[dict[int, str]] = [{} for _ in prompts]
+    for request, tokens in Engine(model, host.tokenizer, deterministic=not params.do_sample).decode(requests):
+        texts[request.tag][request.seed] = host.tokenizer.decode(tokens, skip_special_tokens=True)
+    return [
+        {"id": str(document["id"]), "answers": [by_seed[number] for number in range(samples)]}
+        for document, by_seed in zip(documents, texts, strict=True)
+    ]
+
+
+def first(several: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the only answer to each document."""
+    return [{"id": entry["id"], "answer": entry["answers"][0]} for entry in several]
 
 
 def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: str, limit: int = 48) -> dict[str, float]:
@@ -137,7 +154,7 @@ def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: st
     model = load_pretrained(few.output).float().to(device)
     documents = hosts[1].rows().test
     begin = time.monotonic()
-    answers(hosts[0], model, documents[:ANSWERED], experiment.settings["new_tokens"])
+    answers(hosts[0], model, documents[:ANSWERED], SamplingParams(max_new_tokens=experiment.settings["new_tokens"]))
     answered = (time.monotonic() - begin) / len(documents[:ANSWERED])
     shutil.rmtree(few.output)
     share = sum(examples[1].lengths) / sum(examples[0].lengths)

@@ -93,12 +93,15 @@ class Scored:
         self.right = cache(self._right)
 
     def _right(self, row: Row, split: str) -> np.ndarray:
-        """Return which answers of a row are right, by the task's own scoring."""
+        """Return which answers of a row are right, by the task's own scoring; of `sampled`, if any of a problem is."""
         task = _task(self.experiment.settings["task"], self.experiment.settings["dense"].get("data_dir"))
         return np.array(
             [
-                task.process_results(self.documents[answer["id"]], [answer["answer"]])["exact_match"]
-                for answer in self.records[row][split]
+                max(
+                    task.process_results(self.documents[entry["id"]], [text])["exact_match"]
+                    for text in entry.get("answers") or [entry["answer"]]
+                )
+                for entry in self.records[row][split]
             ],
             dtype=float,
         )
@@ -217,8 +220,9 @@ def write_report(experiment: Experiment, name: str) -> str:
         "| recipe | rows | parameters in blocks | speed at batch "
         + ", ".join(map(str, experiment.goal["batches"]))
         + " | "
-        "validation, difference ± error (95%) | test, difference ± error (95%), p | KLD | device |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "validation, difference ± error (95%) | pass@"
+        f"{experiment.settings['samples']} of validation | test, difference ± error (95%), p | KLD | device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     names = [each for each in experiment.settings["recipes"] if scored.pairs(each)]
     tested = [each for each in chosen if not missing(experiment, scored, each)]
@@ -291,9 +295,9 @@ def _line(experiment: Experiment, scored: Scored, name: str, is_tested: bool) ->
     kld = f"{np.mean([each for each in distances if each is not None]):.3f}" if any(distances) else ""
     devices = ", ".join(sorted({scored.records[row]["device"] for row in rows}))
     validation = _points(scored.difference(rows, "validation"))
-    return (
-        f"| {name} | {len(rows)} | −{scored.smaller(rows):.1%} | {gains} | {validation} | {test} | {kld} | {devices} |"
-    )
+    sampled = _points(scored.difference(rows, "sampled"))
+    cells = [name, len(rows), f"−{scored.smaller(rows):.1%}", gains, validation, sampled, test, kld, devices]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _front(experiment: Experiment, scored: Scored, names: Sequence[str]) -> str:
@@ -309,7 +313,7 @@ def _front(experiment: Experiment, scored: Scored, names: Sequence[str]) -> str:
 def _summary(scored: Scored, row: Row, tested: Sequence[str]) -> dict[str, Any]:
     """Return a row of the results file; its test is scored with that of a recipe that has all rows."""
     record = scored.records[row]
-    splits = ("validation", "test") if tested and row.recipe in (DENSE, *tested) else ("validation",)
+    splits = ("validation", "sampled", *(["test"] if tested and row.recipe in (DENSE, *tested) else []))
     return {
         **{name: record[name] for name in ("recipe", "fold", "seed", "device", "seconds", "parameters", "stages")},
         "right": {split: "".join(str(int(x)) for x in scored.right(row, split)) for split in splits},

@@ -47,6 +47,8 @@ def experiment(tiny_folder: Path, tmp_path: Path) -> Experiment:
         "goal": {"parameters": 0.1, "speed": 0.2, "batches": [1], "loss": 0.7, "lower_bound": -2.0},
         "task": "prune_asdiv_a_equation",
         "new_tokens": 4,
+        "samples": 2,
+        "sample_temperature": 1.0,
         "folds": [0, 1],
         "seeds": [0, 1],
         "dense": {**common, "ratio": 0, "distill_weight": 0, "task_weight": 1},
@@ -95,9 +97,11 @@ def record(experiment: Experiment, row: Row, right: dict[str, str], parameters: 
         ]
         for split in documents
     }
+    sampled = [{"id": each["id"], "answers": ["none", each["answer"]]} for each in answers["validation"]]
     content = {
         **{"recipe": row.recipe, "fold": row.fold, "seed": row.seed, "device": "here", "seconds": 1.0},
         **{"parameters": [parameters, parameters], "plans": [], "stages": [{"stage": 1}], **answers},
+        "sampled": sampled,
     }
     path = experiment.path(row)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +151,11 @@ def test_the_choice_sees_validation_only_and_the_test_waits_for_all_rows(experim
         "mean loss (at most 0.7 points): 25.00, not reached" in report[0] and "not measured, not reached" in report[0]
     )
     results = json.loads((experiment.work / "results.json").read_text())
-    assert results["rows"]["ours_fold0_seed0"]["right"] == {"validation": "1110", "test": "1000"}
+    assert results["rows"]["ours_fold0_seed0"]["right"] == {
+        "validation": "1110",
+        "sampled": "1110",
+        "test": "1000",
+    }
     assert "test" not in results["rows"]["other_fold0_seed0"]["right"]
     assert "as number 2: the test of ours is known already" in choice(experiment)
     assert chosen_recipes(experiment) == ["ours", "other"]
@@ -185,6 +193,9 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     dense, ours = (experiment.record(Row(name, 0, 0)) for name in (DENSE, "ours"))
     assert len(dense["test"]) == 6 and len(dense["validation"]) == 6
     assert [answer["id"] for answer in dense["validation"]] == [answer["id"] for answer in ours["validation"]]
+    assert [(entry["id"], len(entry["answers"])) for entry in ours["sampled"]] == [
+        (answer["id"], 2) for answer in ours["validation"]
+    ]
     assert ours["parameters"][1] < dense["parameters"][1] and ours["plans"][-1]["heads"]
     capsys.readouterr()
     assert command(experiment, "train", "--recipes", "ours", "--folds", "0", "--seeds", "0") == 0
@@ -192,6 +203,9 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     other = Experiment(experiment.file, tmp_path / "elsewhere", experiment.pretrained)
     assert command(other, "collect", "--copy", str(copies)) == 0 and len(other.records()) == 2
     assert command(experiment, "choose", "--recipes", "ours") == 0
+    assert command(experiment, "speed") == 0
+    speed = json.loads((experiment.work / "speed.json").read_text())["ours on cpu"]
+    assert speed["gains"].keys() == {"1"} and {"generate_1", "engine_1"} <= speed["tokens_per_second"]["ours"].keys()
     changed = yaml.safe_load(experiment.file.read_text())
     changed["recipes"]["ours"]["epochs"] = 2
     experiment.file.write_text(yaml.safe_dump(changed))

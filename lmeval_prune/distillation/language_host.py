@@ -20,6 +20,7 @@ from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
+from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.corpus import Corpus, Text, check_corpus, read_corpus
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
@@ -272,13 +273,14 @@ class LanguageHost(Host):
             return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
 
         labels = padded(([IGNORED] * text.start + text.ids[text.start :] for text in examples), IGNORED)
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": padded((text.ids for text in examples), padding),
             "attention_mask": padded(([1] * len(text.ids) for text in examples), 0),
             "labels": labels,
         }
         if self.takes_logits_to_keep:  # skip the logits of prompts
-            inputs["logits_to_keep"] = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
+            columns = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
+            inputs |= {"logits_to_keep": columns, LENGTH: common_prefix(inputs["input_ids"], int(columns[0]))}
         return inputs
 
     @override

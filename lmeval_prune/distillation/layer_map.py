@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
@@ -79,11 +80,16 @@ def checked_layers(layers: Mapping[str, str], student: ModelMap, teacher: ModelM
 
 @contextmanager
 def collected_states(modules: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of layers in a forward pass inside the block, (texts, tokens, width) each, by number."""
+    """Collect the outputs of layers in a forward pass inside the block, (texts, tokens, width) each, by number.
+
+    The pass can be in two parts: the common prefix of all texts, as one text, and the rest.
+    """
     states: dict[int, Tensor] = {}
 
     def collect(number: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        states[number] = output[0] if isinstance(output, tuple) else output
+        value = output[0] if isinstance(output, tuple) else output
+        before = states.get(number)
+        states[number] = value if before is None else torch.cat([before.expand(len(value), -1, -1), value], dim=1)
 
     with ExitStack() as stack:
         for number, module in enumerate(modules):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from lmeval_prune.architectures import map_model
+from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, runs_in_parts
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.layer_map import LayerMap
@@ -38,7 +39,7 @@ class Student(nn.Module):
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Return the model's outputs; only the loss uses the labels."""
-        return self.model(**inputs)
+        return forward_in_parts(self.model, inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
         """Return the state dict without frozen parameters, and with tied tensors under their first name only."""
@@ -158,6 +159,12 @@ class DistillTrainer(ResumableTrainer):
                     stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
 
+    @cached_property
+    def runs_in_parts(self) -> bool:
+        """Whether student and teacher run the common prefix of a batch once; attention maps need whole texts."""
+        models = [model for model in (self.student, self.teacher) if model is not None]
+        return not self.options.uses_attention_maps and all(map(runs_in_parts, models))
+
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the numbers of items, of real tokens and of their pairs in the batches that are not idle."""
         batches = [batch for batch in batches if "idle" not in batch]
@@ -189,7 +196,8 @@ class DistillTrainer(ResumableTrainer):
     ) -> Any:
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
-        real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
+        unused = {"idle"} | ({LENGTH} if LENGTH in inputs and not self.runs_in_parts else set())
+        real_inputs = {name: value for name, value in inputs.items() if name not in unused}
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}
@@ -211,7 +219,7 @@ class DistillTrainer(ResumableTrainer):
             if self.teacher is not None:
                 with torch.no_grad(), self.accelerator.autocast():
                     others = {name: value for name, value in inputs.items() if name != "labels"}
-                    target = self.teacher(**others, **further)
+                    target = forward_in_parts(self.teacher, {**others, **further})
                 if options.response:
                     sums["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs)
                 if features is not None:

@@ -130,7 +130,7 @@ def test_the_page_shows_it(grid: Path, browser: Any) -> None:
     (row,) = (each for each in rows if (each["variant"], each["task"]) == ("random", "prune_tiny_words"))
     line = page.locator('tr[data-variant="random"]').inner_text()
     assert f"{row['mean_kld']:.3f} ± {row['mean_kld_se']:.3f}" in line
-    page.click('th[data-key="mean_kld"] button')
+    page.click('#table th[data-column="mean_kld"] button')
     shown = page.locator("#table tr.row").evaluate_all("rows => rows.map((row) => row.dataset.variant)")
     kld = {each["variant"]: each["mean_kld"] for each in rows if each["task"] == "prune_tiny_words"}
     assert shown == [*sorted(set(kld) - {"dense"}, key=lambda name: -kld[name]), "dense"]

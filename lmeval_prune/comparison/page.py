@@ -7,10 +7,13 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.costs import COSTS, cost_range
@@ -20,10 +23,22 @@ from lmeval_prune.reporting.documents import render
 
 MAX_TEXT = 1640  # characters; the middle of a longer text is left out
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
+FILES = Path(__file__).with_name("page_files")
+SCRIPTS = ("page.js", "tables.js", "plot.js", "questions.js")  # in this order, as one program
 
 
-def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] = ()) -> None:
-    """Write the page; the questions and answers of the tasks `without_texts` are left out."""
+def write_page(comparison: Comparison, path: Path, report: str, without_texts: Sequence[str] = ()) -> None:
+    """Write the page.
+
+    The questions of each task are a packed block of their own behind the program, which unpacks it when it is asked
+    for, so that a large page can be used at once.
+
+    Args:
+        comparison: what is shown.
+        path: the file.
+        report: the report as Markdown, which is shown where scripts do not run.
+        without_texts: tasks whose questions and answers are left out.
+    """
     questions = _Questions(comparison)
     tasks = {
         task: _values(table) if task in without_texts else questions.of(task, table)
@@ -52,13 +67,30 @@ def write_page(comparison: Comparison, path: Path, without_texts: Sequence[str] 
             if any(costs.get(key) is not None for costs in comparison.costs.values())
         ],
         "variants": [_variant(comparison, name) for name in comparison.variants],
-        "questions": tasks,
+        "asked": list(tasks),
         "questions_total": sum(len(task["shown"]) for task in tasks.values()),
     }
+    page = render(
+        FILES / "page.html.jinja",
+        title=comparison.title,
+        style=_file("page.css"),
+        script=Markup("\n").join(map(_file, SCRIPTS)),
+        report=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(report)),
+        data=_packed(data),
+        blocks=[_packed(task) for task in tasks.values()],
+    )
+    write_text(path, page)
+
+
+def _file(name: str) -> Markup:
+    """Return a file that belongs to the page as it stands."""
+    return Markup((FILES / name).read_text(encoding="utf-8"))
+
+
+def _packed(data: Any) -> str:
+    """Return JSON, compressed, in letters."""
     text = json.dumps(without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-    template = Path(__file__).with_name("page.html.jinja")
-    write_text(path, render(template, title=comparison.title, data=packed))
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def _varies(comparison: Comparison, key: str) -> bool:
@@ -93,9 +125,9 @@ class _Questions:
         result = {**_values(table), "withheld": False}
         for entry, (part, number, _) in zip(result["shown"], table.questions, strict=True):
             entry |= {key: shortened(gold[part, number][key]) for key in ("question", "target")}
-        answers: dict[str, list[int]] = {}
+        answers: dict[str, list[str]] = {}
         likelihoods: dict[str, list[str]] = {}
-        texts: dict[str, int] = {}
+        known: dict[str, str] = {}  # each text once in memory
         for name in table.variants:
             if self.characters_left <= 0:
                 return result
@@ -104,10 +136,14 @@ class _Questions:
             likelihoods[name] = [row["likelihood"] for row in rows]
             answers[name] = []
             for text in (shortened(row["answer"]) for row in rows):
-                self.characters_left -= len(text) if text not in texts else 0
-                answers[name].append(texts.setdefault(text, len(texts)))
+                self.characters_left -= len(text) if text not in known else 0
+                answers[name].append(known.setdefault(text, text))
         if self.characters_left > 0:
-            result |= {"texts": list(texts), "answers": answers}
+            # All answers to a question stand together: they are much alike, so that they are compressed to less.
+            texts = dict.fromkeys(chain.from_iterable(zip(*answers.values(), strict=True)))
+            numbers = {text: number for number, text in enumerate(texts)}
+            result["texts"] = list(texts)
+            result["answers"] = {name: [numbers[text] for text in own] for name, own in answers.items()}
             result |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
         return result
 

@@ -23,6 +23,7 @@ from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, 
 
 TEXT_COLUMNS = ["variant"]
 DISTANCE = ["mean_kld", "mean_kld_se", "same_top", "same_top_se", "same_answers", "same_answers_se", "first_difference"]
+MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last task's alone
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
@@ -46,8 +47,10 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
     if costs:
         _draw_pareto(comparison, costs, target / "pareto")
-    write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts))
-    write_page(comparison, target / "page.html", without_texts)
+    write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts, comparison.tasks))
+    shown = comparison.tasks if len(rows) <= MAX_ROWS else comparison.tasks[-1:]
+    report = _report_markdown(comparison, notes, costs, without_texts, shown, on_page=True)
+    write_page(comparison, target / "page.html", report, without_texts)
     pictures = ["pareto.png", "pareto.svg"] if costs else []
     names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
     return task_table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
@@ -73,15 +76,24 @@ def _missing(cells: list[tuple[str, str, str]]) -> str:
     return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
 
-def _report_markdown(comparison: Comparison, notes: list[str], costs: list[str], without_texts: Sequence[str]) -> str:
+def _report_markdown(
+    comparison: Comparison,
+    notes: list[str],
+    costs: list[str],
+    without_texts: Sequence[str],
+    tasks: Sequence[str],
+    on_page: bool = False,
+) -> str:
+    """Return the report with the tables of some tasks; on the page it names no other file."""
     rows, fronts = comparison.rows.values(), comparison.fronts.get(comparison.tasks[-1], {})
     return render(
         Path(__file__).with_name("report.md.jinja"),
         comparison=comparison,
         notes=notes,
         without_texts=without_texts,
-        summary=summary_table(comparison) if comparison.about and len(comparison.tables) > 1 else "",
-        tables={task: task_table(comparison, task) for task in comparison.tasks},
+        on_page=on_page,
+        summary=summary_table(comparison) if comparison.about and len(tasks) > 1 else "",
+        tables={task: task_table(comparison, task) for task in tasks},
         tests=sum(row.p is not None for row in rows),
         parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
         has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),

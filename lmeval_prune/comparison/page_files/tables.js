@@ -1,0 +1,109 @@
+// ---- the tables of tasks and of variants; a row is what one variant has on one task
+const between = (low, high, format, unit) => missing(low) ? "" : `${format(low, unit)} … ${format(high, unit)}`;
+const isClear = (r) => !missing(r?.p_holm) && r.p_holm < 0.05;
+const tone = (r) => isClear(r) ? ((r.difference > 0) !== r.lower_is_better ? "up" : "down") : null;
+const anyHas = (key) => data.variants.some((v) => Object.values(v.rows).some((r) => !missing(r[key])));
+
+const DISTANCES = [["same_answers", "same answers (%)", 1, 100], ["choice_kld", "KLD of choices", 4, 1], ["mean_kld", "mean KLD", 3, 1],
+  ["same_top", "same top p (%)", 1, 100], ["first_difference", "first difference", 0, 1]];
+
+// Columns of both tables: their text, the smaller line below it, and what they are sorted by.
+const measures = () => [
+  { key: "difference", label: "difference", text: (r) => change(r.difference, r.unit), under: (r) => between(r.difference_low, r.difference_high, change, r.unit) },
+  { key: "mean", label: "mean", text: (r) => level(r.mean, r.unit), under: (r) => between(r.low, r.high, level, r.unit) },
+  { key: "p_holm", label: "p Holm", text: (r) => chance(r.p_holm) },
+  { key: "better", label: "+ / −", text: (r) => missing(r.better) ? "" : `${r.better} / ${r.worse}` },
+  { key: "p", label: "p", text: (r) => chance(r.p) },
+  { key: "detectable", label: "detectable", text: (r) => change(r.detectable, r.unit).replace("+", "") },
+  ...DISTANCES.filter(([key]) => anyHas(key)).map(([key, label, places, factor]) => ({ key, label, text: (r) => estimate(r[key], r[`${key}_se`], places, factor) })),
+];
+
+function drawLegend() {
+  const meanings = { difference: "variant minus baseline, in percentage points (of perplexities relative; of other metrics that are no shares, as the metric), with its 95% interval over questions, not corrected for several tests",
+    mean: "in percentage points where the metric is a share, with its 95% interval over questions",
+    p_holm: "corrected for all tests of tasks, groups and all tasks, and on their own for those of parts; a difference is coloured if it is below 0.05",
+    better: "number of questions on which the variant is better, or the baseline",
+    p: "exact McNemar test for right and wrong answers, otherwise sign flips",
+    detectable: "the smallest difference that is significant after this correction with a power of 0.8, if the share of differing questions is that of this sample",
+    same_answers: "percentage of questions with the same answer as the baseline, or the same likeliest choice; of several seeds the mean over pairs of answers, in the baseline's row of its own seeds with each other",
+    choice_kld: "mean KL divergence of the choices' normalised likelihoods from the baseline's, in nats, with its standard error",
+    mean_kld: "KL divergence of next-token distributions from the same model without interventions, with its standard error over documents",
+    same_top: "share of tokens before which both find the same token most probable",
+    first_difference: "median number of the first token that differs between greedy answers" };
+  const entries = measures().map((column) => [column.label, meanings[column.key]]);
+  if (data.costs.some((cost) => cost.timed)) entries.push(["speeds", "the median of several runs, with the slowest and the fastest"]);
+  $("legend").replaceChildren(...entries.flatMap(([label, meaning]) => [make("dt", {}, label), make("dd", {}, meaning)]));
+}
+
+function fillTable(table, columns, order, rows) {
+  const [by, down] = ordering(state[order]);
+  table.tHead.rows[0].replaceChildren(...columns.map((column) => {
+    const first = column.key === by ? !down : column.key !== "name" && !column.key.startsWith("p");  // names and p: the lowest first
+    return make("th", { scope: "col", "data-column": column.key, "aria-sort": column.key === by ? (down ? "descending" : "ascending") : null },
+      press(column.label, `${order}:${column.key}`, () => go({ [order]: (first ? "-" : "") + column.key })));
+  }));
+  table.tBodies[0].replaceChildren(...rows);
+}
+
+const cells = (columns, source, r) => columns.map((column) => {
+  const under = r && column.under?.(r);
+  return make("td", { class: column.key === "difference" ? tone(r) : null }, column.text(source), under ? make("small", {}, under) : null);
+});
+
+function drawTasks() {
+  const base = (task) => byName[data.baseline].rows[task];
+  const columns = [{ key: "name", label: "task", value: (r) => r.task }, ...measures().map((column) => ({ ...column, value: (r) => r[column.key] })),
+    { key: "baseline", label: "baseline", value: (r) => base(r.task).mean, text: (r) => level(base(r.task).mean, r.unit) },
+    { key: "questions", label: "questions", value: (r) => r.questions, text: (r) => r.questions.toLocaleString("en") }];
+  const shown = data.tasks.map((task) => byName[state.variant]?.rows[task]).filter((r) => r && !missing(r.difference));
+  const isOnly = data.tasks.length < 2;
+  $("tasks-part").hidden = document.querySelector("nav a").hidden = isOnly;
+  $("against").textContent = `against the baseline, ${data.baseline}; a task opens its variants and questions`;
+  fillTable($("tasks"), columns, "tasks", sorted(shown, columns, state.tasks).map((r) => {
+    const name = make("td", {}, press(r.task, `task:${r.task}`, () => go({ task: r.task }), { class: "name" }),
+      data.parts.includes(r.task) ? make("span", { class: "tag" }, "part") : null);
+    const line = make("tr", { class: "row", "data-task": r.task }, name, ...cells(columns.slice(1), r, r));
+    line.onclick = () => go({ task: r.task });
+    return line;
+  }));
+}
+
+const ends = (v, cost) => v.ranges[cost] && !missing(v.ranges[cost][0]) ? v.ranges[cost] : [v.costs[cost], v.costs[cost]];
+
+function drawVariants() {
+  const row = (v) => v.rows[state.task];
+  const columns = [{ key: "name", label: "variant", value: (v) => v.name },
+    ...measures().map((column) => ({ ...column, value: (v) => row(v)?.[column.key], text: (v) => row(v) ? column.text(row(v)) : "" })),
+    ...data.costs.filter((cost) => cost.varies).map((cost) => ({ key: cost.key, label: cost.label, value: (v) => v.costs[cost.key],
+      text: (v) => big(v.costs[cost.key]) + (ends(v, cost.key)[0] < ends(v, cost.key)[1] ? ` (${ends(v, cost.key).map(big).join(" – ")})` : "") }))];
+  const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const shown = sorted(data.variants.filter((v) => words.every((word) => v.name.toLowerCase().includes(word)) &&
+    (!state.significant || v.name === data.baseline || isClear(row(v)))), columns, state.order);
+  $("metric").textContent = (data.metrics[state.task] ?? []).join("; ");
+  $("shown").textContent = shown.length === data.variants.length ? "" : `${shown.length} of ${data.variants.length}`;
+  fillTable($("table"), columns, "order", shown.flatMap((v) => {
+    const isOpen = state.open.includes(v.name), toggle = () => go({ open: isOpen ? state.open.filter((name) => name !== v.name) : [...state.open, v.name] });
+    const tags = [[v.name === data.baseline, "baseline", "tag"], [row(v)?.chosen_on, `chosen on ${row(v)?.chosen_on} of these questions`, "tag warn"], [!row(v), "missing", "tag warn"]];
+    const name = make("td", {}, press(v.name, `variant:${v.name}`, toggle, { class: "name", "aria-expanded": isOpen }),
+      ...tags.filter(([holds]) => holds).map(([, text, kind]) => make("span", { class: kind }, text)));
+    const line = make("tr", { class: "row" + (v.name === data.baseline ? " base" : ""), "data-variant": v.name }, name, ...cells(columns.slice(1), v, row(v)));
+    line.onclick = toggle;
+    return isOpen ? [line, detailOf(v, columns.length)] : [line];
+  }));
+}
+
+function detailOf(v, width) {
+  const commands = Object.entries(v.commands).filter(([task]) => state.task === data.pooled || state.task === task);
+  const failures = data.missing.filter(([name]) => name === v.name);
+  return make("tr", { class: "detail" }, make("td", { colspan: width }, make("div", {},
+    ...(v.name === data.baseline ? [] : [press("its questions beside the baseline's", `beside:${v.name}`, () => { go({ a: data.baseline, b: v.name, page: "1", question: "" }); $("questions-title").focus(); })]),
+    ...commands.flatMap(([task, command]) => [make("p", { class: "soft" }, `${task} `, press("copy", `copy:${v.name}:${task}`, copyNext, { class: "copy" })), make("pre", {}, command)]),
+    v.about ? make("p", {}, v.about) : null, ...failures.map(([, task, reason]) => make("p", {}, `${task}: ${reason}`)))));
+}
+
+// Copies the text below a button, or marks it where the browser does not let a file copy.
+function copyNext({ target }) {
+  const text = target.parentElement.nextElementSibling, mark = () => { getSelection().selectAllChildren(text); target.textContent = "marked"; };
+  if (!navigator.clipboard) mark();
+  else navigator.clipboard.writeText(text.textContent).then(() => { target.textContent = "copied"; }, mark);
+}

@@ -1,0 +1,578 @@
+"""The page of a comparison in a browser: what it shows, the address, the keyboard, phones, dark rooms, paper, no scripts."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmeval_prune import InputError
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.cli import main
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.outcomes import write_tables
+from lmeval_prune.grid.report import write
+from tests.test_grid_comparison import question, write_grid
+
+RNG = np.random.default_rng(0)
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens the page of a grid's folder; afterwards there were no errors, and nothing but the file was asked for."""
+    opened = []
+
+    def open_page(folder: Path, address: str = "", **options: Any) -> Any:
+        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        page.set_default_timeout(10_000)
+        problems: list[str] = []
+        opened.append((page, problems))
+        file = (folder / "compare" / "page.html").as_uri()
+        page.on("request", lambda asked: problems.append(asked.url) if asked.url.partition("#")[0] != file else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("dialog", lambda dialog: problems.append(dialog.message))
+        page.goto(file + address)
+        if options.get("java_script_enabled", True):
+            ready(page)
+        return page
+
+    yield open_page
+    for page, problems in opened:
+        page.close()
+        assert problems == []
+
+
+def ready(page: Any) -> None:
+    """Wait until the questions are there, which each task has in a packed block of its own."""
+    page.wait_for_selector("body[data-ready=true] #questions-part[aria-busy=false]")
+
+
+def unpacked(folder: Path) -> list[str]:
+    """Return the JSON of the page's packed blocks: the tables, then each task's questions."""
+    packed = re.findall(r"[A-Za-z0-9+/=]{200,}", (folder / "compare" / "page.html").read_text())
+    return [gzip.decompress(base64.b64decode(block)).decode() for block in packed]
+
+
+HOSTILE = (
+    "=HYPERLINK('http://x') </script><script>document.title='owned'</script> \"'><img src=x onerror=alert(1)> $\\frac{"
+)
+
+
+def test_names_and_texts_of_others_are_only_shown(
+    open_page: Open, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A variant, its baseline, a task, a question and its answers, in every file and in the terminal."""
+    base, task, link = "<!-- dense", "[t](javascript:alert(1))", "javascript:alert(2)"
+    rows = {
+        name: [
+            question(task, i, value, HOSTILE) | {"doc": {"question": HOSTILE}, "target": HOSTILE, "doc_hash": f"{i}"}
+            for i in range(9)
+        ]
+        for name, value in ((base, 0.0), (HOSTILE, 1.0), (link, 1.0), ("\x1b[31mred", 0.0))
+    }
+    path, folder = tmp_path / "g", GridFolder(tmp_path / "g")
+    folder.create(HOSTILE, base, [])
+    cells = []
+    for number, (name, own) in enumerate(rows.items()):
+        with folder.new_cell(f"c{number}") as cell:
+            write_tables(cell, {task: own}, {})
+            write_text(cell / "results.json", "{}")
+        entry = {"key": f"c{number}", "variant": name, "task": task, "metric": None, "selected_on": [HOSTILE]}
+        entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "costs": f"m{number}", "command": HOSTILE}
+        cells.append(entry)
+        cost = {"parameters": 100, "flops_per_token": 9.0 - number, "device": HOSTILE, "threads": 1}
+        folder.write_costs(f"m{number}", cost)
+    folder.create(HOSTILE, base, cells)
+    assert main(["grid", "compare", str(path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    table = (path / "compare" / "table.csv").read_text()
+    assert "'=HYPERLINK" in table and not re.search(r'(^|,)"?[=+@]', table, re.MULTILINE)
+    report = (path / "compare" / "report.md").read_text()
+    assert "&lt;script&gt;" in report and "<" not in report.replace("<0.001", "") and "[t](" not in report
+    page = open_page(path, viewport={"width": 1280, "height": 900})
+    page.select_option("#b", HOSTILE)
+    for row in range(4):
+        page.locator("#table td button.name").nth(row).click()
+    assert page.locator("tr.detail").count() == 4
+    page.click("[data-kind=all]")
+    assert page.title() == page.inner_text("#app h1") == HOSTILE
+    assert (
+        HOSTILE in page.inner_text("#questions")
+        and HOSTILE in page.inner_text("#table")
+        and link in page.inner_text("#table")
+    )
+    assert page.query_selector_all("img, iframe, #report a") == [] and len(page.query_selector_all("script")) == 4
+    assert all(link.get_attribute("href").startswith("#") for link in page.query_selector_all("a"))
+
+
+def test_the_page_in_a_browser(open_page: Open, tmp_path: Path) -> None:
+    n = 30
+    values: dict[str, dict[str, Any]] = {"dense": {}, "worse": {}, "better": {}}
+    for task in ("one", "two"):
+        values["dense"][task] = [
+            question(task, i, float(i % 2), "same" if i < 3 else f"<b>dense</b> {i}") for i in range(n)
+        ]
+        values["worse"][task] = [question(task, i, 0.0, "same" if i < 3 else f"worse {i}") for i in range(n)]
+        values["better"][task] = [question(task, i, float(i % 2 or i < 20), f"better {i}") for i in range(n)]
+    path = write_grid(tmp_path / "g", values, "dense", better={"selected_on": ["one"]})
+    assert main(["grid", "compare", str(path)]) == 0
+    page = open_page(path, viewport={"width": 1280, "height": 1500})
+
+    def variants() -> list[str]:
+        return [row.get_attribute("data-variant") for row in page.query_selector_all("#table tbody tr.row")]
+
+    assert variants() == ["better", "dense", "worse"]  # by mean, highest first
+    sorted_by = "#table th[aria-sort]"
+    assert page.get_attribute(sorted_by, "data-column") == "mean"
+    assert page.get_attribute(sorted_by, "aria-sort") == "descending"
+    page.focus("#table th[data-column=mean] button")
+    page.keyboard.press("Enter")
+    assert variants() == ["worse", "dense", "better"] and page.get_attribute(sorted_by, "aria-sort") == "ascending"
+    page.keyboard.press("Space")  # the focus stays where it is
+    assert variants() == ["better", "dense", "worse"] and page.get_attribute(sorted_by, "aria-sort") == "descending"
+    page.focus("tr[data-variant=worse] button")
+    page.keyboard.press("Enter")
+    assert page.get_attribute("tr[data-variant=worse] button", "aria-expanded") == "true"
+    assert "lm_eval --x worse-one" in page.inner_text("tr.detail")
+    page.keyboard.press("Enter")
+    assert page.query_selector_all("tr.detail") == []
+    page.click("#table th[data-column=mean] button")
+    assert variants() == ["worse", "dense", "better"]
+    page.click("#table th[data-column=name] button")
+    assert variants() == ["better", "dense", "worse"]
+    assert "chosen on 30 of these questions" in page.inner_text("tr[data-variant=better]")
+    page.fill("#filter", "WOR")
+    assert variants() == ["worse"] and page.inner_text("#shown") == "1 of 3"
+    page.click("tr[data-variant=worse]")
+    assert "lm_eval --x worse-one" in page.inner_text("tr.detail")
+    page.fill("#filter", "")
+    page.click("#significant")
+    assert variants() == ["better", "dense", "worse"]  # all differ: 20 and 30 of 60, all one way
+    page.select_option("#task", "two")
+    ready(page)
+    assert page.input_value("#asked") == "two" and "chosen" not in page.inner_text("tr[data-variant=better]")
+
+    page.select_option("#a", "dense")
+    page.select_option("#b", "worse")
+    counts = {b.get_attribute("data-kind"): b.inner_text() for b in page.query_selector_all("#counts button")}
+    assert counts["onlyA"] == "only A right: 15" and counts["neither"] == "neither right: 15"
+    assert counts["differ"] == "answers differ: 27" and counts["all"] == "all: 30"
+    page.click("[data-kind=onlyA]")
+    item = page.inner_text("#questions .item:nth-child(2)")
+    assert "two question 3?" in item and "<b>dense</b> 3" in item and "worse 3" in item  # text, not markup
+    assert len(page.query_selector_all("#plot circle")) == 3
+    page.click("#plot circle[data-variant=better]")
+    assert page.input_value("#b") == "better"
+    page.focus("#plot circle[data-variant=worse]")
+    page.keyboard.press("Enter")
+    assert page.input_value("#b") == "worse"
+    page.select_option("#cost", "flops_per_token")
+    assert "FLOPs per token" in page.inner_html("#plot")
+
+
+def test_figures_are_better_or_worse_not_right(open_page: Open, tmp_path: Path) -> None:
+    values: dict[str, dict[str, Any]] = {
+        name: {"t": [question("t", i, float(i + more), f"{name} {i}") for i in range(6)]}
+        for name, more in (("dense", 1), ("worse", 0))
+    }
+    path = write_grid(tmp_path / "g", values, "dense")
+    assert main(["grid", "compare", str(path)]) == 0
+    page = open_page(path)
+    labels = [button.inner_text() for button in page.query_selector_all("#counts button")]
+    assert labels == ["answers differ: 6", "A better: 6", "B better: 0", "all: 6"]
+    assert page.query_selector_all(".answer.right") == []
+
+
+def test_a_page_without_the_texts_of_a_task(open_page: Open, tmp_path: Path) -> None:
+    values: dict[str, dict[str, Any]] = {
+        name: {task: [question(task, i, float(right), f"{name} of {task} {i}") for i in range(6)] for task in "tu"}
+        for name, right in (("dense", True), ("worse", False))
+    }
+    path = write_grid(tmp_path / "g", values, "dense")
+    assert main(["grid", "compare", str(path), "--without_texts", "t"]) == 0
+    page = open_page(path)
+    page.select_option("#asked", "t")
+    ready(page)
+    everything = "".join(unpacked(path))
+    assert "u question 3?" in everything and "dense of u 3" in everything
+    assert "t question 3?" not in everything and "dense of t 3" not in everything
+    shown = page.inner_text("#questions")
+    assert "question 3" in shown and "not shown: the texts of this task are left out" in shown
+    assert "only A right: 6" in page.inner_text("#counts")
+    with pytest.raises(InputError, match="there is no task 'tt'"):
+        write(str(path), without_texts=["tt"])
+
+
+def test_only_a_choice_that_differs_is_an_answer_that_differs(open_page: Open, tmp_path: Path) -> None:
+    """Of choice tasks the chosen text; of the likelihood of one text, and without texts, what came of it."""
+
+    def choice(i: int, best: int, worse_by: float) -> dict[str, Any]:
+        scores = [[[-1.0 - worse_by, False]], [[-1.0 - worse_by, False]]]
+        scores[best] = [[-0.5 - worse_by, True]]
+        own = question("choice", i, float(best == 0), metric="acc")
+        return own | {"arguments": [["q", " red"], ["q", " blue"]], "resps": scores}
+
+    def single(i: int, right: bool, score: float) -> dict[str, Any]:
+        return question("single", i, float(right), metric="acc") | {
+            "arguments": [["q", " red"]],
+            "resps": [[[score, right]]],
+        }
+
+    values = {
+        "dense": {"choice": [choice(i, 0, 0.0) for i in range(6)], "single": [single(i, True, -1.0) for i in range(5)]},
+        "other": {
+            "choice": [choice(i, int(i == 0), 0.1) for i in range(6)],
+            "single": [single(i, i > 1, -1.5) for i in range(5)],
+        },
+    }
+    path = write_grid(tmp_path / "g", values, "dense")
+    for withheld, label in (([], "answers differ: 1"), (["--without_texts", "choice"], "outcomes differ: 1")):
+        assert main(["grid", "compare", str(path), *withheld]) == 0
+        page = open_page(path)
+        page.select_option("#asked", "choice")
+        ready(page)
+        assert page.inner_text("[data-kind=differ]") == label
+        page.click("[data-kind=all]")
+        if not withheld:
+            assert "red" in page.inner_text(".answer.right") and "log-likelihood -0.50" in page.inner_text("#questions")
+        page.select_option("#asked", "single")
+        ready(page)
+        assert page.inner_text("[data-kind=differ]") == "outcomes differ: 2"
+    assert "log-likelihood -1.50" in page.inner_text("#questions") and page.query_selector_all(".answer") == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_plot_can_be_read(open_page: Open, tmp_path: Path, width: int) -> None:
+    """Its text is as large at any width, lies on no other and inside the picture; speeds have their range."""
+    names = ["dense", *(f"random 10%, seed {i}" for i in range(5)), "token filter 0.3, tail, uniform"]
+    values = {name: {"t": (RNG.random(60) < 0.3 + 0.08 * i).astype(float).tolist()} for i, name in enumerate(names)}
+    path = write_grid(tmp_path / "g", values, "dense")
+    speed = "decode_tokens_per_second"
+    for i, name in enumerate(names):
+        cost = {"parameters": 100, "flops_per_token": 1e6 * (200 + i), speed: 10.0 - i, "device": "cpu", "threads": 1}
+        GridFolder(path).write_costs(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
+    assert main(["grid", "compare", str(path)]) == 0
+    page = open_page(path, viewport={"width": width, "height": 900})
+    for cost in ("flops_per_token", speed):
+        page.select_option("#cost", cost)
+        sizes = page.evaluate(
+            """() => { const frame = document.querySelector("#plot svg").getBoundingClientRect();
+            return { height: [...document.querySelectorAll("#plot text")].map((t) => parseFloat(getComputedStyle(t).fontSize)
+                * t.getScreenCTM().a || 12),
+              boxes: [...document.querySelectorAll("#plot text:not([transform])")].map((t) => t.getBoundingClientRect())
+                .map((b) => [b.left - frame.left, b.top - frame.top, b.right - frame.left, b.bottom - frame.top]),
+              wide: [frame.width, frame.height, document.documentElement.scrollWidth] }; }"""
+        )
+        assert min(sizes["height"]) >= 11.5 and sizes["wide"][2] <= width
+        (width_of, height_of, _), boxes = sizes["wide"], [dict(zip("ltrb", box, strict=True)) for box in sizes["boxes"]]
+        assert all(x["l"] >= 0 and x["t"] >= 0 and x["r"] <= width_of and x["b"] <= height_of for x in boxes)
+        for x, y in itertools.combinations(boxes, 2):
+            across, along = min(x["r"], y["r"]) - max(x["l"], y["l"]), min(x["b"], y["b"]) - max(x["t"], y["t"])
+            assert across < 1 or along < 3, (x, y)  # a line's height is more than its letters'
+        if folder := os.environ.get("LMEVAL_PRUNE_SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/{width}_{cost}.png", full_page=True)
+            shutil.copy(path / "compare" / "pareto.png", folder)
+            shutil.copy(path / "compare" / "report.md", folder)
+    assert "the slowest and the fastest run" in page.inner_text("#front")
+    assert "9.7" in page.inner_text("tr[data-variant=dense]") and "10.2" in page.inner_text("tr[data-variant=dense]")
+    page.set_viewport_size({"width": 600, "height": 900})
+    for _ in range(100):  # the page's policy allows no `wait_for_function`
+        drawn = page.evaluate("() => document.querySelector('#plot svg').getBoundingClientRect().width")
+        if 480 < drawn < 600:
+            break
+        page.wait_for_timeout(50)
+    assert 480 < drawn < 600
+
+
+# ---------------------------------------------------------------------- phones, the address, the keyboard, paper
+
+LONG = "\n".join(f"Step {i}: add the {i} apples to the others in the basket." for i in range(24)) + "\nThe result is "
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compared grid of four variants on two tasks of 40 questions, some with long answers, with costs and notes."""
+    values = {
+        name: {
+            task: [
+                question(task, i, float(i % 3 < right), (LONG if i % 2 else "It is ") + f"{i} by {name}")
+                for i in range(40)
+            ]
+            for task in ("gsm8k", "asdiv, as given")
+        }
+        for name, right in (("dense", 3), ("random 10% of heads, seed 1", 2), ("token_filter_0.3_tail_0.25_uniform", 1), ("half", 2))
+    }  # fmt: skip
+    path = write_grid(tmp_path_factory.mktemp("page") / "g", values, "dense")
+    for number, name in enumerate(values):
+        cost = {"parameters": 1000 - number, "flops_per_token": 1e6 * (9 - number), "device": "cpu", "threads": 1}
+        GridFolder(path).write_costs(name, cost)
+    assert main(["grid", "compare", str(path)]) == 0
+    return path
+
+
+def fragment(page: Any) -> str:
+    return str(page.evaluate("() => location.hash"))
+
+
+def shot(page: Any, name: str) -> None:
+    """Take a picture for someone who wants to look at it."""
+    if folder := os.environ.get("LMEVAL_PRUNE_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_and_can_be_read(grid: Path, open_page: Open, width: int, scheme: str) -> None:
+    """No sideways scrolling but of tables; every text's contrast is at least 4.5; fingers hit what can be pressed."""
+    page = open_page(grid, viewport={"width": width, "height": 740}, color_scheme=scheme, has_touch=width < 500)
+    page.click("tr[data-variant=half] button")
+    page.locator(".item a").nth(1).click()
+    page.wait_for_selector(".item.open")
+    page.click(".item.open summary")
+    shot(page, f"{width}_{scheme}")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 64) is (scheme == "dark")
+    poor = page.evaluate(CONTRASTS)
+    assert poor == []
+    if width < 500:
+        names = page.locator("#table td:first-child").first
+        page.locator("#variants-part .scroll").evaluate("node => { node.scrollLeft = 300; }")
+        assert names.bounding_box()["x"] < 40  # the names stay where they are
+        low = page.evaluate(
+            """() => [...document.querySelectorAll("button, select, input, nav a")].filter((node) => node.offsetParent)
+            .map((node) => [node.outerHTML.slice(0, 80), node.getBoundingClientRect().height]).filter(([, high]) => high < 43.5)"""
+        )
+        assert low == []
+        assert (
+            page.evaluate("() => getComputedStyle(document.querySelector('#find')).fontSize") == "16px"
+        )  # else a phone zooms
+
+
+CONTRASTS = """() => {
+  const parse = (colour) => { const [r, g, b, a] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a ?? 1]; };
+  const light = ([r, g, b]) => { const [x, y, z] = [r, g, b].map((c) => c / 255).map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4); return 0.2126 * x + 0.7152 * y + 0.0722 * z; };
+  const ground = (node) => { for (; node; node = node.parentElement) { const colour = parse(getComputedStyle(node).backgroundColor); if (colour[3] === 1) return colour; } return [255, 255, 255, 1]; };
+  const poor = [], walk = document.createTreeWalker(document.querySelector("#app"), NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.textContent.trim() || !node.getClientRects().length || node.closest("button:disabled")) continue;
+    const style = getComputedStyle(node), [u, w] = [light(parse(node.closest("svg") ? style.fill : style.color)), light(ground(node))].sort((a, b) => b - a);
+    if ((u + 0.05) / (w + 0.05) < 4.5) poor.push([walk.currentNode.textContent.slice(0, 30), style.color, ((u + 0.05) / (w + 0.05)).toFixed(2)]);
+  }
+  return poor;
+}"""
+
+
+def test_the_address_keeps_what_was_chosen(grid: Path, open_page: Open) -> None:
+    page = open_page(grid)
+    assert fragment(page) == ""
+    page.select_option("#task", "asdiv, as given")
+    ready(page)
+    page.select_option("#b", "half")
+    page.click("#table th[data-column=name] button")
+    page.click("[data-kind=onlyA]")
+    page.click("tr[data-variant=half] button")
+    page.fill("#filter", "h")
+    page.fill("#find", "Step by half")
+    address = fragment(page)
+
+    def chosen(page: Any) -> list[Any]:
+        values = [page.input_value(f"#{name}") for name in ("task", "asked", "a", "b", "filter", "find")]
+        rows = page.locator("#table tbody tr").evaluate_all(
+            "rows => rows.map((row) => row.dataset.variant ?? 'detail')"
+        )
+        return [*values, rows, page.inner_text("[aria-pressed=true][data-kind]"), page.locator(".item").count()]
+
+    state = chosen(page)
+    assert state[:6] == ["asdiv, as given", "asdiv, as given", "dense", "half", "h", "Step by half"]
+    assert state[6:] == [["half", "detail", "random 10% of heads, seed 1"], "only A right: 6", 6]
+    assert chosen(open_page(grid, address)) == state
+    page.go_back()  # what was typed is no step of its own
+    ready(page)
+    assert chosen(page)[4:6] == ["", ""] and chosen(page)[7] != state[7]
+    for _ in range(4):
+        page.go_back()
+        ready(page)
+    assert fragment(page) == "" and page.input_value("#task") == page.locator("#task option").last.get_attribute(
+        "value"
+    )
+    page.go_forward()
+    ready(page)
+    assert page.input_value("#task") == "asdiv, as given"
+
+
+def test_what_an_address_names_in_vain(grid: Path, open_page: Open) -> None:
+    page = open_page(grid, "#b=gone&task=half&constructor=x&page=99&show=x&question=777")
+    message = page.inner_text("#message")
+    assert "b=gone" in message or "no question 777" in message
+    assert page.input_value("#b") != "gone" and page.locator(".item").count() > 0
+
+
+def test_a_link_opens_its_question(grid: Path, open_page: Open) -> None:
+    page = open_page(grid, viewport={"width": 360, "height": 740})
+    page.select_option("#b", "half")
+    page.click("[data-kind=all]")
+    page.locator(".pager button").last.click()
+    page.wait_for_selector("[data-question='8']")
+    item = page.locator("[data-question='15']")
+    assert "characters …]" in item.inner_text() and item.inner_text().count("Step 20") == 0
+    assert item.inner_text().count("The result is 15 by") == 2  # the end of an answer is what it comes to
+    page.locator("[data-question='15'] .whole").click()
+    page.wait_for_selector(".item.open")
+    address = fragment(page)
+    assert (
+        "question=15" in address
+        and item.inner_text().count("Step 20") == 2
+        and "characters …]" not in item.inner_text()
+    )
+
+    other = open_page(grid, address, viewport={"width": 360, "height": 740})
+    assert other.locator(".item.open").get_attribute("data-question") == "15" and other.input_value("#b") == "half"
+    assert other.evaluate("() => document.activeElement.dataset.key") == "question:15"
+    box = other.locator(".item.open").bounding_box()
+    assert -5 <= box["y"] < 100
+    other.click(".item.open summary")
+    assert "of 4 variants are right" in other.inner_text(".item.open summary")
+    other.click("[data-key='chip:dense']")
+    assert other.input_value("#b") == "dense" and other.locator(".item.open").count() == 1
+    other.go_back()
+    assert other.input_value("#b") == "half"
+
+    hidden = open_page(grid, "#b=half&show=onlyB&question=15")  # a filter hides it, the link shows it
+    assert hidden.locator(".item.open").get_attribute("data-question") == "15"
+    page.keyboard.press("Escape")
+    assert page.locator(".item.open").count() == 0 and "question" not in fragment(page)
+    assert page.evaluate("() => document.activeElement.dataset.key") == "question:15" and item.is_visible()
+    page.go_back()
+    page.wait_for_selector(".item.open[data-question='15']")
+
+
+NEXT_STOP = """() => { const node = document.activeElement, style = getComputedStyle(node);
+  return node === document.body || node.className === "skip" ? null :
+    [node.id || node.dataset.key || node.getAttribute("aria-label") || node.textContent, style.outlineStyle + style.outlineWidth]; }"""
+
+
+def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
+    """The Tab key leads through everything in order, what has the focus can be seen, and Escape closes what was opened."""
+    page = open_page(grid)
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.className") == "skip"
+    assert page.locator(".skip").bounding_box()["x"] >= 0
+    page.keyboard.press("Enter")
+    assert page.evaluate("() => document.activeElement.id") == "content" and fragment(page) == ""
+    reached: list[str] = []
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if (stop := page.evaluate(NEXT_STOP)) is None:
+            break
+        assert stop[1] == "solid3px", stop
+        reached.append(stop[0])
+    assert len(set(reached)) == len(reached) < 200
+    wanted = [
+        "Tasks",
+        "variant",
+        "results of all tasks",
+        "task:gsm8k",
+        "task",
+        "filter",
+        "significant",
+        "order:mean",
+        "variant:half",
+    ]
+    wanted += [
+        "What the columns mean",
+        "cost",
+        "a",
+        "b",
+        "asked",
+        "find",
+        "kind:onlyA",
+        "next:0",
+        "question:0",
+        "next:1",
+    ]
+    assert [key for key in reached if key in wanted] == wanted
+    assert sum(key.startswith("point:") for key in reached) == 1
+    assert sum(key.startswith("question:") for key in reached) == 8
+    page.focus("circle[tabindex='0']")
+    first = page.evaluate("() => document.activeElement.dataset.variant")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => document.activeElement.dataset.variant") != first
+    page.keyboard.press("Enter")
+    assert page.input_value("#b") == page.evaluate("() => document.activeElement.dataset.variant")
+    page.focus("[data-key='variant:half']")
+    page.keyboard.press("Enter")
+    assert page.locator("tr.detail").count() == 1
+    page.keyboard.press("Escape")
+    assert page.locator("tr.detail").count() == 0
+    assert page.evaluate("() => document.activeElement.dataset.key") == "variant:half"
+    page.focus("#filter")
+    page.keyboard.type("half")
+    assert page.inner_text("#shown") == "1 of 4"
+    page.keyboard.press("Escape")
+    assert page.inner_text("#shown") == "" and page.input_value("#filter") == ""
+    page.focus("nav a:last-child")
+    page.keyboard.press("Enter")
+    assert page.evaluate("() => document.activeElement.id") == "questions-title"
+
+
+def test_without_scripts_the_page_is_the_report(grid: Path, open_page: Open) -> None:
+    page = open_page(grid, java_script_enabled=False, viewport={"width": 360, "height": 740})
+    assert not page.is_visible("#app") and page.is_visible("#report")
+    report = (grid / "compare" / "report.md").read_text()
+    headings = [line.lstrip("# ") for line in report.splitlines() if line.startswith("#")]
+    assert page.locator("#report h1, #report h2").all_inner_texts() == headings
+    rows = [line for line in report.splitlines() if line.startswith("|") and not line.startswith("|:")]
+    assert page.locator("#report tr").count() == len(rows)
+    assert "need JavaScript" in page.inner_text("#report")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+    shot(page, "360_without_scripts")
+
+
+def test_a_browser_that_cannot_unpack_it_shows_the_report(grid: Path, browser: Any) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto((grid / "compare" / "page.html").as_uri())
+    page.wait_for_selector("#report h1")
+    assert "cannot open the page" in page.inner_text("#report") and not page.is_visible("#app")
+    page.close()
+
+
+def test_paper(grid: Path, open_page: Open) -> None:
+    """Printed in a dark room: dark on white, without controls, answers as a whole."""
+    page = open_page(grid, color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    assert "characters …]" in page.inner_text("#questions")
+    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert "characters …]" not in page.inner_text("#questions") and "Step 20" in page.inner_text("#questions")
+    ink = re.findall(r"\d+", page.evaluate("() => getComputedStyle(document.querySelector('h1')).color"))
+    assert max(map(int, ink)) < 80
+    assert page.is_visible("#legend")
+    assert not any(page.is_visible(name) for name in ("nav", "#filter", "#significant", ".pager button", ".whole"))
+    page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert "characters …]" in page.inner_text("#questions")
+    assert page.is_visible("#legend") is False
+    if folder := os.environ.get("LMEVAL_PRUNE_SCREENSHOTS"):
+        page.pdf(path=f"{folder}/paper.pdf", format="A4")
+
+
+def test_packed_answers_are_the_answers(grid: Path) -> None:
+    tables, *blocks = map(json.loads, unpacked(grid))
+    assert tables["asked"] == ["gsm8k", "asdiv, as given"] and len(blocks) == 2
+    for block in blocks:
+        for name, numbers in block["answers"].items():
+            texts = [block["texts"][number] for number in numbers]
+            assert [text.endswith(f"{i} by {name}") for i, text in enumerate(texts)] == [True] * 40

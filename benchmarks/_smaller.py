@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import yaml
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import read_json, validate_json, write_text
+from lmeval_prune.artefacts import digest, read_json, validate_json, write_text
+from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.training.resuming import result_settings
 
 DENSE = "dense"
 
@@ -65,6 +67,9 @@ class Record(TypedDict):
     fold: int
     seed: int
     device: str
+    settings: str  # digest of the recipe's options and of the weights that are fine-tuned
+    weights: str  # digest of the model
+    parent: str  # that of the model that was pruned; of a dense row, of the model that was fine-tuned
     seconds: float
     parameters: list[int]  # all, without embeddings
     plans: list[dict[str, Any]]  # what each stage removed
@@ -72,6 +77,7 @@ class Record(TypedDict):
     validation: list[Answer]
     sampled: list[Samples]  # to the validation problems
     test: list[Answer]
+    dense: NotRequired[dict[str, Any]]  # answers of a parent that was trained anew, because another machine had it
 
 
 @dataclass(frozen=True)
@@ -129,12 +135,30 @@ class Experiment:
 
     def rows(self, recipes: Sequence[str] = (), folds: Sequence[int] = (), seeds: Sequence[int] = ()) -> Iterator[Row]:
         """Yield the rows of recipes (default: all), folds and seeds; a dense row comes before those that need it."""
-        for name in recipes:
-            if name not in self.settings["recipes"] and name != DENSE:
-                raise InputError(f"there is no recipe {name}{did_you_mean(name, self.settings['recipes'])}")
+        self.check_names(recipes, folds)
         names = [name for name in recipes or self.settings["recipes"] if name != DENSE]
         for seed, fold in itertools.product(seeds or self.settings["seeds"], folds or self.settings["folds"]):
             yield from (Row(name, fold, seed) for name in (DENSE, *names))
+
+    def check_names(self, recipes: Sequence[str], folds: Sequence[int] = ()) -> None:
+        """Raise an `InputError` for a recipe or a fold that does not exist."""
+        for name in recipes:
+            if name not in self.settings["recipes"] and name != DENSE:
+                raise InputError(f"there is no recipe {name}{did_you_mean(name, self.settings['recipes'])}")
+        for fold in folds:
+            if fold not in self.settings["folds"]:
+                raise InputError(f"there is no fold {fold}; {self.file.name} has {self.settings['folds']}")
+
+    @cached_property
+    def base(self) -> str:
+        """Digest of the weights that are fine-tuned."""
+        return checkpoint_identity(self.pretrained)
+
+    def digest(self, row: Row) -> str:
+        """Return a digest of all that a row's result depends on, but for its parent."""
+        settings = {**result_settings(self.options(row)), "pretrained": self.base}
+        answering = [self.settings[name] for name in ("new_tokens", "samples", "sample_temperature")]
+        return digest([settings, answering])
 
     def options(self, row: Row) -> DistillOptions:
         """Return the options by which a row's model is made; `InputError` if they are invalid."""
@@ -164,19 +188,30 @@ class Experiment:
     def record(self, row: Row) -> Any:
         """Read a row's record; None if it is not made yet."""
         path = self.path(row)
-        return read_json(path, Record) if path.is_file() else None
+        return self._read(path) if path.is_file() else None
 
     def records(self) -> dict[Row, Any]:
         """Read all records, of whatever recipes."""
-        records = [read_json(path, Record) for path in sorted((self.work / "rows").glob("*.json"))]
+        records = [self._read(path) for path in sorted((self.work / "rows").glob("*.json"))]
         return {Row(record["recipe"], record["fold"], record["seed"]): record for record in records}
+
+    def _read(self, path: Path) -> Any:
+        """Read a record; `InputError` if it is of other settings or another model."""
+        record: Any = read_json(path, Record)
+        row = Row(record["recipe"], record["fold"], record["seed"])
+        if record["settings"] != self.digest(row):
+            raise InputError(
+                f"{path} is a row of other settings or of another model than {self.pretrained}; give the --experiment, "
+                f"--changes and --pretrained that made it, or another folder"
+            )
+        return record
 
     def take(self, folder: Path) -> int:
         """Copy the records of another folder that are not here; return their number."""
         count = 0
         for path in sorted(folder.glob("*.json")):
             if not (target := self.work / "rows" / path.name).is_file():
-                read_json(path, Record)
+                self._read(path)
                 write_text(target, path.read_text(encoding="utf-8"))
                 count += 1
         return count
@@ -191,12 +226,12 @@ class Experiment:
         Recipes may be added, but not changed.
         """
         path = self.work / "experiment.json"
-        current = json.loads(json.dumps({**self.settings, "pretrained": self.pretrained, "changes": self.changes}))
+        current = json.loads(json.dumps({**self.settings, "pretrained": self.base, "changes": self.changes}))
         if path.is_file():
             before: dict[str, Any] = read_json(path)
             known = before["recipes"]
             changed = [name for name in known if current["recipes"].get(name, known[name]) != known[name]]
-            for name in ("goal", "task", "new_tokens", "samples", "sample_temperature", "dense", "changes"):
+            for name in current.keys() - {"recipes", "folds", "seeds"}:
                 changed += [name] if before[name] != current[name] else []
             if changed:
                 raise InputError(

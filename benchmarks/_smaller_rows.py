@@ -77,37 +77,42 @@ def make_row(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     The answers to the test are stored without being scored. A `limit`, of a rehearsal, is also that of the test.
     """
     begin = time.monotonic()
+    again: dict[str, Any] = {}
     if row.recipe != DENSE and not experiment.model(row.dense).is_dir():  # its record came from another machine
-        _distilled(experiment, row.dense)
-    host, note = _distilled(experiment, row)
-    model = load_pretrained(str(experiment.model(row))).float().to(device)
-    examples = host.examples()
-    settings = experiment.settings
-    new_tokens = settings["new_tokens"]
-    greedy = SamplingParams(max_new_tokens=new_tokens)
-    drawn = SamplingParams(max_new_tokens=new_tokens, do_sample=True, temperature=settings["sample_temperature"])
-    manifest = read_manifest(experiment.model(row)) or {"stages": []}
+        again = {"dense": _answered(experiment, row.dense, device)}
     record = {
         "recipe": row.recipe,
         "fold": row.fold,
         "seed": row.seed,
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "settings": experiment.digest(row),
+        **_answered(experiment, row, device),
+        **again,
         "seconds": round(time.monotonic() - begin, 1),
-        "parameters": list(parameters(model)),
-        "plans": [stage["plan"] for stage in manifest["stages"]],
-        "stages": note["stages"],
-        "validation": first(answers(host, model, examples.problems, greedy)),
-        "sampled": answers(host, model, examples.problems, drawn, settings["samples"]),
-        "test": first(answers(host, model, host.rows().test[: host.options.limit], greedy)),
     }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
 
 
-def _distilled(experiment: Experiment, row: Row) -> tuple[PackedHost, dict[str, Any]]:
-    """Train a row's model, or resume it; return its host and `distillation.json`."""
+def _answered(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
+    """Train a row's model, unless it is there; return its digest, what was removed, and its answers."""
     host = PackedHost(experiment.options(row), experiment.work / PROBLEMS)
-    return host, distill(host.options, host)
+    note = distill(host.options, host)
+    model = load_pretrained(str(experiment.model(row))).float().to(device)
+    problems, settings = host.examples().problems, experiment.settings
+    greedy = SamplingParams(max_new_tokens=settings["new_tokens"])
+    drawn = replace(greedy, do_sample=True, temperature=settings["sample_temperature"])
+    manifest = read_manifest(experiment.model(row)) or {"stages": []}
+    return {
+        "weights": host.identity(str(experiment.model(row))),
+        "parent": note["options"]["pretrained"],
+        "parameters": list(parameters(model)),
+        "plans": [stage["plan"] for stage in manifest["stages"]],
+        "stages": note["stages"],
+        "validation": first(answers(host, model, problems, greedy)),
+        "sampled": answers(host, model, problems, drawn, settings["samples"]),
+        "test": first(answers(host, model, host.rows().test[: host.options.limit], greedy)),
+    }
 
 
 def answers(
@@ -137,7 +142,7 @@ def first(several: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: str, limit: int = 48) -> dict[str, float]:
     """Estimate the seconds of a row from one epoch of a few problems, by a model of the same shape.
 
-    A pruner reads no more than these problems, so that scoring takes longer than `rest` if `calibration` is larger.
+    A pruner, and a teacher that answers, read no more than these problems, so `rest` takes longer if they read more.
 
     Returns:
         Seconds of training, of answering, and of all the rest (scoring, cutting, reading and writing).

@@ -106,6 +106,7 @@ def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
     """Print the seconds of a row of each recipe, estimated from one epoch of a few problems."""
     from _smaller_rows import estimated_seconds, write_problems
 
+    experiment.check_names(options.recipes, options.folds)
     write_problems(experiment)
     folds, seeds = options.folds or experiment.settings["folds"], options.seeds or experiment.settings["seeds"]
     for name in (DENSE, *(options.recipes or experiment.settings["recipes"])):

@@ -73,14 +73,8 @@ class Difference:
 
     @property
     def p_value(self) -> float:
-        """p of a paired test over questions: the mean difference of each question over seeds."""
-        by_fold = defaultdict(list)
-        for row, differences in self.by_row.items():
-            by_fold[row.fold].append(differences)
-        if any(len({len(each) for each in rows}) > 1 for rows in by_fold.values()):
-            return float("nan")  # validation problems differ between seeds
-        questions = np.concatenate([np.mean(rows, axis=0) for rows in by_fold.values()])
-        return float(sign_flip_test(questions[:, None])[0])
+        """p of a sign-flip test of the fold means, the clusters: with five folds at least 1/16."""
+        return float(sign_flip_test(self.folds[:, None])[0]) if len(self.folds) > 1 else float("nan")
 
 
 class Scored:
@@ -92,8 +86,12 @@ class Scored:
         self.documents = {str(doc["id"]): doc for docs in self.problems.values() for doc in docs}
         self.right = cache(self._right)
 
-    def _right(self, row: Row, split: str) -> np.ndarray:
-        """Return which answers of a row are right, by the task's own scoring; of `sampled`, if any of a problem is."""
+    def _right(self, row: Row, split: str, is_parent: bool = False) -> np.ndarray:
+        """Return which answers of a row, or of its parent, are right; of `sampled`, if any to a problem is.
+
+        The parent is the dense model that was pruned: its answers are in the dense row of the same fold and seed, or,
+        if that row is of another training, in the row itself.
+        """
         task = _task(self.experiment.settings["task"], self.experiment.settings["dense"].get("data_dir"))
         return np.array(
             [
@@ -101,23 +99,45 @@ class Scored:
                     task.process_results(self.documents[entry["id"]], [text])["exact_match"]
                     for text in entry.get("answers") or [entry["answer"]]
                 )
-                for entry in self.records[row][split]
+                for entry in (self.parent(row) if is_parent else self.records[row])[split]
             ],
             dtype=float,
         )
 
+    def parent(self, row: Row) -> Any:
+        """Return the answers of the dense model that was pruned; `InputError` if nothing has them."""
+        record = self.records[row]
+        parent = record.get("dense") or self.records[row.dense]
+        if parent["weights"] != record["parent"]:
+            raise InputError(
+                f"{row.key} was pruned from another model than the one that answered in {row.dense.key}; make both "
+                f"again on one machine"
+            )
+        return parent
+
     def pairs(self, recipe: str) -> list[Row]:
-        """Return the rows of a recipe that have a dense row."""
-        return [row for row in self.records if row.recipe == recipe and row.dense in self.records]
+        """Return the declared rows of a recipe that are there with their dense rows.
+
+        Rows of further seeds do not count: they could be added until a result suits.
+        """
+        rows = [row for row in self.experiment.rows([recipe]) if row.recipe == recipe]
+        return [row for row in rows if row in self.records and row.dense in self.records]
 
     def difference(self, rows: Collection[Row], split: str) -> Difference:
-        """Compare rows of a recipe with their dense rows."""
+        """Compare rows of a recipe with the dense models that they were pruned from."""
         for row in rows:
-            ids = [[answer["id"] for answer in self.records[each][split]] for each in (row, row.dense)]
+            ids = [[answer["id"] for answer in each[split]] for each in (self.records[row], self.parent(row))]
             if ids[0] != ids[1]:
-                raise InputError(f"{row.key} and {row.dense.key} have answered other {split} problems; make them again")
-        by_row = {row: self.right(row, split) - self.right(row.dense, split) for row in rows}
+                raise InputError(f"{row.key} and its dense model have answered other {split} problems; make them again")
+        by_row = {row: self.right(row, split) - self.right(row, split, True) for row in rows}
         return Difference(by_row, float(np.mean([self.right(row, split).mean() for row in rows])))
+
+    def common(self, names: Sequence[str]) -> dict[str, list[Row]]:
+        """Return the rows of recipes on the folds and seeds that all of them have."""
+        pairs = {name: self.pairs(name) for name in names}
+        places = [{(row.fold, row.seed) for row in rows} for rows in pairs.values()]
+        shared = set.intersection(*places) if places else set()
+        return {name: [row for row in rows if (row.fold, row.seed) in shared] for name, rows in pairs.items()}
 
     def smaller(self, rows: Collection[Row]) -> float:
         """Return the share of the parameters in blocks that a recipe removes, the mean over rows."""
@@ -144,39 +164,57 @@ def choice(experiment: Experiment, recipes: Sequence[str] = ()) -> str:
     Only recipes that remove enough parameters, and are fast enough where that was measured, may be chosen. They are
     compared on the folds and seeds that all of them have.
     """
+    experiment.check_names(recipes)
     scored, path = Scored(experiment), experiment.work / CHOSEN
-    is_tested = (experiment.work / TESTED).is_file()
-    before = chosen_recipes(experiment) if is_tested else []  # until then a choice can be made again
-    names = [name for name in recipes or experiment.settings["recipes"] if scored.pairs(name)]
-    common = (
-        set.intersection(*({(row.fold, row.seed) for row in scored.pairs(name)} for name in names)) if names else set()
-    )
-    if not common:
+    tested = _tested(experiment)
+    earlier = [
+        entry for entry in _chosen(experiment) if entry["recipe"] in tested
+    ]  # until then a choice can be changed
+    before = [entry["recipe"] for entry in earlier]
+    names = [name for name in recipes or experiment.settings["recipes"] if recipes or scored.pairs(name)]
+    rows = scored.common(names)
+    if not any(rows.values()):
         raise InputError(
             "there are no folds and seeds that all recipes have; make the rows by train, or name --recipes"
         )
-    rows = {name: [row for row in scored.pairs(name) if (row.fold, row.seed) in common] for name in names}
-    found = {name: scored.difference(rows[name], "validation") for name in names}
+    differences = {name: scored.difference(rows[name], "validation") for name in names}
     failures = {name: _failures(experiment, scored, name, rows[name]) for name in names}
     eligible = [name for name in names if not failures[name] and name not in before]
-    lines = [f"validation problems of {len(common)} folds and seeds:"]
-    for name in sorted(names, key=lambda name: -found[name].mean):
-        lines.append(f"  {name}: {_points(found[name])}{', ' if failures[name] else ''}{', '.join(failures[name])}")
+    lines = [f"validation problems of {len(rows[names[0]])} folds and seeds:"]
+    for name in sorted(names, key=lambda name: -differences[name].mean):
+        lines.append(
+            f"  {name}: {_points(differences[name])}{', ' if failures[name] else ''}{', '.join(failures[name])}"
+        )
     if not eligible:
         return "\n".join([*lines, "no other recipe removes enough and is fast enough"])
-    chosen = max(eligible, key=lambda name: found[name].mean)
-    differences = {name: found[name].mean for name in names}
-    entry = {"recipe": chosen, "rows": sorted(common), "differences": differences}
-    entries = [*(read_json(path, Chosen)["recipes"] if is_tested else []), entry]
-    write_text(path, json.dumps({"recipes": entries}, indent=1) + "\n")
-    order = f", as number {len(entries)}: the test of {', '.join(before)} is known already" if is_tested else ""
+    chosen = max(eligible, key=lambda name: differences[name].mean)
+    means = {name: differences[name].mean for name in names}
+    entry = {
+        "recipe": chosen,
+        "rows": [(row.fold, row.seed) for row in rows[chosen]],
+        "differences": means,
+    }
+    write_text(path, json.dumps({"recipes": [*earlier, entry]}, indent=1) + "\n")
+    order = f", as number {len(before) + 1}: the test of {', '.join(before)} is known already" if before else ""
     return "\n".join([*lines, f"chosen: {chosen}{order}"])
+
+
+def _chosen(experiment: Experiment) -> list[dict[str, Any]]:
+    path = experiment.work / CHOSEN
+    entries: list[dict[str, Any]] = read_json(path, Chosen)["recipes"] if path.is_file() else []
+    return entries
+
+
+def _tested(experiment: Experiment) -> list[str]:
+    """Return the recipes whose test is known."""
+    path = experiment.work / TESTED
+    names: list[str] = read_json(path, list[str]) if path.is_file() else []
+    return names
 
 
 def chosen_recipes(experiment: Experiment) -> list[str]:
     """Return the recipes that were chosen, in order: only the first before any test was known."""
-    path = experiment.work / CHOSEN
-    return [entry["recipe"] for entry in read_json(path, Chosen)["recipes"]] if path.is_file() else []
+    return [entry["recipe"] for entry in _chosen(experiment)]
 
 
 def _failures(experiment: Experiment, scored: Scored, name: str, rows: Sequence[Row]) -> list[str]:
@@ -227,7 +265,7 @@ def write_report(experiment: Experiment, name: str) -> str:
     names = [each for each in experiment.settings["recipes"] if scored.pairs(each)]
     tested = [each for each in chosen if not missing(experiment, scored, each)]
     lines += [_line(experiment, scored, each, each in tested) for each in names]
-    lines += ["", _front(experiment, scored, names)]
+    lines += ["", _front(scored, names)]
     if tested:
         write_text(experiment.work / TESTED, json.dumps(tested) + "\n")
     rows = {row.key: _summary(scored, row, tested) for row in scored.records}
@@ -300,14 +338,18 @@ def _line(experiment: Experiment, scored: Scored, name: str, is_tested: bool) ->
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _front(experiment: Experiment, scored: Scored, names: Sequence[str]) -> str:
-    """Return the recipes that no other beats in both parameters and validation difference."""
-    if not names:
+def _front(scored: Scored, names: Sequence[str]) -> str:
+    """Return the recipes that no other beats in both parameters and validation difference, on common rows."""
+    rows = scored.common(names)
+    if not any(rows.values()):
         return ""
-    left = np.array([1 - scored.smaller(scored.pairs(name)) for name in names])
-    gains = np.array([scored.difference(scored.pairs(name), "validation").mean for name in names])
+    left = np.array([1 - scored.smaller(rows[name]) for name in names])
+    gains = np.array([scored.difference(rows[name], "validation").mean for name in names])
     front = [name for name, best in zip(names, pareto(np.stack([left, left], 1), gains), strict=True) if best]
-    return f"Pareto front of parameters and validation difference: {', '.join(front)}."
+    count = len(rows[names[0]])
+    return (
+        f"Pareto front of parameters and validation difference on {count} common folds and seeds: {', '.join(front)}."
+    )
 
 
 def _summary(scored: Scored, row: Row, tested: Sequence[str]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def record(experiment: Experiment, row: Row, right: dict[str, str], parameters: 
     sampled = [{"id": each["id"], "answers": ["none", each["answer"]]} for each in answers["validation"]]
     content = {
         **{"recipe": row.recipe, "fold": row.fold, "seed": row.seed, "device": "here", "seconds": 1.0},
+        **{"settings": experiment.digest(row), "weights": f"of {row.key}", "parent": f"of {row.dense.key}"},
         **{"parameters": [parameters, parameters], "plans": [], "stages": [{"stage": 1}], **answers},
         "sampled": sampled,
     }
@@ -134,9 +135,9 @@ def test_the_choice_sees_validation_only_and_the_test_waits_for_all_rows(experim
     scored: list[str] = []
     original = Scored._right
 
-    def seen(self: Scored, row: Row, split: str) -> Any:
+    def seen(self: Scored, row: Row, split: str, is_parent: bool = False) -> Any:
         scored.append(f"{row.recipe} {split}")
-        return original(self, row, split)
+        return original(self, row, split, is_parent)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scored, "_right", seen)
@@ -157,12 +158,49 @@ def test_the_choice_sees_validation_only_and_the_test_waits_for_all_rows(experim
         "test": "1000",
     }
     assert "test" not in results["rows"]["other_fold0_seed0"]["right"]
-    assert "as number 2: the test of ours is known already" in choice(experiment)
+    for _ in range(2):  # the last choice can be made again
+        assert "as number 2: the test of ours is known already" in choice(experiment)
     assert chosen_recipes(experiment) == ["ours", "other"]
     assert any(
         line.startswith("Tested as number 2: ")
         for line in write_report(experiment, str(experiment.work / "r")).splitlines()
     )
+
+
+def test_rows_of_further_seeds_do_not_count(experiment: Experiment) -> None:
+    for seed, right in ((0, "1000"), (1, "1000"), (2, "1111")):
+        for fold in (0, 1):
+            record(experiment, Row(DENSE, fold, seed), {"validation": "1100", "test": "1100"})
+            record(experiment, Row("ours", fold, seed), {"validation": right, "test": right}, 80)
+    assert len(Scored(experiment).pairs("ours")) == 4
+    assert "4 folds and seeds" in choice(experiment) and "-25.00" in choice(experiment)
+
+
+def test_a_row_is_paired_with_the_model_that_was_pruned(experiment: Experiment) -> None:
+    row = Row("ours", 0, 0)
+    record(experiment, row.dense, {"validation": "1111", "test": "1111"})
+    record(experiment, row, {"validation": "1000", "test": "1000"}, 80)
+    content = json.loads(experiment.path(row).read_text())
+    dense = json.loads(experiment.path(row.dense).read_text())
+    experiment.path(row).write_text(json.dumps({**content, "parent": "trained elsewhere"}))
+    with pytest.raises(InputError, match="was pruned from another model than the one that answered"):
+        choice(experiment)
+    record(experiment, Row("other", 0, 0), {"validation": "1000", "test": "1000"})
+    again = {**json.loads(experiment.path(Row("other", 0, 0)).read_text()), "weights": "trained elsewhere"}
+    experiment.path(Row("other", 0, 0)).unlink()
+    experiment.path(row).write_text(json.dumps({**content, "parent": "trained elsewhere", "dense": again}))
+    assert Scored(experiment).difference([row], "validation").mean == 0
+    assert dense["weights"] != "trained elsewhere"
+
+
+def test_rows_of_other_settings_are_refused(
+    experiment: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rehearsal = Experiment(experiment.file, tmp_path / "rehearsal", experiment.pretrained, {"limit": 8})
+    record(rehearsal, Row(DENSE, 0, 0), {"validation": "1000", "test": "1000"})
+    assert command(experiment, "collect", "--copy", str(rehearsal.work / "rows")) == 2
+    assert "is a row of other settings or of another model" in capsys.readouterr().err
+    assert not experiment.path(Row(DENSE, 0, 0)).exists()
 
 
 def test_a_recipe_that_removes_too_little_or_is_too_slow_is_not_chosen(experiment: Experiment) -> None:
@@ -216,6 +254,9 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
 def test_mistakes_are_one_line(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (("train", "--recipes", "our"), "there is no recipe our; did you mean 'ours'?"),
+        (("estimate", "--recipes", "our"), "there is no recipe our; did you mean 'ours'?"),
+        (("choose", "--recipes", "ours", "our"), "there is no recipe our; did you mean 'ours'?"),
+        (("train", "--folds", "9"), "there is no fold 9"),
         (("train", "--changes", "3"), "--changes 3 must be a mapping"),
         (("train", "--changes", "{epoch: 1}"), "has no setting 'epoch'; did you mean 'epochs'?"),
         (("collect",), "name the folder of the records"),

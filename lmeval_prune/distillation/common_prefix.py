@@ -34,10 +34,12 @@ def runs_in_parts(model: Any) -> bool:
 
     It does with a cache that keeps all tokens, and without dropout, which draws for each token of each text.
     """
-    if getattr(model, "is_gradient_checkpointing", False) or not model._supports_default_dynamic_cache():
+    if not model._supports_default_dynamic_cache():
         return False
     layers = DynamicCache(config=model.config).layers
-    return all(type(layer) is DynamicLayer for layer in layers) and not any(map(_drops, model.modules()))
+    return all(type(layer) is DynamicLayer for layer in layers) and not any(
+        _drops(module) or getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
 
 
 def _drops(module: nn.Module) -> bool:

@@ -141,6 +141,51 @@ def test_extending_a_pool_decodes_nothing_twice_and_keeps_log_probabilities(
     assert len(run) == len(set(run)) and content(tmp_path / "s") == content(whole)
 
 
+def asked_of(whole: Path) -> dict[str, list[str]]:
+    """Other attempts at each question, greedy and sampled, of the unpruned model and of every kind of variant."""
+    outcomes, generator = OutcomeStore(whole).read(), random.Random(2)
+    return {text: generator.sample(outcomes.pool, 4 + i) for i, text in enumerate(outcomes.texts[:2])}
+
+
+def test_each_question_is_asked_its_own_attempts(
+    tiny_folder: Path, files: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cells are those of a sweep over the whole pool, and nothing else is decoded; so after a kill."""
+    some, asked = options(tiny_folder, files) | {"likelihood": True}, asked_of(whole)
+    add, run = AnswerStore.add, []
+    monkeypatch.setattr(AnswerStore, "add", lambda self, *args: (run.append(args[2]["kind"]), add(self, *args)))
+    outcomes = sweep(tiny_folder, tmp_path / "s", **some, asked=asked)
+    assert set(outcomes.pool) == {name for names in asked.values() for name in names}
+    assert set(outcomes.texts) == asked.keys() and run.count("generate_until") == sum(map(len, asked.values()))
+    expected = {(cell["doc_id"], cell["attempt"]): cell for cell in OutcomeStore(whole).cells()}
+    cells = OutcomeStore(tmp_path / "s").cells()
+    assert len(cells) == sum(map(len, asked.values()))
+    assert all(cell == expected[cell["doc_id"], cell["attempt"]] for cell in cells)
+    for row, names in zip(outcomes.z, (asked[text] for text in outcomes.texts), strict=True):
+        assert {name for name, value in zip(outcomes.pool, row, strict=True) if not np.isnan(value)} == {*names}
+    child = os.fork()
+    if child == 0:
+        try:
+            kill_after(5)
+            sweep(tiny_folder, tmp_path / "killed", **some, asked=asked)
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    sweep(tiny_folder, tmp_path / "killed", **some, asked=asked)
+    assert content(tmp_path / "killed") == content(tmp_path / "s")
+    sweep(tiny_folder, tmp_path / "s", **some)  # the rest, and nothing twice
+    assert content(tmp_path / "s") == content(whole) and len(run) > 0
+
+
+def test_some_questions_can_be_asked_the_whole_pool(tiny_folder: Path, tmp_path: Path) -> None:
+    texts = [row["question"] for row in sweep(tiny_folder, tmp_path / "a", heads="L0H0").questions]
+    some = {texts[1]: [], texts[3]: ["dense", "L1H1@0.7#1"]}
+    outcomes = sweep(tiny_folder, tmp_path / "b", heads="L0H0", asked=some)
+    assert outcomes.pool == ["dense", "L0H0", "L1H1@0.7#1"]
+    known = dict(zip(outcomes.texts, outcomes.observed.tolist(), strict=True))
+    assert known == {texts[1]: [True, True, False], texts[3]: [True, False, True]}
+
+
 def routed(folder: Path, outcomes: Outcomes, **arguments: Any) -> tuple[dict, dict]:
     """Evaluate the store's questions; return the results, and texts and settings of the tries by document."""
     settings = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}

@@ -65,14 +65,19 @@ class Curve:
 def solved_cells(outcomes: Outcomes, attempts: Sequence[str]) -> np.ndarray:
     """Return whether each attempt solves each question, (questions, attempts); `InputError` if one is unknown."""
     part = outcomes.columns(attempts)
-    unknown = np.argwhere(np.isnan(part.z))
-    if len(unknown):
-        row, column = unknown[0]
-        raise InputError(
-            f"{len(unknown)} outcomes of the test store are unknown, e.g. {attempts[column]} on question {row}; "
-            f"complete the sweep over the whole pool"
-        )
+    if np.isnan(part.z).any():
+        raise unknown_outcomes(part.z, attempts)
     return np.asarray(part.z == 1)
+
+
+def unknown_outcomes(z: np.ndarray, attempts: Sequence[str], question: int | None = None) -> InputError:
+    """Return the error for unknown outcomes among those of attempts, z (questions, attempts)."""
+    cells = np.argwhere(np.isnan(z))
+    row, column = next((cell for cell in cells if question in (None, cell[0])), cells[0])
+    return InputError(
+        f"{len(cells)} outcomes of the test store are unknown, e.g. {attempts[min(column, len(attempts) - 1)]} on "
+        f"question {row}; complete the sweep over the whole pool"
+    )
 
 
 Kind = tuple[str, float]  # variant and temperature: greedy, or exchangeable samples
@@ -82,17 +87,19 @@ Kind = tuple[str, float]  # variant and temperature: greedy, or exchangeable sam
 class Samples:
     """The outcomes of a store by kind of attempt.
 
+    Not every question needs every draw: the known ones of a question count.
+
     Attributes:
-        right: whether each draw solves each question, (questions, draws).
-        lengths: tokens of each draw, (questions, draws); None if unknown.
+        z: outcome of each draw at each question, (questions, draws): 1, 0 or NaN (unknown).
+        lengths: tokens of each draw, (questions, draws); None if the store has none.
     """
 
-    right: dict[Kind, np.ndarray]
+    z: dict[Kind, np.ndarray]
     lengths: dict[Kind, np.ndarray] | None
 
     @classmethod
     def of(cls, outcomes: Outcomes, kinds: Iterable[Kind]) -> Samples:
-        """Collect kinds; `InputError` if the store lacks one or an outcome is unknown."""
+        """Collect kinds; `InputError` if the store lacks one."""
         names: dict[Kind, list[str]] = {}
         for name in outcomes.pool:
             attempt = Attempt.named(name)
@@ -101,27 +108,30 @@ class Samples:
         missing = [str(Attempt(*kind)) for kind in wanted if kind not in names]
         if missing:
             raise InputError(f"the test store has no {missing[0]}; sweep it too")
-        right = {kind: solved_cells(outcomes, names[kind]) for kind in wanted}
+        parts = {kind: outcomes.columns(names[kind]) for kind in wanted}
+        z = {kind: part.z for kind, part in parts.items()}
         if outcomes.tokens is None:
-            return cls(right, None)
-        lengths = {kind: outcomes.columns(names[kind]).tokens for kind in wanted}
-        is_known = all(np.isfinite(each).all() for each in lengths.values())  # type: ignore[arg-type]
-        return cls(right, lengths if is_known else None)  # type: ignore[arg-type]
+            return cls(z, None)
+        return cls(z, {kind: part.tokens for kind, part in parts.items()})  # type: ignore[misc]
 
     def pass_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
-        """Return the chance that some of m draws of each kind is right; `InputError` if there are fewer draws."""
+        """Return the chance that some of m draws of each kind is right; `InputError` if fewer are known."""
+        groups = []
         for kind, m in drawn.items():
-            if m > (count := self.right[kind].shape[1]):
-                raise InputError(f"the test store has only {count} of {m} samples of {Attempt(*kind)}; sweep more")
-        return pass_mixed(
-            [(self.right[kind].shape[1], int(self.right[kind][row].sum()), m) for kind, m in drawn.items()]
-        )
+            z = self.z[kind][row]
+            known = z[~np.isnan(z)]
+            if m > len(z):
+                raise InputError(f"the test store has only {len(z)} of {m} samples of {Attempt(*kind)}; sweep more")
+            if m > len(known):
+                raise unknown_outcomes(self.z[kind], [str(Attempt(*kind))], row)
+            groups.append((len(known), int(known.sum()), m))
+        return pass_mixed(groups)
 
     def tokens_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
         """Return the expected number of tokens of m draws of each kind; NaN if unknown."""
         if self.lengths is None:
             return float("nan")
-        return float(sum(m * self.lengths[kind][row].mean() for kind, m in drawn.items()))
+        return float(sum(m * self.lengths[kind][row][~np.isnan(self.z[kind][row])].mean() for kind, m in drawn.items()))
 
 
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
@@ -155,7 +165,7 @@ def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int, mix: Mix
             values[i, k] = samples.pass_of(i, drawn)
             tokens[i, k] = samples.tokens_of(i, drawn)
     kind = "unbiased" if any(temperature for _, temperature in kinds) else "ordered"
-    return Curve(name, kind, values, attempts, tokens=tokens if samples.lengths else None)
+    return Curve(name, kind, values, attempts, tokens=tokens if np.isfinite(tokens).all() else None)
 
 
 def oracle_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmeval_prune.architectures import Head, ModelMap
@@ -24,8 +24,13 @@ _SAMPLED = re.compile(r"(?P<variant>.+)@(?P<temperature>[^@#]+)#(?P<first>\d{1,6
 class SweepPool(FixedOrderRouter):
     """The unpruned model and the variants that a sweep's options name, each decoded greedily, and samples.
 
+    With `asked` the pool has only the attempts that some question is asked, unless one is asked the whole pool.
+
     Args:
-        options: `heads` or `layers`, `variants`, `random_sets`, `cover`, `sampled` and their settings.
+        options: `heads` or `layers`, `variants`, `random_sets`, `cover`, `sampled`, `asked` and their settings.
+
+    Attributes:
+        question_fields: by task, the document field whose text `asked` names; the sweep sets it.
 
     Raises:
         InputError: an option is malformed; when it is fitted to a model: a variant does not fit the model.
@@ -36,6 +41,8 @@ class SweepPool(FixedOrderRouter):
         self.options = options
         self._sets = [_parse_set(text) for text in options.random_sets]
         self._samples = [_parse_samples(text) for text in options.sampled]
+        self._asked = {question: _parse_asked(question, names) for question, names in options.asked.items()}
+        self.question_fields: Mapping[str, str] = {}
         if options.cover:
             OutcomeStore(options.cover).check()
 
@@ -51,9 +58,25 @@ class SweepPool(FixedOrderRouter):
                 variants[variant.name] = variant
                 names = [variant.name]
             attempts += [str(Attempt(name, temperature, draw)) for name in names for draw in draws]
+        asked = list(dict.fromkeys(name for names in self._asked.values() for name in names))
+        for name in dict.fromkeys(Attempt.named(each).variant for each in asked):
+            if name != DENSE and name not in variants:
+                variants[name] = Variant.named(name, model_map, allowances=self.allowances)
+        attempts = asked if self._asked and all(self._asked.values()) else [*attempts, *asked]
         self.records = {name: variant.record for name, variant in variants.items() if variant.record}
         self._pool = attempt_order(attempts)
         self.variants = {DENSE: Variant(), **variants}
+
+    @property
+    def repeats(self) -> int:
+        """Return the largest number of attempts at a question."""
+        return max((len(names) or len(self.pool) for names in self._asked.values()), default=len(self.pool))
+
+    def order(self, request: Any) -> Sequence[str]:
+        """Return the attempts at a request's question, of which the last one is repeated up to `repeats`."""
+        names = self._asked.get(str(request.doc[self.question_fields[request.task_name]])) if self._asked else None
+        names = names or self.pool
+        return [*names, *[names[-1]] * (self.repeats - len(names))]
 
     def _variants(self, model_map: ModelMap) -> Iterator[Variant]:
         options, allowances = self.options, self.allowances
@@ -79,6 +102,13 @@ def _parse_set(text: str) -> tuple[int, int]:
     if not match:
         raise InputError(f"random_sets={text!r} must be HEADSxSETS, e.g. 4x10 for ten sets of four heads")
     return int(match["heads"]), int(match["count"])
+
+
+def _parse_asked(question: str, names: Any) -> list[str]:
+    """Check a question's attempts; `InputError` if they are no list of names."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"asked: {question[:40]!r} needs a list of attempts, e.g. [dense, L5H3, dense@0.6#0]")
+    return list(dict.fromkeys(str(Attempt.named(name)) for name in names))
 
 
 def _parse_samples(text: str) -> tuple[str, float, Iterable[int]]:

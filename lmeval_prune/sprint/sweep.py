@@ -58,9 +58,11 @@ class Sweep:
         begin = time.perf_counter()
         tasks = self._load_tasks()
         doc_ids = self._draw(tasks)
+        tasks = {name: tasks[name] for name in doc_ids}
         if self.store.store_file.exists():
             self.store.check()  # refuse a damaged store before the model is loaded
         pool = SweepPool(self.options)
+        pool.question_fields = {name: task.question_field for name, task in tasks.items()}
         lm = self._load_model(pool)
         try:
             prompting = {
@@ -70,8 +72,7 @@ class Sweep:
             }
             if self.options.likelihood:
                 check_scoring(lm)
-            tasks = {name: tasks[name] for name in doc_ids}
-            self._build_requests(tasks, doc_ids, lm, len(pool.pool), prompting)
+            self._build_requests(tasks, doc_ids, lm, pool.repeats, prompting)
             self._prepare_store(tasks, lm, pool)
             if self.options.hidden_states:
                 add_hidden_states(lm, tasks, self.store.folder, self.store.check()["model"])
@@ -144,8 +145,16 @@ class Sweep:
 
     def _draw(self, tasks: dict[str, SweptTask]) -> dict[str, list[int]]:
         """Draw the document indices of each task by the seed, from all tasks together."""
-        documents = [(name, doc_id) for name, task in tasks.items() for doc_id in range(len(task.eval_docs))]
-        limit = self.options.limit
+        texts = {name: [str(doc[task.question_field]) for doc in task.eval_docs] for name, task in tasks.items()}
+        limit, asked = self.options.limit, self.options.asked
+        if unknown := asked.keys() - {text for several in texts.values() for text in several}:
+            raise InputError(f"asked: the tasks have no question {min(unknown)[:60]!r}; name the split that has it")
+        documents = [
+            (name, doc_id)
+            for name, several in texts.items()
+            for doc_id, text in enumerate(several)
+            if text in asked or not asked
+        ]
         if limit is not None:
             random.Random(self.options.seed).shuffle(documents)
             if limit > len(documents):

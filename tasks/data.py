@@ -119,6 +119,10 @@ def _asdiv_a(row: Row) -> Row | None:
     return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
 
 
+def _cloze(row: Row) -> Row:
+    return {**row, "target": row["choices"][row["gold"]]}
+
+
 _CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # of Math23k's equations; pi is 3.14 there
 
 
@@ -211,7 +215,7 @@ DATA: dict[str, DataSet] = {
     "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}, None, dict, packaged=True),
     "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}, None, dict, packaged=True),
     "tiny_cloze": DataSet(
-        {"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, None, dict, packaged=True
+        {"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, None, _cloze, packaged=True
     ),
 }
 

@@ -8,6 +8,7 @@ Each function returns `exact_match` and `strict_match`, the answer (`extracted`)
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -108,10 +109,20 @@ def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 
+@print_input_errors
+def ending(doc: dict[str, Any], results: Sequence[str]) -> Scores:
+    """Score the completion of a sentence: its first words, as many as the gold ending has."""
+    response = _response(doc, results)
+    words = re.findall(r"\w+", response)[: len(re.findall(r"\w+", doc["target"]))]
+    extraction = Extraction(" ".join(words), "end" if words else "none")
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+
+
 # By scoring function: how to compare two answers that it extracted.
 EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
     number: numbers_equal,
     text_or_number: same_text,
     mathematics: same_mathematics,
     equation: same_expression,
+    ending: same_text,
 }

@@ -130,8 +130,9 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
     for name, task in manager.load(names)["tasks"].items():
         task.build_all_requests(limit=2)
         prompt = task.instances[0].args[0]
-        assert len(prompt) > 20 or name == "prune_tiny_cloze", name
-        is_chat = "shot" not in name and name not in ("prune_tiny_choice", "prune_tiny_cloze")
+        is_sentence = name == "prune_tiny_cloze" or name.startswith("prune_tiny_endings")
+        assert len(prompt) > 20 or is_sentence, name
+        is_chat = "shot" not in name and name != "prune_tiny_choice" and not is_sentence
         assert ("boxed{}" in prompt) == is_chat
         if name == "prune_gsm8k_5shot":
             assert prompt.count("Question:") == 6 and prompt.count("####") == 5
@@ -165,6 +166,23 @@ def test_results_and_targets_of_another_type_are_refused(score: Any) -> None:
     for target in (12, None):
         with pytest.raises(InputError, match=f"the target of a document is {target}; give the gold answer as text"):
             score({"target": target}, ["12 apples"])
+
+
+@pytest.mark.parametrize(
+    ("response", "target", "answer", "right"),
+    [
+        (" Rome, which is", "Rome", "Rome", 1),
+        ("\nrome", "Rome", "rome", 1),
+        (" Romeo", "Rome", "Romeo", 0),
+        (" New York City", "New York", "New York", 1),
+        (" the Rome", "Rome", "the", 0),
+        (" ...", "Rome", "", 0),
+    ],
+)
+def test_a_sentence_is_completed_by_its_first_words(response: str, target: str, answer: str, right: int) -> None:
+    scores = results.ending({"target": target}, [response])
+    assert (scores["extracted"], scores["exact_match"]) == (answer, right)
+    assert scores["how"] == ("end" if answer else "none")
 
 
 def test_an_expression_as_target_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value
 from lmeval_prune.sprint import figures, policies, race
 from lmeval_prune.sprint.choosing import Choices, accuracy_at
-from lmeval_prune.sprint.curves import Curve, policy_curve, solved_cells
+from lmeval_prune.sprint.curves import Curve, policy_curve
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
@@ -33,7 +33,7 @@ NS = (1, 2, 4, 8, 16)
 
 @dataclass
 class Fold:
-    """A fold's test outcomes, without left-out questions, and what training chose for it."""
+    """A fold's test outcomes, and what training chose for it."""
 
     outcomes: Outcomes
     choice: dict[str, Any]
@@ -57,54 +57,43 @@ class Report:
     def __init__(self, own: Any, folds: Sequence[int]) -> None:
         self.race, self.plan = own, own.plan
         self.folds = [self._fold(number) for number in folds]
-        self.left_out = sum(text in own.twins for k in folds for text in self._texts(k))
-
-    def _texts(self, number: int) -> list[str]:
-        return OutcomeStore(self.race.fold(number) / "test").read().texts
 
     def _fold(self, number: int) -> Fold:
-        outcomes = OutcomeStore(self.race.fold(number) / "test").read()
-        kept = [i for i, text in enumerate(outcomes.texts) if text not in self.race.twins]
-        orders: dict[str, Policy] = {}
-
-        def policy_of(order: str) -> Policy:
-            if order not in orders:
-                orders[order] = self.race.policy(number, order)
-            return orders[order]
-
-        return Fold(outcomes.rows(kept), self.race.choice(number), policy_of)
+        outcomes = OutcomeStore(self.race.store(number, "test")).read()
+        return Fold(outcomes, self.race.choice(number), cache(partial(self.race.policy, number)))
 
     # ------------------------------------------------------------------ curves
 
     def together(self, name: str, curve: Callable[[Fold], Curve]) -> Curve:
-        """One curve over the questions of all folds."""
+        """One curve over the questions of all folds, up to the largest number of tries."""
         parts = [curve(fold) for fold in self.folds]
         tokens = [part.tokens for part in parts if part.tokens is not None]
         kind = parts[0].kind if len({part.kind for part in parts}) == 1 else "unbiased"
-        together = np.concatenate(tokens) if len(tokens) == len(parts) else None
-        return Curve(name, kind, np.concatenate([part.values for part in parts]), tokens=together)
+        spent = self._wide(tokens) if len(tokens) == len(parts) else None
+        return Curve(name, kind, self._wide([part.values for part in parts]), tokens=spent)
+
+    def _wide(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Stack the questions of all folds, with NaN for tries that were not made."""
+        rows = np.concatenate(parts)
+        return np.pad(rows, ((0, 0), (0, self.plan.most - rows.shape[1])), constant_values=np.nan)
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """All policies, the chosen one first."""
         plan, most = self.plan, self.plan.most
-        curves = {CHOSEN: lambda fold: fold.curve(fold.choice["order"], fold.mix, most)}
-        curves[SAMPLING] = lambda fold: race.sampling_curve(fold.outcomes, fold.temperature, most)
-        if self.published:
-            curves["SPRINT as published"] = lambda fold: fold.curve(self.published, Mix(), most)
-        curves["cover, dense first"] = lambda fold: fold.curve("cover", Mix.parse("dense|next"), most)
-        curves["best of training"] = lambda fold: fold.curve("best", Mix(), most)
-        assert plan.n <= most
+        curves: dict[str, Callable[[Fold], Curve]] = {
+            CHOSEN: lambda fold: fold.curve(fold.choice["order"], fold.mix, most),
+            SAMPLING: lambda fold: race.sampling_curve(fold.outcomes, fold.temperature, most),
+        }
+        for name, (order, mix) in self.rivals.items():
+            curves[name] = lambda fold, order=order, mix=mix: fold.curve(order, mix, plan.n)
         return {name: self.together(name, curve) for name, curve in curves.items()}
 
-    @property
-    def published(self) -> str:
-        """The order of SPRINT's own router; empty if there is none, as in some rehearsals."""
-        order = f"{race.ROUTER}contrastive"
-        usable = all(
-            (OutcomeStore(self.race.fold(f.choice["fold"]) / "train").read().greedy().z == 1).any() for f in self.folds
-        )
-        return order if order in self.plan.orders and usable else ""
+    @cached_property
+    def rivals(self) -> dict[str, tuple[str, Mix]]:
+        """The other policies that were tested in all folds."""
+        by_fold = [self.race.rivals(fold.choice["fold"]) for fold in self.folds]
+        return {name: pair for name, pair in by_fold[0].items() if all(name in each for each in by_fold)}
 
     # ------------------------------------------------------------------ comparisons
 
@@ -120,12 +109,8 @@ class Report:
         result.append(race.Comparison(f"at the tokens of {n} tries", ours[:, n - 1], self.sampled_at_tokens()))
         for rule, (mine, rival) in self.without_gold(n).items():
             result.append(race.Comparison(f"{rule} at {n}", mine, rival))
-        for name in ("SPRINT as published", "cover, dense first"):
-            if name in self.curves:
-                result.append(
-                    race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], theirs[:, n - 1])
-                )
-        result.append(race.Comparison(f"all greedy variants, {self.plan.test_samples} samples", *self.ceilings()))
+        for name in self.rivals:
+            result.append(race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], theirs[:, n - 1]))
         return result
 
     def sampled_at_tokens(self) -> np.ndarray:
@@ -139,12 +124,11 @@ class Report:
             values.append(sampled.values[:, count - 1])
         return np.concatenate(values)
 
-    def ceilings(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether any greedy variant, and whether any sample, solves each question."""
-        variants = [solved_cells(fold.outcomes, fold.outcomes.greedy().pool).any(1) for fold in self.folds]
-        count = self.plan.test_samples
-        samples = [race.sampling_curve(fold.outcomes, fold.temperature, count).values[:, -1] for fold in self.folds]
-        return np.concatenate(variants).astype(float), np.concatenate(samples)
+    def solved_only(self) -> dict[str, Any]:
+        """What only pruned variants solve, of the choosing questions with most samples."""
+        stores = [OutcomeStore(self.race.store(fold.choice["fold"], "train")).read() for fold in self.folds]
+        temperatures = [fold.temperature for fold in self.folds]
+        return race.solved_only(stores, temperatures, self.plan.ceiling_samples)
 
     @cached_property
     def votes(self) -> dict[str, list[dict[str, Choices]]]:
@@ -190,9 +174,7 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     choices, curves = read_json(own.choices_file), list(report.curves.values())
     rows = race.test_comparisons(report.comparisons(), plan.seed)
     primary, registered = rows[0], status(own, folds)
-    only = race.solved_only(
-        [f.outcomes for f in report.folds], [f.temperature for f in report.folds], plan.test_samples
-    )
+    only = report.solved_only()
     votes = report.vote_rows()
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(np.mean(np.concatenate([f.outcomes.z[:, f.outcomes.pool.index(DENSE)] for f in report.folds])))
@@ -205,7 +187,8 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     text = render(
         Path(__file__).with_name("sprint_race.md.jinja"),
         status=registered["text"],
-        counts={"questions": primary["questions"], "folds": folds, "left_out": report.left_out},
+        counts={"questions": primary["questions"], "folds": folds, "left_out": len(own.twins)},
+        ceiling=only,
         plan=plan,
         choices_link=Markup("[choices.json](choices.json)") if not own.note else Markup("`choices.json`"),
         primary=primary,
@@ -225,12 +208,12 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         "registration": registered,
         "rehearsal": own.limit,
         "seconds": own.seconds,
-        "rates": read_json(own.work / "rates.json") if (own.work / "rates.json").exists() else {},
+        "rates": own.rates,
         "comparisons": rows,
         "folds": by_fold,
         "dense": dense,
-        "pass": {curve.name: [round(float(v), 6) for v in curve.mean] for curve in curves},
-        "tokens": {c.name: [round(float(v), 3) for v in c.mean_tokens] for c in curves if c.mean_tokens is not None},
+        "pass": {curve.name: known(curve.mean, 6) for curve in curves},
+        "tokens": {c.name: known(c.mean_tokens, 3) for c in curves if c.mean_tokens is not None},
         "without_gold": votes.to_dict("records"),
         "solved_only": only,
     }
@@ -240,6 +223,11 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     else:
         write("sprint_race", results)
         print(f"{output / 'report.md'}: {registered['text']}")
+
+
+def known(values: np.ndarray, digits: int) -> list[float]:
+    """The known values of a curve, rounded."""
+    return [round(float(value), digits) for value in values if not np.isnan(value)]
 
 
 def status(own: Any, folds: Sequence[int]) -> dict[str, Any]:
@@ -312,7 +300,7 @@ def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
 def pass_table(curves: Sequence[Curve], dense: float) -> Any:
     """pass@N of all policies."""
     ks = range(1, curves[0].values.shape[1] + 1)
-    rows = [[curve.name, *(f"{value:.3f}" for value in curve.mean)] for curve in curves]
+    rows = [[curve.name, *("" if np.isnan(value) else f"{value:.3f}" for value in curve.mean)] for curve in curves]
     rows.append(["unpruned, greedy", f"{dense:.3f}", *[""] * (len(ks) - 1)])
     return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in ks)]), ["policy"])
 
@@ -320,7 +308,7 @@ def pass_table(curves: Sequence[Curve], dense: float) -> Any:
 def cost_table(curves: Sequence[Curve]) -> Any:
     """Mean tokens of the first N tries."""
     rows = [
-        [curve.name, *(f"{value:.0f}" for value in curve.mean_tokens)]
+        [curve.name, *("" if np.isnan(value) else f"{value:.0f}" for value in curve.mean_tokens)]
         for curve in curves
         if curve.mean_tokens is not None
     ]

@@ -6,16 +6,20 @@ import itertools
 import random
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
-from sprint_race import Race, rehearsal
+from sprint_race import rehearsal
+from sprint_race_costs import estimate, noted, seconds_a_question
+from sprint_race_stages import Race
 
 from lmeval_prune import InputError
 from lmeval_prune.sprint import policies, race
+from lmeval_prune.sprint.curves import policy_curve
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
@@ -64,7 +68,8 @@ def test_cross_fitting_never_sees_the_question() -> None:
         return policies.best(part)
 
     found = race.candidates(["router:mine", "cover"], ["next", "dense|next"], [])
-    values = race.cross_fitted(found, training, 2, 3, 7, fit)
+    known = race.cross_fitted_orders(["router:mine", "cover"], training, 3, 7, fit)
+    values = race.cross_fitted(found, known, training, 2)
     number = np.random.default_rng(7).permutation(12) % 3
     assert seen == [{training.texts[i] for i in range(12) if number[i] != part} for part in range(3)]
     for i in range(12):
@@ -77,7 +82,7 @@ def test_cross_fitting_never_sees_the_question() -> None:
             tries = order[:2] if str(candidate.mix) == "next" else [0, next(j for j in order if j)]
             assert values[i, column] == float(any(training.z[i, j] == 1 for j in tries))
     with pytest.raises(InputError, match="12 training questions cannot be divided into 13 parts"):
-        race.cross_fitted(found, training, 2, 13, 0, fit)
+        race.cross_fitted_orders(["cover"], training, 13, 0, fit)
 
 
 def test_training_chooses_the_best_and_of_equals_the_first() -> None:
@@ -86,7 +91,8 @@ def test_training_chooses_the_best_and_of_equals_the_first() -> None:
     training.z[:, [0, POOL.index("b")]] = 0
     training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@1#")]] = 1
     found = race.candidates(["best", "cover"], ["dense|next", "next"], [])
-    choice = race.choose(found, [0.5, 1.0], training, 2, 3, 0, no_fit)
+    known = race.cross_fitted_orders(["best", "cover"], training, 3, 0, no_fit)
+    choice = race.choose(found, known, [0.5, 1.0], training, 2)
     assert str(choice.candidate) == "best, dense|next" and choice.temperature == 1.0
     assert choice.passes == {str(each): 1.0 for each in found} and choice.sampled["1"] == 1.0 > choice.sampled["0.5"]
     assert (choice.differences == 0).all() and choice.to_json()["mix"] == "dense|next"
@@ -150,18 +156,19 @@ def test_the_folds_of_asdiv_a_have_few_twins(
 ) -> None:
     monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
     own = Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu")
-    kept = own.kept(range(5))
+    kept = {number: own.texts(number, "test") for number in range(5)}
     questions = {text for texts in kept.values() for text in texts}
     assert sum(map(len, kept.values())) == len(questions) >= 1000
     assert not questions & own.twins.keys()
     for number in range(5):
         test, choosing, tuned = own.splits(number)
         assert len({test, choosing, *tuned}) == 5
-        asked = set(kept[number])
-        assert not any(asked & set(data.load("asdiv_a", split)["question"]) for split in (choosing, *tuned))
+        assert {*own.texts(number, "train")} <= {*data.load("asdiv_a", choosing)["question"]}
+        assert not any({*kept[number]} & {*data.load("asdiv_a", split)["question"]} for split in (choosing, *tuned))
+    assert own.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
     trial = Race(rehearsal(own.plan, 12), PLAN, tmp_path, "cpu", 12)
     assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in range(5))  # a rehearsal asks no test question
-    assert all(len(texts) == 12 for texts in trial.kept([0]).values())
+    assert all(len(trial.texts(k, part)) == 12 for k in range(5) for part in ("train", "test"))
 
 
 # --------------------------------------------------------------------------- tests
@@ -197,6 +204,66 @@ def test_what_only_variants_solve_is_counted() -> None:
     assert share["low"] < share["share"] < share["high"]
 
 
+def test_questions_without_all_samples_are_not_counted() -> None:
+    part = outcomes(4)
+    part.z[5:, POOL.index("dense@0.5#3")] = np.nan
+    assert race.solved_only([part], [0.5], 4)["questions"] == 5
+    part.z[:, POOL.index("dense@0.5#3")] = np.nan
+    with pytest.raises(InputError, match="no question has 4 samples"):
+        race.solved_only([part], [0.5], 4)
+
+
+def test_only_tries_are_asked() -> None:
+    orders, mix = [["dense", "a", "b"], ["b", "dense", "a"]], Mix.parse("dense|next+dense@0.5")
+    found = race.attempts_of([(orders, mix, 4), (orders, Mix.parse("next@1"), 2)])
+    assert found == [
+        ["dense", "a", "dense@0.5#0", "b", "dense@1#0", "a@1#0"],
+        ["dense", "b", "dense@0.5#0", "a", "b@1#0", "dense@1#0"],
+    ]
+
+
+def test_a_curve_needs_only_the_tries_of_each_question() -> None:
+    """Outcomes that no try needs may be unknown; those that one needs may not."""
+    whole, mix = outcomes(8), Mix.parse("next+dense@0.5")
+    orders = [["a", "b"] if i % 2 else ["b", "a"] for i in range(12)]
+    asked = race.attempts_of([(orders, mix, 2)])
+    z, tokens = np.full_like(whole.z, np.nan), np.full(whole.z.shape, np.nan)
+    for i, names in enumerate(asked):
+        columns = [POOL.index(name) for name in names]
+        z[i, columns], tokens[i, columns] = whole.z[i, columns], 3.0
+    part = replace(whole, z=z, tokens=tokens)
+    curve = policy_curve("", race.fixed_policy(orders), part, 2, mix)
+    for i, (first, second) in enumerate(asked):
+        tries = [whole.z[i, POOL.index(name)] for name in (first, second)]
+        assert curve.values[i].tolist() == [tries[0], max(tries)]
+    assert curve.mean_tokens is not None and curve.mean_tokens.tolist() == [3.0, 6.0]
+    with pytest.raises(InputError, match=r"outcomes of the test store are unknown, e.g. a on question 0"):
+        policy_curve("", race.fixed_policy([["a", "b"]] * 12), part, 2, mix)
+    with pytest.raises(
+        InputError, match=r"outcomes of the test store are unknown, e.g. dense@0.5 on question 0|samples"
+    ):
+        policy_curve("", race.fixed_policy(orders), part, 4, mix)
+
+
+def test_costs_are_rates_times_counts() -> None:
+    plan = RacePlan.read(PLAN)
+    rates = {"finetune": {"seconds": 20.0, "steps": 10}}
+    entry = noted(noted(None, 100, 100, 0.0, 12), 100, 140, 10.0, 12)
+    entry = noted(entry, 200, 280, 20.0, 12)  # a run between them was killed after 60 answers
+    assert (entry["made"], entry["answers"], entry["seconds"]) == (180, 120, 30.0)
+    assert seconds_a_question(entry) == pytest.approx(30 / 120 * 180 / 12)
+    other = {**entry, "made": 120, "answers": 120}
+    rates |= {name: {"0": other, "3": other} for name in ("train", "sampled", "ceiling", "test")}
+    counts = {"finetune": 800, "train": 1200, "sampled": 1200, "ceiling": 120, "test": 1200}
+    found = estimate(plan, rates, counts)
+    assert found["training_steps"] == 90 * 3
+    assert found["hours"] == {
+        "finetune": 0.15, "train": 0.83, "sampled": 0.83, "ceiling": 0.08, "test": 0.83,
+    }  # fmt: skip
+    with pytest.raises(InputError, match="the rates lack test; rehearse"):
+        estimate(plan, {name: rate for name, rate in rates.items() if name != "test"}, counts)
+
+
 def test_sampling_uses_all_samples() -> None:
     part = outcomes(6)
     columns = [POOL.index(f"dense@0.5#{d}") for d in range(5)]
@@ -209,20 +276,13 @@ def test_sampling_uses_all_samples() -> None:
 # --------------------------------------------------------------------------- the plan and its commit
 
 
-def test_the_plan_is_the_races(tmp_path: Path) -> None:
+def test_the_plan_is_the_races() -> None:
     plan = RacePlan.read(PLAN)
     sets = sum(int(text.partition("x")[2]) for text in plan.random_sets)
     assert 9 * len(plan.layers) + sets + len(plan.variants) + len(plan.plans) >= 60
-    assert len(plan.temperatures) == 5 and plan.n == 8 and plan.most == 16 and plan.test_samples == 64
-    for candidate in race.candidates(plan.orders, plan.mixes, plan.temperatures):
-        assert {e.temperature for e in (*candidate.mix.first, *candidate.mix.repeated) if e.what == "next"} <= {
-            *plan.variant_temperatures,
-            0.0,
-        }
-    own = Race(plan, PLAN, tmp_path, "cpu")
-    choice = {"temperature": 0.8, "mix": "dense|next@0.6+dense@1"}
-    assert own.test_samples(choice) == ["dense@0.8#0-63", "dense@1#0-15", "each@0.6#0", "dense@0.6#0"]
-    assert Mix.parse(choice["mix"]).uses_order
+    assert len(plan.temperatures) == 5 and plan.n == 8 and plan.most == 16 and plan.ceiling_samples == 64
+    assert len(race.candidates(plan.orders, plan.mixes, plan.temperatures)) == len(plan.orders) * (4 + 3 * 5)
+    rehearsal(plan, 12)  # its settings are those of a plan, too
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
@@ -241,8 +301,8 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
         ("n: 8\n", "", ""),
         ("n: 8\n", "n: 0\n", "n=0 must be a whole number, at least 1"),
         ("n: 8\n", "n: 32\n", "n must be at most draws and most"),
-        ("draws: 16\n", "", "needs draws"),
-        ("draws: 16\n", "drawn: 16\n", "has no setting 'drawn'; did you mean 'draws'"),
+        ("draws: 8\n", "", "needs draws"),
+        ("draws: 8\n", "drawn: 8\n", "has no setting 'drawn'; did you mean 'draws'"),
         ("finetune_folds: 3", "finetune_folds: 4", "finetune_folds must leave a fold"),
         ("temperatures: [0.2, 0.4, 0.6, 0.8, 1.0]", "temperatures: [0]", "temperatures"),
     ],

@@ -303,6 +303,27 @@ def test_the_likelihood_is_the_formula(factors: int) -> None:
     assert float(parameters.objective(x, z, 0.3)) == pytest.approx(sum(expected) / 6 + penalty, rel=1e-10)
 
 
+@pytest.mark.parametrize("factors", [1, 2])
+def test_the_sequential_order_is_that_of_the_models_joint_distribution(factors: int) -> None:
+    """Each next column is the most probable given that the earlier ones failed, by the table of all outcomes."""
+    generator = torch.Generator().manual_seed(10 + factors)
+    parameters = model(generator, pool=5, factors=factors)
+    x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    points, weights = np.polynomial.hermite_e.hermegauss({1: 15, 2: 7}[factors])
+    nodes = list(itertools.product(zip(points, weights / weights.sum(), strict=True), repeat=factors))
+    chances, differ = [math.prod(weight for _, weight in node) for node in nodes], 0
+    for question, order in zip(x.tolist(), parameters.order(x).tolist(), strict=True):
+        table = joint_table(chances, [literal_success(parameters, question, [p for p, _ in node]) for node in nodes])
+        expected: list[int] = []
+        while len(expected) < 5:
+            failed = {o: c for o, c in table.items() if not any(o[j] for j in expected)}
+            rest = [j for j in range(5) if j not in expected]
+            expected.append(max(rest, key=lambda j: sum(c for o, c in failed.items() if o[j])))
+        assert order == expected
+        differ += order != by_probability(parameters.probabilities(torch.tensor([question]).double()))[0].tolist()
+    assert differ  # from the order without regard to what failed
+
+
 def test_the_quadrature_has_the_moments_of_a_normal_distribution() -> None:
     for factors in (1, 2, 3):
         t, chance = quadrature(factors)

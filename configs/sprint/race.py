@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,29 +29,32 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from sprint_race import Race, duration  # noqa: E402
+from sprint_race_costs import duration  # noqa: E402
+from sprint_race_stages import STAGES, Race  # noqa: E402
 
 from lmeval_prune.artefacts import write_text  # noqa: E402
 from lmeval_prune.errors import InputError  # noqa: E402
-from lmeval_prune.sprint import race  # noqa: E402
 from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
 from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
+from lmeval_prune.tasks import data  # noqa: E402
+from lmeval_prune.tasks.loading import load_task, task_manager  # noqa: E402
 
 PLAN = RacePlan(
-    pretrained="", finetune="", task="", folds=2, finetune_folds=0, max_gen_toks=2048,
+    pretrained="", finetune={}, task="", folds=2, finetune_folds=0, max_gen_toks=2048,
     layers=(5, 10, 15, 20, 25), random_sets=("4x8", "16x8"), variants={}, plans={},
-    temperatures=(0.3, 0.6, 0.9), draws=16, variant_temperatures=(), test_samples=16,
+    temperatures=(0.3, 0.6, 0.9), draws=16, test_samples=16, ceiling_samples=64, ceiling_questions=100,
     orders=("best", "cover", "router:contrastive", "router:knn", "router:logistic", "router:sequential"),
     routers={"contrastive": {"p": [16, 32], "lambda": [0, 0.001]}},
-    mixes=("next", "dense|next", "dense|next+dense@T"),
+    mixes=("next", "dense|next", "next@0.6", "dense|next+dense@T"),
 )  # fmt: skip
 QUICK: dict[str, Any] = {
-    "max_gen_toks": 64, "layers": (), "random_sets": ("8x8",), "temperatures": (0.3, 0.6), "draws": 4,
-    "test_samples": 8, "n": 4, "most": 8, "parts": 3,
-    "orders": ("best", "cover", "router:knn"), "mixes": ("next", "dense|next"),
-    "routers": {"knn": {"k": 3, "weighting": "uniform", "prior": 1, "validation": 0.0}},
+    "max_gen_toks": 6, "chat": False, "layers": (10, 20), "random_sets": ("4x3", "16x3"), "temperatures": (0.4, 0.8),
+    "draws": 8, "test_samples": 8, "ceiling_samples": 32, "ceiling_questions": 30, "n": 4, "most": 8, "parts": 3,
+    "orders": ("best", "cover", "router:contrastive", "router:knn", "router:sequential"),
+    "mixes": ("next", "dense|next", "next@0.4", "dense|next+dense@T"),
+    "routers": {"contrastive": {"p": [8], "lambda": [0], "epochs": 200}, "sequential": {"factors": 1, "rank": [0, 2]}},
 }  # fmt: skip
-INFORMATIVE = 30  # training questions that some variants solve and others do not: fewer fit no router
+INFORMATIVE = 30  # choosing questions that some variants solve and others do not: fewer fit no router
 
 
 @dataclass
@@ -59,7 +63,7 @@ class ModelRace(Race):
 
     Attributes:
         train, test: splits of the task.
-        counts: numbers of questions of `train` and `test`.
+        numbers: numbers of questions of `train` and `test`.
         dtype: of the model.
         server, adapters: URL of servers, and the folder of the adapters that they have.
     """
@@ -67,11 +71,15 @@ class ModelRace(Race):
     plan: RacePlan  # of `Race`, named here for type checkers, which do not read benchmarks
     train: str = "train"
     test: str = "test"
-    counts: tuple[int, int] = (500, 500)
+    numbers: tuple[int, int] = (500, 500)
     dtype: str = "bfloat16"
     server: str | None = None
     adapters: str | None = None
-    fewest: int = INFORMATIVE
+
+    @property
+    def fewest(self) -> int:
+        """The fewest informative questions to which routers are fitted."""
+        return INFORMATIVE
 
     @property
     def note(self) -> str:
@@ -88,52 +96,42 @@ class ModelRace(Race):
             return {"pretrained": self.plan.pretrained, "adapters": self.adapters}
         return {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
 
-    def questions(self, number: int, part: str) -> int:
-        """Number of questions of a part."""
-        return self.counts[part == "test"]
-
-    def options(self, number: int, part: str, sampled: Sequence[str], limit: int | None) -> SweepOptions:
-        """Options of a sweep; answers of servers have no log-probabilities here."""
-        options = super().options(number, part, sampled, limit)
-        return replace(options, server=self.server, likelihood=False) if self.server else options
+    def texts(self, number: int, part: str) -> list[str]:
+        """As many questions of a split as are asked, drawn by the seed; none is left out as a twin."""
+        arguments = load_task(task_manager(), self.plan.task).get_config("dataset_kwargs") or {}
+        if not (name := arguments.get("prune_data")):
+            raise InputError(f"--task={self.plan.task} is no task of this package; name one, e.g. prune_gsm8k")
+        texts = list(dict.fromkeys(data.load(name, self.test if part == "test" else self.train)["question"]))
+        return random.Random(self.plan.seed).sample(texts, min(self.numbers[part == "test"], len(texts)))
 
     @property
     def twins(self) -> dict[str, str]:
         """No question is left out: the splits are those of the task's authors."""
         return {}
 
-    def kept(self, folds: Sequence[int]) -> dict[int, list[str]]:
-        """As many test questions as are asked."""
-        return {number: [""] * self.counts[1] for number in folds}
+    def options(self, number: int, part: str, asked: Mapping[str, Any]) -> SweepOptions:
+        """Options of a sweep; answers of servers have no log-probabilities here."""
+        options = super().options(number, part, asked)
+        return replace(options, server=self.server, likelihood=False) if self.server else options
 
     def run_in_lm_eval(self, number: int) -> None:
         """Evaluate the chosen policy by lm-eval, too, unless servers answer."""
         if not self.server:
             super().run_in_lm_eval(number)
 
-    def run(self, stages: Sequence[str] = (), folds: Sequence[int] = (0,)) -> None:
-        """Run all stages."""
-        plan: RacePlan = self.plan
-        super().run(["plans", "sweep"], folds)
-        solved = self.training(0).greedy().z == 1
-        informative = int((solved.any(1) & ~solved.all(1)).sum())
-        if informative < self.fewest:
-            orders = tuple(order for order in plan.orders if not order.startswith(race.ROUTER))
-            self.plan = plan = replace(plan, orders=orders)
-            print(
-                f"{informative} training questions distinguish variants, fewer than {self.fewest}: no router is fitted"
-            )
-        settings = yaml.safe_dump(json.loads(json.dumps(asdict(plan))), sort_keys=False, width=110)
+    def run(self, stages: Sequence[str] = STAGES, folds: Sequence[int] = (0,)) -> None:
+        """Run all stages, and keep the settings beside the report."""
+        settings = yaml.safe_dump(json.loads(json.dumps(asdict(self.plan))), sort_keys=False, width=110)
         write_text(self.report_folder / "plan.md", f"# Settings of the race\n\n```yaml\n{settings}```\n")
-        super().run(["choose", "test", "report"], folds)
+        super().run([name for name in stages if name != "finetune"], folds)
 
 
 def print_estimate(own: ModelRace) -> None:
-    """Answer a few training questions, and print the cost of both sweeps."""
-    print(f"training: {own.sweep_cost(0, 'train', own.training_samples())}")
-    rate = json.loads((own.work / "rates.json").read_text())["train"]
-    columns = len(own.training(0).greedy().pool) + own.plan.test_samples + own.plan.most
-    answers = own.counts[1] * columns
+    """Answer a few choosing questions, and print the cost of the sweeps."""
+    print(f"choosing: {own.sweep_cost(0, 'train', own.pool_tries(0))}")
+    rate, plan = own.rates["train"]["0"], own.plan
+    columns = 1 + plan.test_samples + plan.most + 2 * plan.n
+    answers = own.numbers[1] * columns + plan.ceiling_questions * (plan.ceiling_samples - plan.draws)
     print(f"test: at most {answers} answers, about {duration(answers * rate['seconds'] / rate['answers'])}")
 
 
@@ -153,7 +151,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapters", help="their folder")
     parser.add_argument("--work", help="folder of stores, router and report")
     parser.add_argument("--estimate", action="store_true", help="print what the race will cost, and stop")
-    parser.add_argument("--quick", action="store_true", help="the embedded model on a few questions of ASDiv-A")
+    parser.add_argument("--quick", action="store_true", help="the embedded model on packaged sentences to complete")
     options = parser.parse_args(words)
     if not options.model and not options.quick:
         parser.error("give --model NAME, or --quick for the embedded model")
@@ -175,13 +173,13 @@ def make_race(options: argparse.Namespace) -> ModelRace:
         raise InputError(f"--questions={options.questions} must be two numbers, each at least {plan.parts}")
     plan = replace(plan, max_gen_toks=options.max_gen_toks, layers=layers)
     if options.quick:
-        plan, counts = replace(plan, **QUICK, task="prune_asdiv_a"), (10, 10)
-        settings = {"train": "fold0", "test": "fold1", "dtype": "float32", "fewest": 4}
+        plan, counts = replace(plan, **QUICK, task="prune_tiny_endings"), (90, 90)
+        settings["dtype"] = "float32"
     elif options.server:  # servers have an adapter for each pruned head alone
         plan = replace(plan, random_sets=())
     name = Path(plan.pretrained).name.lower()
     work = Path(options.work or f"out/sprint_race_{name}{'_quick' if options.quick else ''}")
-    settings |= {"server": options.server, "adapters": options.adapters, "counts": counts}
+    settings |= {"server": options.server, "adapters": options.adapters, "numbers": counts}
     return ModelRace(plan, work / "report" / "plan.md", work, options.device, **settings)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ ROUTER = "router:"  # begins the name of an order by a fitted router
 LEVEL, POWER = 0.05, 0.8
 SHINGLE = 3  # words of which texts are compared
 Fit = Callable[[str, Outcomes], Policy]  # fits a router, by its method
+Orders = dict[str, list[list[str]]]  # by name of an order: variants for each question, first choice first
 
 
 @dataclass(frozen=True)
@@ -81,38 +82,63 @@ def sampling_curve(outcomes: Outcomes, temperature: float, n: int) -> Curve:
     return policy_curve(f"sampling, T = {temperature:g}", policy, outcomes, n, sampling_mix(temperature))
 
 
-def cross_fitted(
-    chosen: Sequence[Candidate], training: Outcomes, n: int, parts: int, seed: int, fit: Fit
-) -> np.ndarray:
-    """Return pass@n of candidates on training questions that they were not fitted on, (questions, candidates).
+def cross_fitted_orders(orders: Sequence[str], training: Outcomes, parts: int, seed: int, fit: Fit) -> Orders:
+    """Order the pool for training questions by policies that were fitted on the others.
 
     Args:
-        chosen: the candidates.
-        training: outcomes of the training questions with all attempts that the candidates use.
-        n: number of tries.
-        parts: number of parts; each is evaluated after a fit on the others.
+        orders: names of orders; see `Candidate`.
+        training: outcomes of the training questions under the whole pool.
+        parts: number of parts; each is ordered after a fit on the others.
         seed: seed of the division into parts.
         fit: fits a router, by its method.
+
+    Returns:
+        By order, the pool's variants for each question, first choice first.
     """
     count = len(training.texts)
     if count < parts:
         raise InputError(f"{count} training questions cannot be divided into {parts} parts; use more questions")
     number = np.random.default_rng(seed).permutation(count) % parts
-    values = np.full((count, len(chosen)), np.nan)
+    result: Orders = {order: [[] for _ in range(count)] for order in orders}
     for part in range(parts):
         held_out = np.flatnonzero(number == part)
-        rest, test = training.rows(np.flatnonzero(number != part)), training.rows(held_out)
-        policy_of = {}
-        for order in dict.fromkeys(each.order for each in chosen):
-            policy = make_policy(order, rest, fit)
-            policy_of[order] = replace(policy, order=_constant(policy.order(test.texts)))  # once for all mixes
-        for column, each in enumerate(chosen):
-            values[held_out, column] = policy_curve("", policy_of[each.order], test, n, each.mix).values[:, n - 1]
-    return values
+        rest, texts = training.rows(np.flatnonzero(number != part)), training.rows(held_out).texts
+        for order in orders:
+            for row, names in zip(held_out, make_policy(order, rest, fit).order(texts), strict=True):
+                result[order][row] = names
+    return result
 
 
-def _constant(orders: list[list[str]]) -> Callable[[Sequence[str]], list[list[str]]]:
-    return lambda _: orders
+def fixed_policy(orders: Sequence[Sequence[str]]) -> Policy:
+    """Return the policy with a known order for each question of a store."""
+    return Policy(list(orders[0]), {"policy": "known"}, lambda _: [list(names) for names in orders])
+
+
+def cross_fitted(chosen: Sequence[Candidate], orders: Orders, training: Outcomes, n: int) -> np.ndarray:
+    """Return pass@n of candidates on training questions, (questions, candidates).
+
+    Args:
+        chosen: the candidates.
+        orders: their orders for each training question, from policies that did not see it.
+        training: outcomes of the training questions with all attempts that the candidates use.
+        n: number of tries.
+    """
+    curves = [policy_curve("", fixed_policy(orders[each.order]), training, n, each.mix) for each in chosen]
+    return np.stack([curve.values[:, n - 1] for curve in curves], axis=1)
+
+
+def attempts_of(pairs: Iterable[tuple[Sequence[Sequence[str]], Mix, int]]) -> list[list[str]]:
+    """Return the attempts that several policies make at each question: their union.
+
+    Args:
+        pairs: for each policy its order for each question, its mix and its number of tries.
+    """
+    rows: list[dict[str, None]] = []
+    for orders, mix, n in pairs:
+        rows = rows or [{} for _ in orders]
+        for row, names in zip(rows, orders, strict=True):
+            row |= dict.fromkeys(map(str, mix.attempts(names, n)))
+    return [list(row) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -141,16 +167,10 @@ class Choice:
 
 
 def choose(
-    chosen: Sequence[Candidate],
-    temperatures: Sequence[float],
-    training: Outcomes,
-    n: int,
-    parts: int,
-    seed: int,
-    fit: Fit,
+    chosen: Sequence[Candidate], orders: Orders, temperatures: Sequence[float], training: Outcomes, n: int
 ) -> Choice:
     """Choose policy and temperature by pass@n on training questions; of equals, the first. Arguments as above."""
-    values = cross_fitted(chosen, training, n, parts, seed, fit)
+    values = cross_fitted(chosen, orders, training, n)
     sampled = np.stack([sampling_curve(training, t, n).values[:, n - 1] for t in temperatures], axis=1)
     best, hottest = int(values.mean(0).argmax()), int(sampled.mean(0).argmax())
     return Choice(
@@ -260,21 +280,24 @@ def solved_only(outcomes: Sequence[Outcomes], temperatures: Sequence[float], sam
     """Count the questions that some greedy pruned variant solves and no sample does, and the other way round.
 
     Args:
-        outcomes: of each fold's test questions.
+        outcomes: of each fold's questions; those that lack a sample are left out.
         temperatures: of each fold's sampling.
         samples: number of samples.
 
     Returns:
-        Shares with 95% intervals (Clopper and Pearson), and the numbers of variants and samples.
+        Shares with 95% intervals (Clopper and Pearson), and the numbers of questions, variants and samples.
     """
     pruned, sampled, variants = [], [], set()
     for each, temperature in zip(outcomes, temperatures, strict=True):
         names = [name for name in each.greedy().pool if name != DENSE]
         variants.add(len(names))
-        pruned.append(solved_cells(each, names).any(1))
-        draws = sampling_mix(temperature).attempts([DENSE], samples)
-        sampled.append(solved_cells(each, list(map(str, draws))).any(1))
+        draws = list(map(str, sampling_mix(temperature).attempts([DENSE], samples)))
+        complete = each.rows(np.flatnonzero(each.columns(draws).observed.all(1)))
+        pruned.append(solved_cells(complete, names).any(1))
+        sampled.append(solved_cells(complete, draws).any(1))
     by_variants, by_samples = np.concatenate(pruned), np.concatenate(sampled)
+    if not len(by_variants):
+        raise InputError(f"no question has {samples} samples; run the stage ceiling first")
     columns = {
         "variants": by_variants,
         "samples": by_samples,

@@ -30,7 +30,7 @@ class RacePlan(Settings):
 
     Attributes:
         pretrained: the model before its fine-tune.
-        finetune: recipe of the fine-tune, a file of `lmeval-prune distill` relative to the repository.
+        finetune: options of `lmeval-prune distill` for the fine-tune.
         task: the task; its data set has folds.
         folds: number of folds.
         finetune_folds: number of folds that the model of each test fold is fine-tuned on; one other fold chooses.
@@ -38,9 +38,10 @@ class RacePlan(Settings):
         layers, random_sets, variants, plans: the pool: heads of layers one by one, random sets (`4x10`), variants by
             label, and plans by label with the options of `lmeval-prune prune`.
         temperatures: of sampling; training chooses one.
-        draws: samples at each temperature on training questions.
-        variant_temperatures: at which each variant is sampled once.
+        draws: samples at each temperature on choosing questions.
         test_samples: samples at the chosen temperature on test questions.
+        ceiling_samples, ceiling_questions: samples at the chosen temperature on so many choosing questions of each
+            fold, beside which the pool is judged.
         orders: orders of variants that training chooses among: `best`, `cover`, `router:METHOD`.
         routers: by METHOD, options of `lmeval-prune fit`.
         mixes: that training chooses among; `@T` stands for each temperature.
@@ -48,11 +49,12 @@ class RacePlan(Settings):
         most: largest number of tries that is reported.
         parts: of the cross fitting.
         twins: share of common word sequences at which two questions count as the same.
+        chat: whether prompts are in the chat template.
         seed: of the cross fitting and of the tests.
     """
 
     pretrained: str
-    finetune: str
+    finetune: dict[str, Any]
     task: str
     folds: Count
     finetune_folds: Natural
@@ -63,8 +65,9 @@ class RacePlan(Settings):
     plans: dict[str, Any]
     temperatures: Annotated[tuple[Positive, ...], MinLen(1)]
     draws: Count
-    variant_temperatures: tuple[Positive, ...]
     test_samples: Count
+    ceiling_samples: Count
+    ceiling_questions: Count
     orders: Annotated[tuple[str, ...], MinLen(1)]
     routers: dict[str, Any]
     mixes: Annotated[tuple[str, ...], MinLen(1)]
@@ -72,14 +75,18 @@ class RacePlan(Settings):
     most: Count = 16
     parts: Count = 5
     twins: Share = 0.8
+    chat: bool = True
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.finetune_folds + 2 > self.folds:
             raise InputError("finetune_folds must leave a fold that chooses and a test fold: give at most folds − 2")
-        if max(self.n, self.draws) > self.test_samples or self.n > min(self.most, self.draws):
-            raise InputError("n must be at most draws and most, and these at most test_samples; change one of them")
+        if self.n > min(self.most, self.draws) or self.most > self.test_samples or self.draws > self.ceiling_samples:
+            raise InputError(
+                "n must be at most draws and most, most at most test_samples, and draws at most ceiling_samples; "
+                "change one of them"
+            )
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

@@ -1,0 +1,359 @@
+"""The stages of `sprint_race.py`: each is run once, can be killed and goes on.
+
+finetune   the model of a fold, on folds that neither choose nor are tested
+plans      its plans
+sweep      the choosing questions under the whole pool, greedily, and samples of the unpruned model
+orders     every order of the plan for each choosing question, fitted without it
+sampled    the samples under variants that some candidate tries
+choose     policy and temperature of each fold: choices.json
+ceiling    more samples of some choosing questions, beside which the pool is judged
+test       the test questions: only the tries of the chosen policy and of its rivals, and samples
+report     from the stores alone
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from _record import environment, timed
+from sprint_race_costs import duration, noted, seconds_a_question, stored, training_steps
+from sprint_race_folders import DATA, Folders
+
+from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.checkpoints.embedded import ENCODER
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.sprint import policies, race
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.options import FitOptions, SweepOptions
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.sprint.policies import Policy
+from lmeval_prune.sprint.registration import Registration
+from lmeval_prune.tasks import data
+
+STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
+PROBE = 2  # questions whose answers are timed before a sweep
+PUBLISHED = f"{race.ROUTER}contrastive"  # SPRINT's own router
+Asked = dict[str, list[str]]  # attempts at each question, by its text; an empty list: the whole pool
+
+
+class Race(Folders):
+    """The stages of a race."""
+
+    def run(self, stages: Sequence[str], folds: Sequence[int]) -> None:
+        """Run stages."""
+        of_folds = {
+            "finetune": self._finetune_stage,
+            "plans": lambda number: self.stage(f"plans {number}", partial(self.plans, number)),
+            "sweep": partial(self._sweep_stage, "sweep", "train", self.pool_tries),
+            "orders": lambda number: self.stage(f"orders {number}", partial(self.order, number)),
+            "sampled": partial(self._sweep_stage, "sampled", "sampled", self.candidates_tries),
+        }
+        for number in folds:
+            for name in (name for name in of_folds if name in stages):
+                of_folds[name](number)
+        if "choose" in stages:
+            self.stage(f"choose {','.join(map(str, folds))}", partial(self.choose, folds))
+        for number in folds if "ceiling" in stages else ():
+            self._sweep_stage("ceiling", "ceiling", self.ceiling_tries, number)
+        if "test" in stages:
+            self.register()
+            for number in folds:
+                self._sweep_stage("test", "test", self.test_tries, number)
+                self.stage(f"lm-eval {number}", partial(self.run_in_lm_eval, number))
+        if "report" in stages:
+            from sprint_race_report import write_race_report
+
+            write_race_report(self, folds)
+
+    def _finetune_stage(self, number: int) -> None:
+        self.stage(f"finetune {number}", partial(self.finetune, number), partial(self.finetune_cost, number))
+
+    def _sweep_stage(self, name: str, part: str, tries: Callable[[int], Asked], number: int) -> None:
+        asked = cache(partial(tries, number))  # not made if the stage is done
+        run, cost = (lambda: self.sweep(number, part, asked())), (lambda: self.sweep_cost(number, part, asked()))
+        self.stage(f"{name} {number}", run, cost)
+
+    # ------------------------------------------------------------------ fine-tune and plans
+
+    def finetune(self, number: int) -> None:
+        """Fine-tune the model of a fold."""
+        from lmeval_prune.distillation.options import DistillOptions
+        from lmeval_prune.distillation.recursion import distill
+
+        test, choosing, tuned = self.splits(number)
+        settings = {**self.plan.finetune, "pretrained": self.plan.pretrained, "task": self.plan.task}
+        settings |= {"train": tuple(tuned), "output": str(self.fold(number) / "model"), "chat": self.plan.chat}
+        settings |= {"test": choosing, "limit": 48, "epochs": 2} if self.limit else {"test": test}
+        log = distill(DistillOptions(**settings))["stages"][-1]["log"]
+        first = next((entry for entry in log if "seconds" in entry), None)
+        if first:
+            self.note_down("rates", "finetune", {"seconds": first["seconds"], "steps": first["step"]})
+
+    def finetune_cost(self, number: int) -> str:
+        """Count the steps; their time is that of a rehearsal's."""
+        count = 48 if self.limit else sum(len(data.load(DATA, split)) for split in self.splits(number)[2])
+        options = {**self.plan.finetune, **({"epochs": 2} if self.limit else {})}
+        steps, rate = training_steps(count, options), self.rates.get("finetune")
+        whole = f", about {duration(steps * rate['seconds'] / rate['steps'])}" if rate else ""
+        return f"{options['epochs']} epochs, {steps} steps{whole}"
+
+    def plans(self, number: int) -> None:
+        """Write the plans of a fold's model."""
+        from lmeval_prune.cli import main as command
+
+        for label, options in self.plan.plans.items():
+            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            output = self.plan_path(number, label)
+            if not output.exists() and command(
+                ["prune", "--pretrained", self.model_args(number)["pretrained"], *words, "--output", str(output)]
+            ):
+                raise InputError(f"the plan {label} of fold {number} was not made; see above")
+
+    def plan_path(self, number: int, label: str) -> Path:
+        """File of a plan."""
+        return self.fold(number) / "plans" / f"{label.replace(' ', '_').replace('%', '')}.json"
+
+    # ------------------------------------------------------------------ sweeps
+
+    def options(self, number: int, part: str, asked: Mapping[str, Any]) -> SweepOptions:
+        """Options of a sweep of some tries."""
+        test, choosing, _ = self.splits(number)
+        plans = {label: {"plan": str(self.plan_path(number, label))} for label in self.plan.plans}
+        draws = [f"{DENSE}@{t:g}#0-{self.plan.draws - 1}" for t in self.plan.temperatures]
+        return SweepOptions(
+            self.model_args(number),
+            (self.plan.task,),
+            str(self.store(number, part)),
+            split=test if part == "test" else choosing,
+            layers=self.plan.layers,
+            random_sets=self.plan.random_sets,
+            random_seed=self.plan.seed,
+            variants={**self.plan.variants, **plans},
+            sampled=tuple(draws) if part == "train" else (),
+            asked=dict(asked),
+            likelihood=part == "test",
+            gen_kwargs={"max_gen_toks": self.plan.max_gen_toks},
+            apply_chat_template=self.plan.chat,
+        )
+
+    def pool_tries(self, number: int) -> Asked:
+        """The whole pool at each choosing question."""
+        return {text: [] for text in self.texts(number, "train")}
+
+    def sweep(self, number: int, part: str, asked: Asked) -> None:
+        """Sweep a fold, and note the cost."""
+        from lmeval_prune.sprint.sweep import Sweep
+
+        options, known = self.options(number, part, asked), self.rates.get(part, {})
+        before = stored(Path(options.output))
+        entry = noted(known.get(str(number)), before, before, 0.0, len(asked))
+        self.note_down("rates", part, {**known, str(number): entry})  # a killed run's answers count from here
+        _, seconds = timed(lambda: Sweep(options).run())
+        after = stored(Path(options.output))
+        if after > before:
+            self.note_down("rates", part, {**known, str(number): noted(entry, before, after, seconds, len(asked))})
+
+    def sweep_cost(self, number: int, part: str, asked: Asked) -> str:
+        """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""
+        probe = dict(list(asked.items())[:PROBE])
+        if not self.limit:  # a rehearsal measures the whole
+            self.sweep(number, part, probe)
+        entry = self.rates.get(part, {}).get(str(number))
+        if not entry or not entry["answers"]:
+            return f"{len(asked)} questions"
+        whole = duration(len(asked) * seconds_a_question(entry))
+        return (
+            f"{len(asked)} questions, at most about {whole} ({entry['answers']} answers took {entry['seconds']:.0f} s)"
+        )
+
+    # ------------------------------------------------------------------ orders and choices
+
+    def training(self, number: int) -> Outcomes:
+        """Outcomes of a fold's choosing questions, without the samples of `ceiling`."""
+        outcomes = OutcomeStore(self.store(number, "train")).read()
+        return outcomes.columns([name for name in outcomes.pool if Attempt.named(name).draw < self.plan.draws])
+
+    def orders(self, number: int) -> tuple[str, ...]:
+        """The plan's orders; in a race that makes no claim without routers, if few questions distinguish variants."""
+        if not self.note or self.informative(number) >= self.fewest:
+            return self.plan.orders
+        return tuple(order for order in self.plan.orders if not order.startswith(race.ROUTER))
+
+    @property
+    def fewest(self) -> int:
+        """The fewest informative questions of which some are left whichever part is held out."""
+        return math.ceil((self.limit or 0) / self.plan.parts) + 1
+
+    def informative(self, number: int) -> int:
+        """Number of choosing questions that some variants solve and others do not."""
+        solved = self.training(number).greedy().z == 1
+        return int((solved.any(1) & ~solved.all(1)).sum())
+
+    def candidates(self, number: int) -> list[race.Candidate]:
+        """All candidates."""
+        return race.candidates(self.orders(number), self.plan.mixes, self.plan.temperatures)
+
+    def fit(self, method: str, training: Outcomes, folder: Path | None = None) -> Policy:
+        """Fit a router, or load it from a folder."""
+        from lmeval_prune.sprint.fit import fit
+        from lmeval_prune.sprint.router import Router
+
+        if folder and (folder / "router.json").is_file():
+            return policies.nearest(Router.load(folder))
+        names, values = {"p": "sizes", "lambda": "weights"}, dict(self.plan.routers.get(method, {}))
+        values = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        own = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
+        general = {name: value for name, value in values.items() if name not in own}
+        router = fit(training, ENCODER, FitOptions(router=method, options=own, **general))
+        if folder:
+            router.save(folder)
+            router = Router.load(folder)
+        return policies.nearest(router)
+
+    def policy(self, number: int, order: str) -> Policy:
+        """The policy of an order, fitted on all choosing questions of a fold."""
+        folder = self.fold(number) / "routers"
+        return race.make_policy(
+            order, self.training(number), lambda method, training: self.fit(method, training, folder / method)
+        )
+
+    def order(self, number: int) -> None:
+        """Order the pool for each choosing question by policies that were fitted without it."""
+        training, plan = self.training(number), self.plan
+        if (orders := self.orders(number)) != plan.orders:
+            print(f"fold {number}: too few questions distinguish variants, so no router is fitted", flush=True)
+        found = race.cross_fitted_orders(orders, training.greedy(), plan.parts, plan.seed, self.fit)
+        pool = training.greedy().pool
+        column = {name: j for j, name in enumerate(pool)}
+        numbers = {name: [[column[each] for each in row] for row in rows] for name, rows in found.items()}
+        content = {"pool": pool, "questions": training.texts, "orders": numbers}
+        write_text(self.fold(number) / "orders.json", json.dumps(content) + "\n")
+
+    def known_orders(self, number: int) -> race.Orders:
+        """What `order` wrote."""
+        path = self.fold(number) / "orders.json"
+        if not path.exists():
+            raise InputError(f"{path} does not exist; run the stage orders first")
+        content, training = read_json(path), self.training(number)
+        if content["questions"] != training.texts or content["pool"] != training.greedy().pool:
+            raise InputError(f"{path} is of other questions or another pool than the sweep; remove it, and order again")
+        pool = content["pool"]
+        return {name: [[pool[j] for j in row] for row in rows] for name, rows in content["orders"].items()}
+
+    def candidates_tries(self, number: int) -> Asked:
+        """The tries of all candidates at the choosing questions."""
+        orders, found = self.known_orders(number), self.candidates(number)
+        rows = race.attempts_of([(orders[each.order], each.mix, self.plan.n) for each in found])
+        return dict(zip(self.training(number).texts, rows, strict=True))
+
+    def choose(self, folds: Sequence[int]) -> None:
+        """Choose policy and temperature of each fold, and write them with the smallest difference."""
+        plan, choices, differences = self.plan, [], []
+        for number in folds:
+            orders, training = self.known_orders(number), self.training(number)
+            choice = race.choose(self.candidates(number), orders, plan.temperatures, training, plan.n)
+            self.policy(number, choice.candidate.order)
+            choices.append({"fold": number, **choice.to_json()})
+            differences.append(choice.differences)
+            print(f"fold {number}: {choice.candidate}; sampling at {choice.temperature:g}", flush=True)
+        tested = sum(len(self.texts(number, "test")) for number in folds)
+        summary = race.summarise(choices, differences, tested)
+        write_text(self.choices_file, json.dumps({**summary, "environment": environment()}, indent=1) + "\n")
+        print(
+            f"{self.choices_file}: {tested} test questions show a difference of {summary['smallest_difference']:.3f} "
+            f"with power {race.POWER:g}; on training questions it is {summary['training_difference']:+.3f}."
+            + ("" if self.note else f" Commit it and {self.plan_file.name} before the test run.")
+        )
+
+    def choice(self, number: int) -> dict[str, Any]:
+        """What training chose for a fold."""
+        if not self.choices_file.exists():
+            raise InputError(f"{self.choices_file} does not exist; run the stage choose for all folds")
+        found = [each for each in read_json(self.choices_file)["folds"] if each["fold"] == number]
+        if not found:
+            raise InputError(f"{self.choices_file} has no fold {number}; run the stage choose for all folds")
+        return dict(found[0])
+
+    def ceiling_tries(self, number: int) -> Asked:
+        """Samples of some choosing questions, drawn by the seed, at the chosen temperature."""
+        texts, temperature = self.texts(number, "train"), float(self.choice(number)["temperature"])
+        drawn = random.Random(self.plan.seed).sample(texts, min(self.plan.ceiling_questions, len(texts)))
+        draws = race.sampling_mix(temperature).attempts([DENSE], self.plan.ceiling_samples)
+        return {text: list(map(str, draws)) for text in drawn}
+
+    # ------------------------------------------------------------------ test
+
+    def rivals(self, number: int) -> dict[str, tuple[str, Mix]]:
+        """Other policies of the test by name, whose first n tries are made: order and mix."""
+        named = {"SPRINT as published": (PUBLISHED, Mix()), "cover, dense first": ("cover", Mix.parse("dense|next"))}
+        return {name: pair for name, pair in named.items() if pair[0] in self.orders(number)}
+
+    def test_tries(self, number: int) -> Asked:
+        """The tries of the chosen policy and its rivals at the test questions, and samples of the unpruned model."""
+        plan, choice, texts = self.plan, self.choice(number), self.texts(number, "test")
+        tried = [(choice["order"], Mix.parse(choice["mix"]), plan.most)]
+        tried += [(order, mix, plan.n) for order, mix in self.rivals(number).values()]
+        unpruned = [[DENSE] for _ in texts]
+        pairs = [(unpruned, Mix(), 1), (unpruned, race.sampling_mix(float(choice["temperature"])), plan.test_samples)]
+        pairs += [(self.policy(number, order).order(texts), mix, n) for order, mix, n in tried]
+        return dict(zip(texts, race.attempts_of(pairs), strict=True))
+
+    def register(self) -> Registration | None:
+        """Register the plan and what training chose; None in a rehearsal.
+
+        Raises:
+            InputError: a file is not committed, or differs from the one of an earlier part of the test run.
+        """
+        if self.note:
+            return None
+        path, now = self.work / "registration.json", Registration.of([self.plan_file, self.choices_file])
+        tested = [number for number in range(self.plan.folds) if stored(self.store(number, "test"))]
+        if tested and not path.exists():
+            raise InputError(
+                f"{self.store(tested[0], 'test')} has test answers from before the registration; remove it"
+            )
+        if path.exists():
+            before = Registration.from_json(read_json(path))
+            if before.files != now.files:
+                raise InputError(
+                    f"{path}: the test run began with the plan and choices of commit {before.commit[:12]}, and these "
+                    f"differ; put them back"
+                )
+            return before
+        write_text(path, json.dumps(now.to_json(), indent=1) + "\n")
+        return now
+
+    def run_in_lm_eval(self, number: int) -> None:
+        """Evaluate the chosen policy by lm-eval, from the answers of the sweep, and keep the samples file."""
+        from lm_eval import simple_evaluate
+
+        choice, folder = self.choice(number), self.fold(number)
+        order = choice["order"]
+        arguments = {**self.model_args(number), "responses": str(folder / "test"), "router_mix": choice["mix"]}
+        if order.startswith(race.ROUTER):
+            arguments["router"] = str(folder / "routers" / order.removeprefix(race.ROUTER))
+        else:
+            arguments |= {"router": order, "router_store": str(folder / "train")}
+        before, task = stored(folder / "test"), f"{self.plan.task}_pass{self.plan.most}"
+        asked = [row["doc_id"] for row in OutcomeStore(folder / "test").read().questions]
+        found = simple_evaluate(
+            "pruned-hf", arguments, tasks=[task], samples={task: asked},
+            metadata={"data_split": self.splits(number)[0]},
+            gen_kwargs={"max_gen_toks": self.plan.max_gen_toks}, apply_chat_template=self.plan.chat, log_samples=True,
+            bootstrap_iters=0,
+        )  # fmt: skip
+        lines = []
+        for item in found["samples"][task]:
+            item["arguments"] = {"gen_args_0": {"arg_0": item["arguments"][0][0], "arg_1": item["arguments"][0][1]}}
+            lines.append(json.dumps(item, default=str) + "\n")
+        write_text(folder / "samples.jsonl", "".join(lines))
+        new = stored(folder / "test") - before
+        if new:
+            raise InputError(f"the routed run of fold {number} gave {new} answers that the sweep had not; see {folder}")

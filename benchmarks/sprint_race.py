@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from _record import RESULTS, environment
 from sprint_race_costs import estimate
+from sprint_race_folders import PROBE
 from sprint_race_stages import STAGES, Race
 
 from lmeval_prune.artefacts import read_json, write_text
@@ -84,7 +85,9 @@ def main() -> None:
             print(json.dumps(estimate(plan, read_json(options.rates), own.counts(range(plan.folds))), indent=1))
             return
         settings = rehearsal(plan, options.limit) if options.limit else plan
-        own = Race(settings, Path(options.plan), work, options.device, options.limit)
+        own = Race(
+            settings, Path(options.plan), work, options.device, options.limit, probe=0 if options.limit else PROBE
+        )
         own.run(options.stages, folds)
         if options.limit and "report" in options.stages:
             write_text(work / "rates.json", json.dumps({**own.rates, "environment": environment()}, indent=1) + "\n")

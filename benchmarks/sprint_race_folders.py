@@ -18,6 +18,7 @@ from lmeval_prune.sprint.registration import RacePlan
 from lmeval_prune.tasks import data
 
 DATA = "asdiv_a"
+PROBE = 2
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Folders:
         work: folder of models, stores and times.
         device: cpu or cuda.
         limit: number of questions of a rehearsal; None: the race.
+        probe: number of questions whose answers are timed before a sweep.
         seconds: of each stage; None for one that was interrupted.
         rates: measured costs of the fine-tune and of each sweep.
     """
@@ -38,6 +40,7 @@ class Folders:
     work: Path
     device: str
     limit: int | None = None
+    probe: int = PROBE
     seconds: dict[str, float | None] = field(default_factory=dict)
     rates: dict[str, Any] = field(default_factory=dict)
 
@@ -87,7 +90,7 @@ class Folders:
         test, choosing, _ = self.splits(number)
         texts = data.load(DATA, test if part == "test" else choosing)["question"]
         kept = [text for text in dict.fromkeys(texts) if text not in self.twins]
-        return random.Random(self.plan.seed).sample(kept, self.limit) if self.limit else kept
+        return random.Random(self.plan.seed).sample(kept, min(self.limit, len(kept))) if self.limit else kept
 
     @cached_property
     def twins(self) -> dict[str, str]:

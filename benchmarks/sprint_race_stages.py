@@ -38,7 +38,6 @@ from lmeval_prune.sprint.registration import Registration
 from lmeval_prune.tasks import data
 
 STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
-PROBE = 2  # questions whose answers are timed before a sweep
 PUBLISHED = f"{race.ROUTER}contrastive"  # SPRINT's own router
 Asked = dict[str, list[str]]  # attempts at each question, by its text; an empty list: the whole pool
 
@@ -154,7 +153,8 @@ class Race(Folders):
         options, known = self.options(number, part, asked), self.rates.get(part, {})
         before = stored(Path(options.output))
         entry = noted(known.get(str(number)), before, before, 0.0, len(asked))
-        self.note_down("rates", part, {**known, str(number): entry})  # a killed run's answers count from here
+        if before == entry["start"]:
+            self.note_down("rates", part, {**known, str(number): entry})  # a killed run's answers count from here
         _, seconds = timed(lambda: Sweep(options).run())
         after = stored(Path(options.output))
         if after > before:
@@ -162,8 +162,7 @@ class Race(Folders):
 
     def sweep_cost(self, number: int, part: str, asked: Asked) -> str:
         """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""
-        probe = dict(list(asked.items())[:PROBE])
-        if not self.limit:  # a rehearsal measures the whole
+        if probe := dict(list(asked.items())[: self.probe]):
             self.sweep(number, part, probe)
         entry = self.rates.get(part, {}).get(str(number))
         if not entry or not entry["answers"]:

@@ -239,10 +239,8 @@ def test_a_curve_needs_only_the_tries_of_each_question() -> None:
     assert curve.mean_tokens is not None and curve.mean_tokens.tolist() == [3.0, 6.0]
     with pytest.raises(InputError, match=r"outcomes of the test store are unknown, e.g. a on question 0"):
         policy_curve("", race.fixed_policy([["a", "b"]] * 12), part, 2, mix)
-    with pytest.raises(
-        InputError, match=r"outcomes of the test store are unknown, e.g. dense@0.5 on question 0|samples"
-    ):
-        policy_curve("", race.fixed_policy(orders), part, 4, mix)
+    with pytest.raises(InputError, match=r"outcomes of the test store are unknown, e.g. dense@0.5#0 on question 0"):
+        policy_curve("", race.fixed_policy(orders), part, 2, Mix.parse("dense@0.5"))
 
 
 def test_costs_are_rates_times_counts() -> None:

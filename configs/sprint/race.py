@@ -48,11 +48,11 @@ PLAN = RacePlan(
     mixes=("next", "dense|next", "next@0.6", "dense|next+dense@T"),
 )  # fmt: skip
 QUICK: dict[str, Any] = {
-    "max_gen_toks": 6, "chat": False, "layers": (10, 20), "random_sets": ("4x3", "16x3"), "temperatures": (0.4, 0.8),
-    "draws": 8, "test_samples": 8, "ceiling_samples": 32, "ceiling_questions": 30, "n": 4, "most": 8, "parts": 3,
+    "max_gen_toks": 4, "chat": False, "layers": (10,), "random_sets": ("4x4", "16x4"), "temperatures": (0.4, 0.8),
+    "draws": 8, "test_samples": 8, "ceiling_samples": 24, "ceiling_questions": 24, "n": 4, "most": 8, "parts": 3,
     "orders": ("best", "cover", "router:contrastive", "router:knn", "router:sequential"),
-    "mixes": ("next", "dense|next", "next@0.4", "dense|next+dense@T"),
-    "routers": {"contrastive": {"p": [8], "lambda": [0], "epochs": 200}, "sequential": {"factors": 1, "rank": [0, 2]}},
+    "mixes": ("next", "dense|next", "dense|next@0.4", "dense|next+dense@T"),
+    "routers": {"contrastive": {"p": [8], "lambda": [0], "epochs": 100}, "sequential": {"factors": 1, "rank": [0, 2]}},
 }  # fmt: skip
 INFORMATIVE = 30  # choosing questions that some variants solve and others do not: fewer fit no router
 
@@ -66,6 +66,7 @@ class ModelRace(Race):
         numbers: numbers of questions of `train` and `test`.
         dtype: of the model.
         server, adapters: URL of servers, and the folder of the adapters that they have.
+        fewest: the fewest informative questions to which routers are fitted.
     """
 
     plan: RacePlan  # of `Race`, named here for type checkers, which do not read benchmarks
@@ -75,11 +76,7 @@ class ModelRace(Race):
     dtype: str = "bfloat16"
     server: str | None = None
     adapters: str | None = None
-
-    @property
-    def fewest(self) -> int:
-        """The fewest informative questions to which routers are fitted."""
-        return INFORMATIVE
+    fewest: int = INFORMATIVE
 
     @property
     def note(self) -> str:
@@ -173,8 +170,8 @@ def make_race(options: argparse.Namespace) -> ModelRace:
         raise InputError(f"--questions={options.questions} must be two numbers, each at least {plan.parts}")
     plan = replace(plan, max_gen_toks=options.max_gen_toks, layers=layers)
     if options.quick:
-        plan, counts = replace(plan, **QUICK, task="prune_tiny_endings"), (90, 90)
-        settings["dtype"] = "float32"
+        plan, counts = replace(plan, **QUICK, task="prune_tiny_endings"), (80, 60)
+        settings |= {"dtype": "float32", "fewest": 20, "probe": 0}
     elif options.server:  # servers have an adapter for each pruned head alone
         plan = replace(plan, random_sets=())
     name = Path(plan.pretrained).name.lower()

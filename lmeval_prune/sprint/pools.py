@@ -74,8 +74,10 @@ class SweepPool(FixedOrderRouter):
 
     def order(self, request: Any) -> Sequence[str]:
         """Return the attempts at a request's question, of which the last one is repeated up to `repeats`."""
-        names = self._asked.get(str(request.doc[self.question_fields[request.task_name]])) if self._asked else None
-        names = names or self.pool
+        asked: list[str] = []
+        if self._asked:
+            asked = self._asked[str(request.doc[self.question_fields[request.task_name]])]
+        names: Sequence[str] = asked or self.pool
         return [*names, *[names[-1]] * (self.repeats - len(names))]
 
     def _variants(self, model_map: ModelMap) -> Iterator[Variant]:

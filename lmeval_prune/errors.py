@@ -84,9 +84,10 @@ def report_write_errors(path: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException, length: int = 150) -> str:
-    """Return an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
+    """Return an exception's type and the first line of its message, with the second one if that ends in a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text[:length]}" if text else type(error).__name__
 
 
 def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str:

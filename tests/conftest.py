@@ -1,6 +1,7 @@
 """Tests run on one thread, offline, and keep everything they write in temporary folders."""
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -33,6 +34,12 @@ if not torch.cuda.is_available():  # kernels run in the interpreter; before trit
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of garbage collections, which lm-eval asks for again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -112,18 +112,19 @@ def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_pat
 
 
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
+    """By `lmeval_prune run`, which needs no bridge."""
     (tmp_path / "single").mkdir()
     (tmp_path / "two").mkdir()
     single = evaluate(tiny_folder, tmp_path / "single", arguments=",heads=L0H1+L1H2,responses=store")
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lm_eval")
     two = evaluate(
         tiny_folder,
         tmp_path / "two",
         arguments=",heads=L0H1+L1H2,responses=store",
-        launcher=launcher,
+        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lmeval_prune", "run"),
         ACCELERATE_USE_CPU="true",
+        LMEVAL_PRUNE_NO_BRIDGE="1",
     )
-    assert single == two
+    assert single == two and two[1]["heads_pruned"] == 2
     counts = {p.name: len(p.read_text().splitlines()) for p in (tmp_path / "two" / "store").glob("rank-*.jsonl")}
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
 
@@ -159,15 +160,6 @@ def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) 
     for kind, distinct in (("sampled", True), ("greedy", False)):
         assert results[kind, 1] == results[kind, 2]
         assert any(len(set(tries)) > 1 for tries in results[kind, 1].values()) == distinct
-
-
-def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path, dense) -> None:
-    launcher = ("-m", "lmeval_prune", "run")
-    metrics, pruning = evaluate(
-        tiny_folder, tmp_path, arguments=",heads=L0H0", launcher=launcher, LMEVAL_PRUNE_NO_BRIDGE="1"
-    )
-    assert pruning["heads_pruned"] == 1
-    assert metrics != dense[0]
 
 
 @pytest.mark.long

@@ -66,25 +66,24 @@ def test_pytorch_works_on_after_its_waiting_threads_have_ended(monkeypatch: pyte
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    shape=st.sampled_from([(1, 1, 8, 8), (3, 3, 64, 64), (2, 4, 16, 24)]),  # kv heads, group, widths
+    # kv heads, group, widths and type: each is compiled by itself
+    loop=st.sampled_from([(1, 1, 8, 8, torch.float32), (3, 3, 64, 64, torch.float32), (2, 4, 16, 24, torch.bfloat16)]),
     rows=st.integers(1, 7),
     window=st.sampled_from([None, 1, 5]),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
     threads=st.sampled_from([1, 3]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 999),
 )
 def test_formula(
-    shape: tuple[int, int, int, int],
+    loop: tuple[int, int, int, int, torch.dtype],
     rows: int,
     window: int | None,
     scale: float,
     threads: int,
-    dtype: torch.dtype,
     seed: int,
 ) -> None:
     """Scores up to thousands apart, slots in any order, and memory behind a slot's length that is not read."""
-    kv_heads, group, width, width_v = shape
+    kv_heads, group, width, width_v, dtype = loop
     random = torch.Generator().manual_seed(seed)
     query = scale * torch.randn(rows, kv_heads * group, width, generator=random)
     keys, values = (torch.randn(9, kv_heads, 20, size, generator=random).to(dtype) for size in (width, width_v))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import CAUSAL, VOCABULARY, tiny
+from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick, tiny
 from torch import nn
 from transformers import EpsilonLogitsWarper, EtaLogitsWarper, GenerationConfig, TypicalLogitsWarper
 from transformers.generation.logits_process import TopHLogitsWarper
@@ -26,7 +26,6 @@ from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 
-BY_GENERATE = {"gpt_oss", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
 MODELS: dict[Any, nn.Module] = {}
 SAMPLER = Sampler(tiny("llama"), Stopping())
 
@@ -101,7 +100,11 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, list[int]]:
     return {request.tag: answer for request, answer in found}
 
 
-@pytest.mark.parametrize("family", sorted(CAUSAL))
+# those with experts or layers of several kinds, and those that the engine does not run
+MORE = ("gpt2", "gemma3_text", "cohere2", "mixtral", "gptj", "codegen", *BY_GENERATE)
+
+
+@pytest.mark.parametrize("family", quick(sorted(CAUSAL), *MORE))
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """Those that the engine does not run fall back; the answers are `generate`'s all the same."""
     model = model_of(family)
@@ -496,7 +499,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
     masks = [HeadMask(f"L{layer.index}H0") for layer in layers]
     requests = [
         Request((5, 6, 7, place), mask, SamplingParams(16, eos=()), tag=(place, str(mask)))
-        for place in range(3, 12)
+        for place in range(3, 9)
         for mask in [None, *masks]
     ]
     held: list[int] = []
@@ -683,8 +686,16 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: next(iter(setting)))
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        *(pytest.param("llama", setting, id=f"llama-{next(iter(setting))}") for setting in OTHERS),
+        *(
+            pytest.param("bloom", setting, id=f"bloom-{next(iter(setting))}", marks=pytest.mark.long if i % 4 else ())
+            for i, setting in enumerate(OTHERS)
+        ),
+    ],
+)
 def test_what_changes_logits_is_done_as_generate_does_it(family: str, setting: dict[str, Any]) -> None:
     """By the engine and by its fallback, for prompts of several lengths at once."""
     model = model_of(family)
@@ -770,7 +781,7 @@ def test_lookup_proposes_what_followed_the_longest_run() -> None:
     assert own.propose([1, 2], 1) == (2, [4])
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [1, pytest.param(12, marks=pytest.mark.long)])
 def test_deterministic_answers_do_not_depend_on_neighbours(seeds: int) -> None:
     """In bfloat16, where a row's rounding changes with the shape of its batch: without it, some answers do."""
     model = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=4)
@@ -830,7 +841,7 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
     assert expected[0] and not all(expected)
 
 
-@pytest.mark.parametrize("prompts", [200, pytest.param(667, marks=pytest.mark.long)])
+@pytest.mark.parametrize("prompts", [100, pytest.param(667, marks=pytest.mark.long)])
 def test_memory_does_not_grow(prompts: int) -> None:
     """Many requests through few slots: no tensors are left, and none pile up on the way."""
     model = model_of("llama", layers=2)

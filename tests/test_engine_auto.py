@@ -28,11 +28,10 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import ROOT
 from tests.test_command_line import call, lm_eval
-from tests.test_decoding import BY_GENERATE
 from tests.test_docs import section
 from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
-from tests.tiny_models import CAUSAL, tiny, tokens
+from tests.tiny_models import BY_GENERATE, CAUSAL, tiny, tokens
 
 GREEDY: list[dict[str, Any]] = [
     {"until": ["\n"], "max_gen_toks": 12, "do_sample": False},
@@ -447,6 +446,7 @@ def test_the_cache_of_lm_eval_has_answers_of_both(
     assert evaluated(tiny_folder, tmp_path, "again", words, engine="generate") == first
 
 
+@pytest.mark.long
 def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
     """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""
     words, store = ("--gen_kwargs", UNTIL, "--limit"), tmp_path / "store"

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttable
 from lmeval_prune.architectures.structure import recognise
+from lmeval_prune.architectures.versions import NEWEST_TESTED, warn_if_untested
 from lmeval_prune.checkpoints.families import causal_families, default_model, survey
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
@@ -32,7 +33,7 @@ from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
 from tests.tiny_models import family_folder
 
-# families of transformers 5.23 that are not in the table, by their default configurations
+# families of transformers up to the newest tested release that are not in the table, by their default configurations
 LISTED = json.loads(Path(__file__).with_name("families.json").read_text())
 RECOGNISED, REFUSED = LISTED["recognised"], LISTED["refused"]
 INNER = {"gemma3": "gemma3_text", "got_ocr2": "qwen2", "gpt-sw3": "gpt2", "moss_transcribe_diarize": "qwen3"}  # known
@@ -53,13 +54,22 @@ QUICK = [
     "qwen3_next",
     "granite_swa",
     "laguna",
+    "lara_mini",
 ]
+RELEASE = ".".join(transformers.__version__.split(".")[:2])
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
 def present(names: list[str]) -> list[str]:
     """The families that the installed transformers has."""
     return [name for name in names if name in causal_families()]
+
+
+def counted() -> dict[str, list[int]]:
+    """The numbers of families in the table of docs/families.md, by release of transformers."""
+    text = section(ROOT / "docs/families.md", "Known and recognised")
+    rows = re.findall(r"^\| (5\.\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    return {release: [*map(int, numbers)] for release, *numbers in rows}
 
 
 def small(name: str) -> nn.Module:
@@ -188,24 +198,20 @@ def test_every_other_family_is_recognised_or_refused(name: str) -> None:
         check_engine(name, name in LISTED["engine"])
     else:
         assert "attention_path" in family.detail or "builds no model" in family.detail, family
-    if transformers.__version__.startswith("5.23."):
+    if RELEASE in counted():
         assert family.status == ("recognised" if name in RECOGNISED else "refused"), family
 
 
 def test_every_causal_family_is_listed() -> None:
-    """A family that a newer transformers adds is named here; docs/families.md counts those of 5.23."""
+    """A family that a newer transformers adds is named here; docs/families.md counts those of the tested releases."""
     every, table = {*causal_families()}, {*FAMILIES, *INNER}
     unknown = every - table - {*RECOGNISED, *REFUSED}
     assert not unknown, f"not listed: {', '.join(sorted(unknown))}; `lmeval-prune families` says what they are"
     assert not table & {*RECOGNISED, *REFUSED} and not {*RECOGNISED} & {*REFUSED}
-    if transformers.__version__.startswith("5.23."):
-        text = section(ROOT / "docs/families.md", "Known and recognised").replace("\n", " ")
-        stated = re.search(
-            r"(\d+) causal families of transformers 5\.23 .*?: (\d+) known, (\d+) recognised, (\d+) refused", text
-        )
-        assert stated
-        numbers = [len(every), len(every & table), len(RECOGNISED), len(REFUSED)]
-        assert [int(number) for number in stated.groups()] == numbers
+    assert ".".join(map(str, NEWEST_TESTED)) in counted()
+    if RELEASE in counted():
+        numbers = [len(every), len(every & table), len(present(RECOGNISED)), len(present(REFUSED))]
+        assert counted()[RELEASE] == numbers
 
 
 def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +242,11 @@ def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
             "it looks like llama, but model.layers.20.self_attn has no k_proj; to mask slices of o_proj's input",
         ),
         ("gemma3n_text", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=8"),
+        *(
+            (name, f"attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads={heads}")
+            for name, heads in (("dory", 16), ("inkling2_loop_text", 24))
+            if present([name])
+        ),
     ],
 )
 def test_other_layers_are_refused_in_one_line_that_names_the_arguments(name: str, message: str) -> None:
@@ -352,7 +363,7 @@ def test_the_shapes_of_the_live_modules_count() -> None:
     assert uncuttable(map_model(model)) == "gate.weight of its attention is not known to surgery"
 
 
-@pytest.mark.parametrize("name", present(["ministral3", "ernie4_5", "glm4_moe"]))
+@pytest.mark.parametrize("name", present(["ministral3", "ernie4_5", "glm4_moe", "exaone"]))
 def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
     check_engine(name, runs=True)
 
@@ -393,3 +404,25 @@ def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path
         lm.close()
     assert results[name, "heads"] == results["zeroed",]
     assert results[name, "heads"] != results[name,]
+
+
+def test_a_transformers_that_is_newer_than_the_tests_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    (major, minor), newest = NEWEST_TESTED, ".".join(map(str, NEWEST_TESTED))
+    warn_if_untested.cache_clear()
+    for version in (f"{major}.{minor}.3", f"{major}.{minor - 1}.0", f"{major}.{minor}.0.dev0"):
+        monkeypatch.setattr("transformers.__version__", version)
+        map_model(new_model(New))
+        assert "tested" not in caplog.text
+    for version in (f"{major}.{minor + 1}.0.dev0", f"{major + 1}.0.0"):
+        caplog.clear()
+        monkeypatch.setattr("transformers.__version__", version)
+        for _ in range(2):
+            map_model(new_model(New))
+        lines = [record.getMessage() for record in caplog.records if "tested" in record.getMessage()]
+        assert lines == [
+            f"transformers {version} is newer than {newest}, the newest that this version of lmeval-prune was "
+            f"tested with; if a model is refused or fails, try transformers {newest}"
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoding import BY_GENERATE, Letters, alone, answers, model_of, some_requests
-from tiny_models import CAUSAL, VOCABULARY
+from test_decoding import Letters, alone, answers, model_of, some_requests
+from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +28,6 @@ from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.decode_attention import ops
 
-QUICK = ("llama", "gemma2", "qwen3", "phi3", "gpt_neox", "opt", "deepseek_v3")
 WAITING = {"gpt2", "deepseek_v3", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe"}  # their code waits for the device
 FAMILIES = sorted(set(CAUSAL) - BY_GENERATE)
 STATIC = Schedule(static=True)
@@ -40,12 +39,7 @@ def eager_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in records if record.name.startswith("lmeval_prune")]
 
 
-def marked(families: Iterable[str]) -> list[Any]:
-    """All families, those that are not `QUICK` as long tests."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in families]
-
-
-@pytest.mark.parametrize("family", marked(FAMILIES))
+@pytest.mark.parametrize("family", quick(FAMILIES))
 def test_every_family_gives_what_generate_gives(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(family)
     engine = Engine(model, Letters(), max_rows=5, schedule=STATIC)
@@ -91,7 +85,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return recorded
 
 
-@pytest.mark.parametrize("family", marked(sorted(set(FAMILIES) - WAITING)))
+@pytest.mark.parametrize("family", quick(sorted(set(FAMILIES) - WAITING)))
 def test_a_recorded_step_gives_what_generate_gives(
     family: str, recordings: list[Recording], caplog: pytest.LogCaptureFixture
 ) -> None:

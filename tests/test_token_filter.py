@@ -593,7 +593,7 @@ def test_wrong_values_are_one_line(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "message"), [("bert", "is for causal models"), ("t5", "is for causal models"), ("gptj", "attention")]
+    ("family", "message"), [("bert", "is for causal models"), ("t5", "is for causal models"), ("gpt_neo", "attention")]
 )
 def test_models_that_cannot_be_filtered_are_refused(family: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

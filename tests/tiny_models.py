@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from lmeval_prune.architectures import FAMILIES
 
@@ -114,15 +116,18 @@ _BART = {
 }
 SEQ2SEQ: dict[str, dict[str, Any]] = {"t5": _T5, "mt5": _T5, "bart": _BART, "mbart": _BART}
 ALL = {**CAUSAL, **ENCODERS, **SEQ2SEQ}
-EAGER_ONLY = {
-    "gpt_oss",
-    "mpt",
-    "bloom",
-    "codegen",
-    "gemma2",
-    "gptj",
-    "gpt_neo",
-}  # no sdpa in stock transformers
+
+
+def source_of(family: str) -> str:
+    """The source text of a family's classes in the installed transformers, whose versions differ in it."""
+    module = model_type_to_module_name(family)
+    return (Path(transformers.__file__).parent / "models" / module / f"modeling_{module}.py").read_text()
+
+
+EAGER_ONLY = {family for family in ALL if "_supports_sdpa = True" not in source_of(family)}
+OWN_ATTENTION = {family for family in ALL if "ALL_ATTENTION_FUNCTIONS" not in source_of(family)}  # not by the interface
+BY_GENERATE = OWN_ATTENTION | {"gpt_oss"}  # the decoding engine does not run them; gpt_oss has sinks
+QUICK = ("llama", "gemma2", "qwen3", "phi3", "gpt_neox", "opt", "deepseek_v3")  # one of each kind of attention
 VOCABULARY = 64
 
 
@@ -134,6 +139,11 @@ def distinct(families: Iterable[str]) -> list[Any]:
         parameters.append(pytest.param(family, marks=[pytest.mark.long] if entry in entries else []))
         entries.add(entry)
     return parameters
+
+
+def quick(families: Iterable[str], *more: str) -> list[Any]:
+    """Return families as parameters of a test of the engine; those that are neither `QUICK` nor named run in `test-long`."""
+    return [pytest.param(name, marks=() if name in {*QUICK, *more} else pytest.mark.long) for name in families]
 
 
 def tiny(

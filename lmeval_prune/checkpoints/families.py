@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmeval_prune.architectures import FAMILIES, recognise, text_config
@@ -63,7 +63,7 @@ def _why_unbuilt(name: str) -> str:
     """Return which part of its configuration a family's causal model is built from; empty if it is all of it."""
     model_class: Any = getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]), None)
     config_class = getattr(model_class, "config_class", None)
-    if config_class is None or config_class is type(AutoConfig.for_model(name)):
+    if config_class is None or config_class is CONFIG_MAPPING[name]:
         return ""
     return f"transformers' {model_class.__name__} is built from a part of it, a {config_class.__name__}"
 

@@ -499,7 +499,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
     masks = [HeadMask(f"L{layer.index}H0") for layer in layers]
     requests = [
         Request((5, 6, 7, place), mask, SamplingParams(16, eos=()), tag=(place, str(mask)))
-        for place in range(3, 9)
+        for place in range(3, 12)
         for mask in [None, *masks]
     ]
     held: list[int] = []
@@ -781,7 +781,7 @@ def test_lookup_proposes_what_followed_the_longest_run() -> None:
     assert own.propose([1, 2], 1) == (2, [4])
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_deterministic_answers_do_not_depend_on_neighbours(seeds: int) -> None:
     """In bfloat16, where a row's rounding changes with the shape of its batch: without it, some answers do."""
     model = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=4)

@@ -163,11 +163,16 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
         assert results[request.tag] == alone(model, request), request
 
 
-@pytest.mark.parametrize(("family", "changes"), WINDOWS)
-@pytest.mark.parametrize("length", [2, 5, 9])
-@pytest.mark.parametrize("copied", [0, 100])
-def test_sliding_windows(family: str, changes: dict[str, Any], length: int, copied: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "length", "copied"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if i % 5 else ())
+        for i, case in enumerate(itertools.product(WINDOWS, [2, 5, 9], [0, 100]))
+    ],
+)
+def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied: int) -> None:
     """Windows that end within the prefix, at its end and after it."""
+    family, changes = window
     model = model_of(family, **changes)
     requests = prefixed_requests(model, length, (length,))
     results = answers(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests)

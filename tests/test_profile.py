@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +240,10 @@ def test_bad_input_is_one_line(
 
 
 def test_a_profile_on_a_text_has_the_distance(
-    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture
+    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `distance` measures it; refused before any measurement for another tokenizer."""
+    monkeypatch.setattr("lmeval_prune.profiling.speed.ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
     smaller = cut(load_pretrained(str(tiny_folder)), Plan("L1H0-1"))
     smaller.save(tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder))
     words = ("--text", text, "--output", tmp_path / "out", "--prompt", 8, "--new", 2, "--rounds", 1, "--batches", 1)

@@ -124,7 +124,7 @@ class Folders:
         if is_whole:
             self.note_down("seconds", name, round(took, 1))
         marker.touch()
-        print(f"{name}: {self.seconds[name]} s", flush=True)
+        print(f"{name}: {took:.1f} s" + ("" if is_whole else ", after an interruption"), flush=True)
 
     def note_down(self, file: str, name: str, value: Any) -> None:
         content = getattr(self, file)

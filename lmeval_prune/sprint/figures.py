@@ -15,10 +15,13 @@ from lmeval_prune.sprint.head_table import HeadTable
 
 
 def pass_at_n(
-    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
+    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path, rival: str = ""
 ) -> None:
-    """Draw pass@N of all policies; the first one and the best of the others have 95% intervals (Figure 4)."""
-    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
+    """Draw pass@N of all policies; the first one and its rival have 95% intervals (Figure 4).
+
+    The rival is named by `rival`, or is the best of the others.
+    """
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound and rival in ("", curve.name)]
     strongest = max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
     others, ends = iter(COLOURS[2:] * len(curves)), []

@@ -70,22 +70,17 @@ def importance(
     calibration = text.of(model_map.model) if text else None
     if pruner.depth_only:
         scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), {}).values
-    else:
-        scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
-    provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
-    Plan(scores=scores, provenance=provenance).save(output, model_map)
-    rows: dict[str, Any] = (
-        {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-        if not pruner.depth_only
-        else _rows_of(scores)
-    )
-    columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
-    draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
-    if pruner.depth_only:
+        rows, scored = _rows_of(scores), "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:
-        ranked = sorted((float(x), f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
-    scored = "layers and blocks" if pruner.depth_only else "heads"
+        scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
+        of_heads = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+        rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
+        ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
+    provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
+    Plan(scores=scores, provenance=provenance).save(output, model_map)
+    columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
+    draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
     print("highest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:-7:-1]))
@@ -392,6 +387,9 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
     removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.provenance['removes']}"
     print(f"{output}: {removed}{extension}")
+    if "composition" in plan.provenance:
+        cost = plan.provenance["kept_cost"] / plan.provenance["whole_cost"]
+        print(f"  keeps {plan.provenance['kept_score']:.1%} of the score at {cost:.1%} of the {pruning.budget}")
     for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
         if pruning.budget == "heads" and share != f"{ratio:.1%}":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
@@ -176,6 +176,33 @@ class Experiment:
         if is_dense:  # of `changes`, what is removed is for the recipes
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
         return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")
+
+    def removed_share(self, recipe: str) -> float:
+        """Return the share of the parameters in blocks that a recipe removes, from shapes alone; no weights are read.
+
+        Which units go depends on scores; how many does not, but for a composition, which removes at least so much.
+        Norms are not counted.
+        """
+        from lmeval_prune.architectures import map_model
+        from lmeval_prune.checkpoints.skeleton import skeleton_of
+        from lmeval_prune.distillation.stages import make_pruners
+        from lmeval_prune.profiling.costs import parameters
+        from lmeval_prune.pruners.allocation import COMPOSITION, Budget, unit_pools
+        from lmeval_prune.pruners.schedule import resolve_options, smallest_removal
+
+        model_map = map_model(skeleton_of(self.pretrained))
+        options = self.options(Row(recipe, 0, 0))
+        heads, channels = make_pruners(options, 1)
+        once: Any = {"p_min": 0.0, "growth": 1.0, "steps": 1}
+        pruning = resolve_options(replace(options.pruning(), **once), heads, model_map, channels)
+        counting = replace(pruning, budget="parameters")
+        pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, "", counting))
+        if pruning.allocation == COMPOSITION:
+            lost = pruning.ratio * sum(pool.total for pool in pools)
+        else:
+            (removed,) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
+            lost = sum(pool.cost * len(removed.get(pool.key, ())) / len(pool.units[0]) for pool in pools)
+        return float(lost / parameters(model_map.model)[1])
 
     def model(self, row: Row) -> Path:
         """Return the folder of a row's model."""

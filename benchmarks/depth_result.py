@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from _record import RESULTS, environment, write
+from _record import RESULTS, environment, timed, write
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
@@ -32,9 +32,9 @@ from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import depth_parts_of, parts_of
+from lmeval_prune.pruners.parts import KINDS, depth_parts_of, parts_of
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.sequential import make_plan
+from lmeval_prune.pruners.sequential import SequentialPruner, make_plan
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.tables import markdown
 from lmeval_prune.surgery.cut import cut
@@ -42,7 +42,20 @@ from lmeval_prune.tasks import data
 
 MODEL, WINDOW = "smollm2-135m", 128
 OUTPUT = RESULTS.parent.parent / "docs/results/depth"
-SEEDS = 3
+SEEDS, SHOWN = 3, (3, 6)  # draws of random layers; numbers of layers that are measured first, and drawn
+HEADS_LIMIT = 1 / 6  # all but one group of three of each layer: attention is a quarter of a layer
+MIXED: dict[str, Any] = {"allocation": "composition", "compensation": "none"}
+WIDTH: list[tuple[str, str, dict[str, Any]]] = [
+    ("heads and channels by llm_pruner", "llm_pruner", {}),
+    ("heads by llm_pruner", "llm_pruner", {"parts": "heads"}),
+    ("channels by llm_pruner", "llm_pruner", {"parts": "channels"}),
+    ("composition of llm_pruner and block_kl", "llm_pruner", MIXED),
+    ("composition of llm_pruner and block_kl, least squares", "llm_pruner", {**MIXED, "compensation": "least_squares"}),
+    ("heads and channels by flap", "flap", {"compensation": "none"}),
+    ("heads and channels by flap, with its bias", "flap", {}),
+    ("composition of flap and block_kl", "flap", MIXED),
+    ("heads and channels by slimgpt", "slimgpt", {}),
+]
 
 
 @dataclass
@@ -79,6 +92,19 @@ class Work:
         *_, plan = stages(make_pruner(method, given), self.model_map, options, self.calibration, scores=scores)
         return plan
 
+    def width(self, method: str, share: float, parts: str = "both", **more: Any) -> Plan:
+        """Return the plan that removes heads, channels or both of as many parameters as a share of all layers has."""
+        kinds = KINDS if parts == "both" else (parts,)
+        costs = {
+            kind: sum(x.cost("group") * len(x.units("group")) for x in parts_of(self.model_map, [kind]))
+            for kind in KINDS
+        }
+        ratio = share * sum(costs.values()) / sum(costs[kind] for kind in kinds)
+        options = PruneOptions(ratio, parts=parts, **more)  # type: ignore[arg-type]
+        depth = self.scores("block_kl", True) if options.allocation == "composition" else {}
+        is_sequential = isinstance(make_pruner(method, {}), SequentialPruner)
+        return self.plan(method, options, {} if is_sequential else {**self.scores(method, False), **depth})
+
     def one_by_one(self, method: str, count: int) -> Plan:
         """Return the plan of several stages, each of which removes a layer; earlier stages are stored."""
         chosen = self.stored.setdefault(f"steps of {method}", [])
@@ -98,15 +124,9 @@ def rows(count: int, share: float) -> Iterator[tuple[str, Callable[[Work], Plan]
         yield f"layers by {method}", lambda work, method=method: work.at_once(method, share, "layers")
         yield f"layers by {method}, one by one", lambda work, method=method: work.one_by_one(method, count)
         yield f"blocks by {method}", lambda work, method=method: work.at_once(method, share, "blocks")
-    for method in ("llm_pruner", "flap"):
-        options = PruneOptions(share, compensation="none")
-        yield method, lambda work, m=method, o=options: work.plan(m, o, work.scores(m, False))
-        mixed = PruneOptions(share, allocation="composition", compensation="none")
-        yield (
-            f"composition of {method} and block_kl",
-            lambda work, m=method, o=mixed: work.plan(m, o, {**work.scores(m, False), **work.scores("block_kl", True)}),
-        )
-    yield "flap with its bias", lambda work: work.plan("flap", PruneOptions(share), work.scores("flap", False))
+    for name, method, more in WIDTH:
+        if more.get("parts") != "heads" or share < HEADS_LIMIT:
+            yield name, lambda work, m=method, o=more: work.width(m, share, **o)
     for seed in range(SEEDS):
         random = PruneOptions(share, parts="layers")
         yield f"random layers, seed {seed}", lambda work, seed=seed, o=random: work.plan("random", o, {}, seed=seed)
@@ -139,6 +159,12 @@ def measured(work: Work, plan: Plan) -> dict[str, Any]:
     }
 
 
+def unpruned_perplexity(work: Work) -> float:
+    """Return the perplexity of the unpruned model, token by token."""
+    losses = [-each.gather(-1, ids[:, 1:, None]).double() for ids, each in zip(work.test, work.dense, strict=True)]
+    return float(torch.cat(losses).mean().exp())
+
+
 def texts(windows: int) -> tuple[CalibrationText, list[torch.Tensor]]:
     """Return calibration windows of the training problems, and windows of the test problems."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.resolve(MODEL))
@@ -169,16 +195,21 @@ def main() -> None:
             (count, name, plan)
             for count in range(1, options.layers + 1)
             for name, plan in rows(count, count / len(work.model_map.attention))
-            if re.search(options.match, name)
+            if re.search(options.match, name) and f"{name}, {count}" not in results["rows"]
         ]
-        for count, name, plan in sorted(wanted, key=lambda row: row[0] not in (3, 6)):
+        times: list[float] = []
+        for count, name, plan in sorted(wanted, key=lambda row: row[0] not in SHOWN):
+            if time.monotonic() - begin > options.seconds:
+                break
             key = f"{name}, {count}"
-            if key in results["rows"] or time.monotonic() - begin > options.seconds:
-                continue
-            row = measured(work, plan(work))
+            row, seconds = timed(lambda plan=plan: measured(work, plan(work)))
+            times.append(seconds)
             results["rows"][key] = {"name": name, "layers": count, **row, "environment": environment()}
-            print(f"{key}: KL {row['kl']:.3f}, perplexity {row['perplexity']:.2f}", flush=True)
-            write("depth", results)
+            print(f"{key}: KL {row['kl']:.3f}, perplexity {row['perplexity']:.2f}, {seconds:.0f} s", flush=True)
+            results["unpruned"] = {"perplexity": unpruned_perplexity(work)}
+            write("depth", results, quiet=True)
+        if (missing := len(wanted) - len(times)) and times:
+            print(f"{missing} rows are missing, at {sum(times) / len(times):.0f} s each")
     report(results)
 
 
@@ -187,24 +218,37 @@ def report(results: dict[str, Any]) -> None:
     frame = pd.DataFrame(results["rows"].values())
     if frame.empty:
         return
-    frame["name"] = frame["name"].str.replace(r", seed \d+", "", regex=True)
+    seeds = re.compile(r", seed \d+")
+    frame["name"] = frame["name"].str.replace(seeds, "", regex=True)
+    order = dict.fromkeys(seeds.sub("", name) for name, _ in rows(1, 1 / 30))
+    frame = frame.sort_values("name", key=lambda names: names.map(list(order).index), kind="stable")
     tables = ["# Whole layers and blocks left out of SmolLM2, and heads and channels of as many parameters\n"]
     for column, title in (("kl", "KL divergence from the unpruned model"), ("perplexity", "Perplexity")):
         table = frame.pivot_table(index="name", columns="layers", values=column, aggfunc=lambda x: _cell(list(x)))
         table = table.reindex(dict.fromkeys(frame["name"])).fillna("").reset_index()
         table.columns = ["layers of 30, or as many parameters", *map(str, table.columns[1:])]
-        tables.append(f"{title}\n\n{markdown(table, ['layers of 30, or as many parameters'])}\n")
+        dense = f"; unpruned {results['unpruned']['perplexity']:.3g}" if column == "perplexity" else ""
+        tables.append(f"{title}{dense}\n\n{markdown(table, ['layers of 30, or as many parameters'])}\n")
     write_text(OUTPUT / "table.md", "\n".join(tables))
-    canvas, axes = figure(7.5, 4.2, "KL divergence from the unpruned SmolLM2")
-    for number, (name, group) in enumerate(frame.groupby("name", sort=False)):
-        means = group.groupby("layers")["kl"].mean()
-        axes.plot(means.index, means.values, marker="o", ms=3, color=COLOURS[number % len(COLOURS)],
-                  ls="-" if number < len(COLOURS) else "--", label=name)  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_xlabel("layers of 30, or as many parameters")
-    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save(canvas, OUTPUT / "kl")
+    draw(frame)
     print(f"{OUTPUT}/table.md, kl.png")
+
+
+def draw(frame: pd.DataFrame) -> None:
+    """Draw the distances of each kind of removal in a line, for two numbers of layers."""
+    names = list(dict.fromkeys(frame["name"]))
+    canvas, axes = figure(7.5, 0.9 + 0.25 * len(names), "KL divergence from the unpruned SmolLM2")
+    for colour, count in zip(COLOURS, SHOWN, strict=False):
+        group = frame[frame["layers"] == count]
+        places = [-names.index(name) for name in group["name"]]
+        axes.scatter(group["kl"], places, s=22, color=colour, label=f"{count} layers of 30, or as many parameters")
+    axes.set_yticks([-place for place in range(len(names))], names, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    axes.minorticks_off()
+    axes.grid(axis="y", lw=0.3)
+    axes.legend(fontsize=7, frameon=False, loc="center right")
+    save(canvas, OUTPUT / "kl")
 
 
 def _cell(values: list[float]) -> str:

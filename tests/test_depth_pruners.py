@@ -29,6 +29,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.surgery import block_costs
 from lmeval_prune.surgery.block_costs import measure_costs
 from lmeval_prune.surgery.cut import cut
+from tests.test_baselines import inputs_of, whole
 from tests.test_pruners import text_of
 from tests.tiny_models import output, tiny, tokens
 
@@ -307,6 +308,28 @@ def test_a_composition_in_steps_removes_more_each_time() -> None:
         assert {*before.blocks} <= {*after.blocks}
         lost = {head.partition("H")[0] for head in before.heads if head not in after.heads}
         assert {f"{label}.attention" for label in lost} <= {*after.blocks}
+
+
+def test_least_squares_of_a_composition_know_of_the_blocks_that_are_gone() -> None:
+    """A down projection is solved for what it reads under all that the plan removes and compensates before it."""
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), whole(rows=16, length=20)
+    options = PruneOptions(0.4, allocation="composition", compensation="least_squares", damping=0.0, ffn_multiple=4)
+    worth = {part.key: torch.ones(1).double() for part in depth_parts_of(model_map, ["attention", "feed_forward"])}
+    worth |= {key: torch.zeros(1).double() for key in ("attention.L0", "feed_forward.L1")}
+    (plan,) = stages(make_pruner("random", {}), model_map, options, text, scores=worth)
+    block = next(x for x in reversed(model_map.feed_forward) if f"{x.label}.down.weight" in plan.compensation)
+    assert {*plan.blocks} >= {"L0.attention", "L1.feed_forward"} and block.label >= "L2"
+    gone, name = plan.channel_numbers(block.label), f"{block.label}.down.weight"
+    others = {label: plan.channel_numbers(label) for label in plan.channels if label < block.label}
+    heads = [head for head in plan.heads if head.partition("H")[0] <= block.label]
+    before = {
+        key: x for key, x in plan.compensation.items() if key < block.label or key == f"{block.label}.o_proj.weight"
+    }
+    with Plan(heads, others, plan.blocks, compensation=before).applied_to(model_map.model, model_map):
+        x = inputs_of(model_map, text)[f"{block.label}.down"]
+    kept = [column for column in range(block.channels) if column not in gone]
+    solved = torch.linalg.lstsq(x[:, kept], x @ block.down.weight.detach().T).solution.T
+    torch.testing.assert_close(plan.compensation[name][:, kept], solved, rtol=1e-6, atol=1e-7)
 
 
 # --------------------------------------------------------------------------- measured costs

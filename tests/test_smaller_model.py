@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import yaml
 from _smaller import DENSE, Experiment, Row
 from _smaller_rows import PROBLEMS
 from smaller_model_report import Difference, Scored, choice, chosen_recipes, write_report
+from transformers import LlamaConfig
 
-from lmeval_prune import InputError
+from lmeval_prune import InputError, load_pretrained
+from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.profiling import costs
 from tests.athena_hosts import data_folder, quick_training
 from tests.test_distillation import Killed, killed_at
 
@@ -215,6 +219,49 @@ def test_a_recipe_that_removes_too_little_or_is_too_slow_is_not_chosen(experimen
     speed = {"other on cpu": {"gains": {"1": 0.1}}}
     (experiment.work / "speed.json").write_text(json.dumps(speed))
     assert "no other recipe removes enough and is fast enough" in choice(experiment)
+
+
+@pytest.fixture
+def shape_of_smollm2(tmp_path: Path) -> str:
+    """The configuration of SmolLM2-135M, without weights."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "shape")
+    return str(tmp_path / "shape")
+
+
+def test_every_recipe_removes_what_the_goal_asks_for(shape_of_smollm2: str, tmp_path: Path) -> None:
+    """`choose` would leave out others after hours of training; its options can be read, too."""
+    own = Experiment(Path(smaller_model.HERE / "smaller_model.yaml"), tmp_path, shape_of_smollm2)
+    shares = {name: own.removed_share(name) for name in own.settings["recipes"]}
+    assert shares["depth"] == pytest.approx(own.settings["recipes"]["depth"]["ratio"], abs=1 / 60)
+    for name, share in shares.items():
+        assert own.goal["parameters"] <= share < 0.4, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ratio": 0.5, "unit": "balanced", "method": "magnitude"},
+        {"ratio": 0.5, "unit": "group", "ffn_ratio": 0.25, "method": "magnitude"},
+        {"ratio": 0.4, "budget": "parameters", "method": "slimgpt"},
+        {"ratio": 0.5, "budget": "parameters", "method": "block_influence", "parts": "layers"},
+        {"ratio": 0.4, "budget": "parameters", "method": "magnitude", "allocation": "composition"},
+    ],
+)
+def test_the_share_that_is_removed_is_known_before(experiment: Experiment, changes: dict[str, Any]) -> None:
+    """It is that of the cut model but for norms; a composition may remove more than its budget."""
+    content = yaml.safe_load(experiment.file.read_text())
+    content["recipes"]["ours"] |= {"unit": None, "epochs": 0, **changes}
+    experiment.file.write_text(yaml.safe_dump(content))
+    row = Row("ours", 0, 0)
+    whole = replace(experiment.options(row), pretrained=experiment.pretrained, limit=8)
+    distill(whole)
+    before, after = (costs.parameters(load_pretrained(each))[1] for each in (experiment.pretrained, whole.output))
+    known, removed = experiment.removed_share("ours"), 1 - after / before
+    assert removed >= known - 0.01
+    assert removed <= known + (0.15 if "allocation" in changes else 0.02)
 
 
 def test_a_row_is_made_once_and_goes_on_after_a_kill(

@@ -196,8 +196,9 @@ def _compensation(
     pruned_parts = [part for part in parts if not removed.get(f"{BLOCKS[part.kind]}.{part.label}")]
     if options.compensation == "least_squares":
         progress("computing the least-squares compensation, layer by layer")
+        blocks = {key: members for key, members in removed.items() if key.partition(".")[0] in DEPTH_KINDS}
         pruning = LayerwisePruning(
-            model_map, text, lambda part, *_: removed[part.key], True, True, options, progress=progress
+            model_map, text, lambda part, *_: removed[part.key], True, True, options, progress=progress, blocks=blocks
         )
         removal, notes = pruning.run(pruned_parts)
         return removal.compensation, notes

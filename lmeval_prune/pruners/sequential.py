@@ -111,6 +111,7 @@ class LayerwisePruning:
     options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
     store: LayerStore | None = None  # stores finished layers, so that a killed run resumes
     progress: Callable[[str], None] = lambda _: None
+    blocks: Removed = field(default_factory=dict)  # layers and blocks that are left out throughout
 
     def __post_init__(self) -> None:
         check_layerwise(self.model_map, "this")
@@ -171,7 +172,8 @@ class LayerwisePruning:
         self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
     ) -> None:
         """Run a layer with earlier removals applied; see `LayerReplay.run_layer`."""
-        plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
+        removed = {**self.blocks, **removal.removed}
+        plan = make_plan(removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
             self.replay.run_layer(number, moments, keep_output)
 

@@ -247,7 +247,7 @@ def draw(frame: pd.DataFrame) -> None:
     axes.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     axes.minorticks_off()
     axes.grid(axis="y", lw=0.3)
-    axes.legend(fontsize=7, frameon=False, loc="center right")
+    axes.legend(fontsize=7, loc="center right")
     save(canvas, OUTPUT / "kl")
 
 

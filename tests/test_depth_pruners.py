@@ -371,6 +371,15 @@ def test_a_budget_of_latency_counts_measured_seconds(tmp_path: Path) -> None:
     assert note["kept_cost"] == pytest.approx(spent)
 
 
+def test_no_block_is_cheaper_than_a_smaller_one() -> None:
+    """Sizes out of order share their mean, over the fewest neighbours; a size that costs nothing is not negative."""
+    table = table_of({"2/1": -0.5, "4/2": 1.0}, {"16": 1.0, "32": 3.0, "48": 2.0, "64": 1.0, "80": 4.0})
+    assert [table.cost("feed_forward", size) for size in ("0", "16", "32", "48", "64", "80")] == pytest.approx(
+        [0, 1, 2, 2, 2, 4]
+    )
+    assert [table.cost("attention", size) for size in ("0", "2/1", "4/2")] == pytest.approx([0, 0, 1])
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

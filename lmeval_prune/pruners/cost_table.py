@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
+from scipy.optimize import isotonic_regression
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap
@@ -101,16 +103,19 @@ class CostTable:
     def cost(self, kind: str, size: str) -> float | None:
         """Return the seconds of one block, of kind `attention` or `feed_forward`; None if its size is not measured.
 
-        It is the median over rounds of the difference to the same model without the block.
+        It is the median over rounds of the difference to the same model without the block, fitted so that no block is
+        cheaper than a smaller one (isotonic regression): a plan would choose the sizes that noise makes cheap.
         """
         sizes = self.sizes(kind)
-        times, without = sizes.get(size), sizes["0"]
-        if times is None:
+        if size not in sizes:
             return None
-        differences = sorted(time - base for time, base in zip(times, without, strict=True))
-        middle = len(differences) // 2
-        median = (differences[middle] + differences[~middle]) / 2
-        return max(0.0, median) / int(self.workload["layers"])
+        ascending = sorted(sizes, key=lambda name: int(name.partition("/")[0]))
+        medians = [
+            statistics.median(time - base for time, base in zip(sizes[name], sizes["0"], strict=True))
+            for name in ascending
+        ]
+        fitted = isotonic_regression(medians).x
+        return max(0.0, float(fitted[ascending.index(size)])) / int(self.workload["layers"])
 
     def sizes(self, kind: str) -> dict[str, list[float]]:
         """Return the times of a kind of block, by size."""

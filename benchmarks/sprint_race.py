@@ -10,7 +10,8 @@ answers; a stage that was done is not done again, and one that was killed goes o
 the plan; commit both, then `test` runs. A rehearsal takes a dozen questions and a short fine-tune, and its `test` asks
 questions that the model was fine-tuned on, so it answers no test question. It measures the rates of `--estimate`.
 
-`sprint_race_stages.py` has the stages, `sprint_race_costs.py` the costs, `sprint_race_report.py` the report.
+`sprint_race_stages.py` has the stages, `sprint_race_claims.py` what may be claimed, `sprint_race_costs.py` the costs,
+`sprint_race_report.py` the report.
 """
 
 from __future__ import annotations

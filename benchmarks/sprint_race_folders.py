@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from _record import timed
 
-from lmeval_prune.artefacts import write_text
+from lmeval_prune.artefacts import digest, read_json, write_text
+from lmeval_prune.errors import InputError
 from lmeval_prune.sprint import race
-from lmeval_prune.sprint.registration import RacePlan
+from lmeval_prune.sprint.registration import RacePlan, code_state
 from lmeval_prune.tasks import data
 
 DATA = "asdiv_a"
 PROBE = 2
+CODE = ("lmeval_prune", "benchmarks", ":(exclude)benchmarks/results")  # what a report depends on
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Folders:
         probe: number of questions whose answers are timed before a sweep.
         seconds: of each stage; None for one that was interrupted.
         rates: measured costs of the fine-tune and of each sweep.
+        code: commits and uncommitted changes of the code at each stage.
     """
 
     plan: RacePlan
@@ -43,12 +46,29 @@ class Folders:
     probe: int = PROBE
     seconds: dict[str, float | None] = field(default_factory=dict)
     rates: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
-        for name in ("seconds", "rates"):
+        for name in ("seconds", "rates", "code"):
             path = self.work / f"{name}.json"
             setattr(self, name, json.loads(path.read_text()) if path.exists() else {})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What answers and choices depend on, as JSON."""
+        return dict(json.loads(json.dumps({"limit": self.limit, **asdict(self.plan)})))
+
+    def keep_settings(self) -> None:
+        """Keep the settings at the first start; refuse others later."""
+        path = self.work / "settings.json"
+        if not path.exists():
+            write_text(path, json.dumps(self.settings, indent=1) + "\n")
+        before, now = read_json(path), self.settings
+        if different := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+            raise InputError(
+                f"{self.work} holds a race with another {', '.join(different)}; give --work another folder"
+            )
 
     # ------------------------------------------------------------------ folders and questions
 
@@ -110,12 +130,27 @@ class Folders:
 
     # ------------------------------------------------------------------ running
 
-    def stage(self, name: str, run: Callable[[], Any], cost: Callable[[], str] | None = None) -> None:
+    def marker(self, name: str) -> Path:
+        """The file that says that a stage is done, with a digest of its settings and folds."""
+        return self.work / f"{name.replace(' ', '_')}.done"
+
+    def stage(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        cost: Callable[[], str] | None = None,
+        folds: Sequence[int] = (),
+    ) -> None:
         """Run a stage unless it is done; print its estimated and its measured time."""
-        marker = self.work / f"{name.replace(' ', '_')}.done"
+        marker, content = self.marker(name), digest([self.settings, list(folds)])
         if marker.exists():
+            if marker.read_text() != content:
+                raise InputError(
+                    f"{name} was done with other settings or folds; give --work another folder, or remove {marker}"
+                )
             print(f"{name}: done before", flush=True)
             return
+        self.note_code(name)
         is_whole = name not in self.seconds
         self.note_down("seconds", name, None)
         if cost:
@@ -123,8 +158,14 @@ class Folders:
         _, took = timed(run)
         if is_whole:
             self.note_down("seconds", name, round(took, 1))
-        marker.touch()
+        write_text(marker, content)
         print(f"{name}: {took:.1f} s" + ("" if is_whole else ", after an interruption"), flush=True)
+
+    def note_code(self, name: str) -> None:
+        """Keep the commit and the uncommitted changes of the code of a stage."""
+        state, before = code_state(Path(__file__).parent, CODE), self.code.get(name, [])
+        if state not in before:
+            self.note_down("code", name, [*before, state])
 
     def note_down(self, file: str, name: str, value: Any) -> None:
         content = getattr(self, file)

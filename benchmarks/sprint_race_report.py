@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from _record import environment, write
 from markupsafe import Markup
+from sprint_race_claims import code_text, status, verdict
 
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.models.attempts import DENSE
@@ -20,15 +21,14 @@ from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value
 from lmeval_prune.sprint import figures, policies, race
-from lmeval_prune.sprint.choosing import Choices, accuracy_at
+from lmeval_prune.sprint.choosing import Choices, accuracy_at, extraction_note
 from lmeval_prune.sprint.curves import Curve, policy_curve
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
-from lmeval_prune.sprint.registration import Registration
+from lmeval_prune.sprint.registration import NS
 
 CHOSEN, SAMPLING = "chosen by training", "sampling"
-NS = (1, 2, 4, 8, 16)
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Fold:
         return Mix.parse(self.choice["mix"])
 
     @cached_property
-    def temperature(self) -> float:
-        return float(self.choice["temperature"])
+    def rival(self) -> Mix:
+        return Mix.parse(self.choice["rival"])
 
     def curve(self, order: str, mix: Mix, n: int) -> Curve:
         return policy_curve(order, self.policy_of(order), self.outcomes, n, mix)
@@ -83,7 +83,7 @@ class Report:
         plan, most = self.plan, self.plan.most
         curves: dict[str, Callable[[Fold], Curve]] = {
             CHOSEN: lambda fold: fold.curve(fold.choice["order"], fold.mix, most),
-            SAMPLING: lambda fold: race.sampling_curve(fold.outcomes, fold.temperature, most),
+            SAMPLING: lambda fold: race.sampling_curve(fold.outcomes, fold.rival, most),
         }
         for name, (order, mix) in self.rivals.items():
             curves[name] = lambda fold, order=order, mix=mix: fold.curve(order, mix, plan.n)
@@ -114,11 +114,11 @@ class Report:
         return result
 
     def sampled_at_tokens(self) -> np.ndarray:
-        """pass of as many samples as have, on average, the tokens of the chosen policy's first n tries."""
+        """pass of as many tries of sampling as have, on average, the tokens of the chosen policy's first n tries."""
         values = []
         for fold in self.folds:
             spent = fold.curve(fold.choice["order"], fold.mix, self.plan.n).mean_tokens
-            sampled = race.sampling_curve(fold.outcomes, fold.temperature, self.plan.test_samples)
+            sampled = race.sampling_curve(fold.outcomes, fold.rival, self.plan.most)
             assert spent is not None and sampled.mean_tokens is not None
             count = max(int((sampled.mean_tokens <= spent[-1]).sum()), 1)
             values.append(sampled.values[:, count - 1])
@@ -127,7 +127,7 @@ class Report:
     def solved_only(self) -> dict[str, Any]:
         """What only pruned variants solve, of the choosing questions with most samples."""
         stores = [OutcomeStore(self.race.store(fold.choice["fold"], "train")).read() for fold in self.folds]
-        temperatures = [fold.temperature for fold in self.folds]
+        temperatures = [race.temperature_of(fold.rival) for fold in self.folds]
         return race.solved_only(stores, temperatures, self.plan.ceiling_samples)
 
     @cached_property
@@ -136,7 +136,7 @@ class Report:
         ns, unpruned = [k for k in NS if k <= self.plan.most], policies.random_order([DENSE])
         return {
             CHOSEN: [accuracy_at(f.policy_of(f.choice["order"]), f.outcomes, ns, f.mix) for f in self.folds],
-            SAMPLING: [accuracy_at(unpruned, f.outcomes, ns, race.sampling_mix(f.temperature)) for f in self.folds],
+            SAMPLING: [accuracy_at(unpruned, f.outcomes, ns, f.rival) for f in self.folds],
         }
 
     def without_gold(self, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -187,6 +187,7 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     text = render(
         Path(__file__).with_name("sprint_race.md.jinja"),
         status=registered["text"],
+        code=code_text(own.code),
         counts={"questions": primary["questions"], "folds": folds, "left_out": len(own.twins)},
         ceiling=only,
         plan=plan,
@@ -195,17 +196,19 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         verdict=verdict(primary, bool(registered["commit"])),
         power=race.POWER,
         smallest=choices["smallest_difference"],
-        chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix"]),
+        chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix", "rival"]),
         secondary=secondary_table(rows[1:]),
         passes=pass_table(curves, dense),
         costs=cost_table(curves),
         without_gold=vote_table(votes),
+        extraction=extraction_note(report.folds[0].outcomes.tasks),
         only=only_table(only),
     )
     write_text(output / ("report.md"), text)
     results = {
         "environment": environment(),
         "registration": registered,
+        "code": own.code,
         "rehearsal": own.limit,
         "seconds": own.seconds,
         "rates": own.rates,
@@ -230,44 +233,14 @@ def known(values: np.ndarray, digits: int) -> list[float]:
     return [round(float(value), digits) for value in values if not np.isnan(value)]
 
 
-def status(own: Any, folds: Sequence[int]) -> dict[str, Any]:
-    """Whether the race is pre-registered, and by which commit."""
-    if own.note:
-        return {"commit": None, "text": own.note}
-    path = own.work / "registration.json"
-    if not path.exists():
-        return {"commit": None, "text": "Not pre-registered: the test run began without a registration."}
-    registration = Registration.from_json(read_json(path))
-    reason = registration.difference(own.plan_file.parent)
-    if not reason and sorted(folds) != list(range(own.plan.folds)):
-        reason = f"only folds {', '.join(map(str, sorted(folds)))} were tested"
-    commit = f"commit {registration.commit[:12]} of {registration.date}"
-    if reason:
-        return {"commit": None, "named": registration.commit, "text": f"Not pre-registered ({commit}): {reason}."}
-    return {
-        "commit": registration.commit,
-        "date": registration.date,
-        "text": f"Pre-registered: plan and choices are those of {commit}, before the first test answer.",
-    }
-
-
-def verdict(primary: dict[str, Any], is_registered: bool) -> str:
-    """The claim that the plan allows."""
-    if not is_registered:
-        return "No claim: the race is not pre-registered."
-    if primary["p"] >= race.LEVEL:
-        return "The race shows no difference."
-    return "Pruned variants beat sampling." if primary["difference"] > 0 else "Sampling beats pruned variants."
-
-
 def fold_figures(fold: Fold, plan: Any) -> dict[str, Any]:
     """What training chose for a fold, and what the test gave."""
     ours = fold.curve(fold.choice["order"], fold.mix, plan.n)
-    theirs = race.sampling_curve(fold.outcomes, fold.temperature, plan.n)
+    theirs = race.sampling_curve(fold.outcomes, fold.rival, plan.n)
     return {
         "order": fold.choice["order"],
         "mix": fold.choice["mix"],
-        "temperature": fold.temperature,
+        "rival": str(fold.rival),
         "dense": float(fold.outcomes.columns([DENSE]).z.mean()),
         "ours": float(ours.mean[-1]),
         "sampling": float(theirs.mean[-1]),
@@ -337,9 +310,9 @@ def only_table(only: dict[str, Any]) -> Any:
     """Shares of questions by who solves them."""
     names = {
         "variants": f"some greedy pruned variant (of {', '.join(map(str, only['greedy_variants']))})",
-        "samples": f"some of {only['samples']} samples",
+        "samples": f"the unpruned model, greedily or by some of {only['samples']} samples",
         "only_variants": "only pruned variants",
-        "only_samples": "only samples",
+        "only_samples": "only the unpruned model",
         "both": "both",
         "neither": "neither",
     }

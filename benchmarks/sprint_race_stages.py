@@ -5,7 +5,7 @@ plans      its plans
 sweep      the choosing questions under the whole pool, greedily, and samples of the unpruned model
 orders     every order of the plan for each choosing question, fitted without it
 sampled    the samples under variants that some candidate tries
-choose     policy and temperature of each fold: choices.json
+choose     policy and rival of each fold: choices.json
 ceiling    more samples of some choosing questions, beside which the pool is judged
 test       the test questions: only the tries of the chosen policy and of its rivals, and samples
 report     from the stores alone
@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import sprint_race_claims as claims
 from _record import environment, timed
 from sprint_race_costs import duration, noted, seconds_a_question, stored, training_steps
 from sprint_race_folders import DATA, Folders
@@ -34,7 +36,6 @@ from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
-from lmeval_prune.sprint.registration import Registration
 from lmeval_prune.tasks import data
 
 STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
@@ -47,6 +48,7 @@ class Race(Folders):
 
     def run(self, stages: Sequence[str], folds: Sequence[int]) -> None:
         """Run stages."""
+        self.keep_settings()
         of_folds = {
             "finetune": self._finetune_stage,
             "plans": lambda number: self.stage(f"plans {number}", partial(self.plans, number)),
@@ -58,17 +60,22 @@ class Race(Folders):
             for name in (name for name in of_folds if name in stages):
                 of_folds[name](number)
         if "choose" in stages:
-            self.stage(f"choose {','.join(map(str, folds))}", partial(self.choose, folds))
+            self.stage("choose", partial(self.choose, folds), folds=folds)
         for number in folds if "ceiling" in stages else ():
             self._sweep_stage("ceiling", "ceiling", self.ceiling_tries, number)
         if "test" in stages:
-            self.register()
+            claims.register(self)
             for number in folds:
+                claims.verify(self, number)
                 self._sweep_stage("test", "test", self.test_tries, number)
                 self.stage(f"lm-eval {number}", partial(self.run_in_lm_eval, number))
         if "report" in stages:
             from sprint_race_report import write_race_report
 
+            claims.check_complete(self)
+            for number in folds:
+                claims.verify(self, number)
+            self.note_code("report")
             write_race_report(self, folds)
 
     def _finetune_stage(self, number: int) -> None:
@@ -253,18 +260,23 @@ class Race(Folders):
         return dict(zip(self.training(number).texts, rows, strict=True))
 
     def choose(self, folds: Sequence[int]) -> None:
-        """Choose policy and temperature of each fold, and write them with the smallest difference."""
+        """Choose policy and rival of each fold, and write them with digests and the smallest difference."""
         plan, choices, differences = self.plan, [], []
+        committed = {} if self.note else {"plan": claims.plan_identity(self)}
+        sampling = race.rivals(plan.sampling, plan.temperatures)
         for number in folds:
             orders, training = self.known_orders(number), self.training(number)
-            choice = race.choose(self.candidates(number), orders, plan.temperatures, training, plan.n)
-            self.policy(number, choice.candidate.order)
-            choices.append({"fold": number, **choice.to_json()})
+            choice = race.choose(self.candidates(number), orders, sampling, training, plan.n)
+            shutil.rmtree(self.fold(number) / "routers", ignore_errors=True)  # fitted anew, from these outcomes
+            digests = claims.fingerprints(self, number, choice.candidate.order)
+            choices.append({"fold": number, **choice.to_json(), "digests": digests})
             differences.append(choice.differences)
-            print(f"fold {number}: {choice.candidate}; sampling at {choice.temperature:g}", flush=True)
+            print(f"fold {number}: {choice.candidate}; sampling by {choice.rival}", flush=True)
         tested = sum(len(self.texts(number, "test")) for number in folds)
         summary = race.summarise(choices, differences, tested)
-        write_text(self.choices_file, json.dumps({**summary, "environment": environment()}, indent=1) + "\n")
+        write_text(
+            self.choices_file, json.dumps({**committed, **summary, "environment": environment()}, indent=1) + "\n"
+        )
         print(
             f"{self.choices_file}: {tested} test questions show a difference of {summary['smallest_difference']:.3f} "
             f"with power {race.POWER:g}; on training questions it is {summary['training_difference']:+.3f}."
@@ -303,31 +315,6 @@ class Race(Folders):
         pairs = [(unpruned, Mix(), 1), (unpruned, race.sampling_mix(float(choice["temperature"])), plan.test_samples)]
         pairs += [(self.policy(number, order).order(texts), mix, n) for order, mix, n in tried]
         return dict(zip(texts, race.attempts_of(pairs), strict=True))
-
-    def register(self) -> Registration | None:
-        """Register the plan and what training chose; None in a rehearsal.
-
-        Raises:
-            InputError: a file is not committed, or differs from the one of an earlier part of the test run.
-        """
-        if self.note:
-            return None
-        path, now = self.work / "registration.json", Registration.of([self.plan_file, self.choices_file])
-        tested = [number for number in range(self.plan.folds) if stored(self.store(number, "test"))]
-        if tested and not path.exists():
-            raise InputError(
-                f"{self.store(tested[0], 'test')} has test answers from before the registration; remove it"
-            )
-        if path.exists():
-            before = Registration.from_json(read_json(path))
-            if before.files != now.files:
-                raise InputError(
-                    f"{path}: the test run began with the plan and choices of commit {before.commit[:12]}, and these "
-                    f"differ; put them back"
-                )
-            return before
-        write_text(path, json.dumps(now.to_json(), indent=1) + "\n")
-        return now
 
     def run_in_lm_eval(self, number: int) -> None:
         """Evaluate the chosen policy by lm-eval, from the answers of the sweep, and keep the samples file."""

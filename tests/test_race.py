@@ -92,10 +92,29 @@ def test_training_chooses_the_best_and_of_equals_the_first() -> None:
     training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@1#")]] = 1
     found = race.candidates(["best", "cover"], ["dense|next", "next"], [])
     known = race.cross_fitted_orders(["best", "cover"], training, 3, 0, no_fit)
-    choice = race.choose(found, known, [0.5, 1.0], training, 2)
-    assert str(choice.candidate) == "best, dense|next" and choice.temperature == 1.0
-    assert choice.passes == {str(each): 1.0 for each in found} and choice.sampled["1"] == 1.0 > choice.sampled["0.5"]
+    sampling = race.rivals(["dense@T"], [0.5, 1.0])
+    choice = race.choose(found, known, sampling, training, 2)
+    assert str(choice.candidate) == "best, dense|next" and str(choice.rival) == "dense@1"
+    assert choice.passes == {str(each): 1.0 for each in found}
+    assert choice.sampled["dense@1"] == 1.0 > choice.sampled["dense@0.5"] and choice.to_json()["temperature"] == 1.0
     assert (choice.differences == 0).all() and choice.to_json()["mix"] == "dense|next"
+
+
+def test_the_rival_may_try_the_greedy_answer_first() -> None:
+    """Where the unpruned model's greedy answer is what a policy gains by, its rival has it, too."""
+    training = outcomes(2)
+    training.z[:] = 0
+    training.z[:6, 0] = 1  # only the greedy answer solves anything
+    found = race.candidates(["best"], ["dense|next"], [])
+    known = race.cross_fitted_orders(["best"], training, 3, 0, no_fit)
+    sampling = race.rivals(["dense@T", "dense|dense@T"], [0.5, 1.0])
+    assert list(map(str, sampling)) == ["dense@0.5", "dense@1", "dense|dense@0.5", "dense|dense@1"]
+    choice = race.choose(found, known, sampling, training, 2)
+    assert str(choice.rival) == "dense|dense@0.5" and (choice.differences == 0).all()
+    assert choice.sampled == {"dense@0.5": 0, "dense@1": 0, "dense|dense@0.5": 0.5, "dense|dense@1": 0.5}
+    for mix in ("next", "dense|next+dense@0.5", "next@0.5"):
+        with pytest.raises(InputError, match=r"^sampling: [^\n]* is no sampling of the unpruned model[^\n]*$"):
+            race.rivals([mix], [0.5])
 
 
 def test_the_smallest_difference_has_the_power_that_it_says() -> None:
@@ -151,6 +170,12 @@ def test_twins_are_found_in_every_fold() -> None:
         assert len(found) >= 3 and all(i != j for i, j in found.items())
 
 
+@pytest.mark.parametrize("number", ["7", "1,200", "3.5", "four", "seventy-four", "Twelve", "two hundred"])
+def test_numbers_are_alike_in_digits_and_words(number: str) -> None:
+    texts = [f"A ship has {each} sails and someone tends them." for each in ("74", number)]
+    assert race.near_duplicates(texts, [0, 1], 1.0) == {0: 1, 1: 0}
+
+
 def test_the_folds_of_asdiv_a_have_few_twins(
     shared_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -195,7 +220,7 @@ def test_what_only_variants_solve_is_counted() -> None:
     for part, temperature in zip(parts, ("0.5", "1"), strict=True):
         for row in part.z:
             variant = any(row[POOL.index(name)] == 1 for name in ("a", "b"))
-            sample = any(row[POOL.index(f"dense@{temperature}#{d}")] == 1 for d in range(4))
+            sample = row[0] == 1 or any(row[POOL.index(f"dense@{temperature}#{d}")] == 1 for d in range(4))
             name = {(1, 0): "only_variants", (0, 1): "only_samples", (1, 1): "both", (0, 0): "neither"}
             literal[name[int(variant), int(sample)]] += 1
     assert {name: round(result["shares"][name]["share"] * 21) for name in literal} == literal
@@ -265,7 +290,7 @@ def test_costs_are_rates_times_counts() -> None:
 def test_sampling_uses_all_samples() -> None:
     part = outcomes(6)
     columns = [POOL.index(f"dense@0.5#{d}") for d in range(5)]
-    curve = race.sampling_curve(part, 0.5, 2)
+    curve = race.sampling_curve(part, Mix.parse("dense@0.5"), 2)
     for i, row in enumerate(part.z):
         pairs = [row[a] == 1 or row[b] == 1 for a, b in itertools.combinations(columns, 2)]
         assert curve.values[i, 1] == pytest.approx(np.mean(pairs))
@@ -298,7 +323,9 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
         ("n: 8\n", "n: [\n", "its settings are not YAML"),
         ("n: 8\n", "", ""),
         ("n: 8\n", "n: 0\n", "n=0 must be a whole number, at least 1"),
-        ("n: 8\n", "n: 32\n", "n must be at most draws and most"),
+        ("n: 8\n", "n: 16\n", "n must be at most draws and most"),
+        ("n: 8\n", "n: 5\n", "n=5 must be one of 1, 2, 4, 8, 16"),
+        ("parts: 5\n", "parts: 1\n", "parts must be at least 2"),
         ("draws: 8\n", "", "needs draws"),
         ("draws: 8\n", "drawn: 8\n", "has no setting 'drawn'; did you mean 'draws'"),
         ("finetune_folds: 3", "finetune_folds: 4", "finetune_folds must leave a fold"),
@@ -362,21 +389,3 @@ def test_a_race_is_registered_while_its_files_stay(repository: tuple[Path, Any],
     assert "is not the file that the test run read" in forged.difference(folder)
     gone = Registration("0" * 40, first.date, first.files)
     assert "cannot be read" in gone.difference(folder)
-
-
-def test_the_test_run_needs_the_commit_and_keeps_to_it(repository: tuple[Path, Any]) -> None:
-    folder, git = repository
-    plan = folder / "docs/plan.md"
-    plan.write_text(PLAN.read_text())
-    own = Race(RacePlan.read(plan), plan, folder / "work", "cpu")
-    (folder / "docs/choices.json").write_text('{"folds": []}')
-    with pytest.raises(InputError, match="is not committed; commit it before the test run"):
-        own.run(["test"], [0])
-    git("add", "docs"), git("commit", "-qm", "plan and choices")
-    with pytest.raises(InputError, match="has no fold 0; run the stage choose"):
-        own.run(["test"], [0])
-    assert (folder / "work/registration.json").exists()
-    (folder / "docs/choices.json").write_text('{"folds": [1]}')
-    git("add", "docs"), git("commit", "-qm", "other choices")
-    with pytest.raises(InputError, match=r"the test run began with the plan and choices of commit \w{12}, and these"):
-        own.run(["test"], [0])

@@ -2,8 +2,9 @@
 
 For each fold of the questions there is a model, a fold that chooses, and a test fold. On the choosing fold every
 candidate, an order of variants with a mix, is fitted on a part of the questions and evaluated on the rest (cross
-fitting); the one with the highest pass@N is fitted on all of them and tested. Sampling has the temperature with the
-highest pass@N on the same questions. `registration.py` has the plan that fixes this before the test run.
+fitting); the one with the highest pass@N is fitted on all of them and tested. Its rival is sampling, with or without
+the greedy answer first, in the form and at the temperature with the highest pass@N on the same questions.
+`registration.py` has the plan that fixes this before the test run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from lmeval_prune.sprint.policies import Policy
 ROUTER = "router:"  # begins the name of an order by a fitted router
 LEVEL, POWER = 0.05, 0.8
 SHINGLE = 3  # words of which texts are compared
+_WORD = (
+    "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|"
+    "eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million|zero"
+)
+_NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{_WORD})(?:-(?:{_WORD})|[ -](?:hundred|thousand|million))*\b")
 Fit = Callable[[str, Outcomes], Policy]  # fits a router, by its method
 Orders = dict[str, list[list[str]]]  # by name of an order: variants for each question, first choice first
 
@@ -46,13 +52,30 @@ class Candidate:
 
 def candidates(orders: Sequence[str], mixes: Sequence[str], temperatures: Sequence[float]) -> list[Candidate]:
     """Return all candidates; `@T` in a mix stands for each temperature."""
-    texts = []
-    for mix in mixes:
-        texts += [mix.replace("@T", f"@{t:g}") for t in temperatures] if "@T" in mix else [mix]
-    parsed = [Mix.parse(text) for text in dict.fromkeys(texts)]
+    parsed = _parsed(mixes, temperatures)
     if bad := next((mix for mix in parsed if not mix.uses_order), None):
         raise InputError(f"mixes: {bad} is sampling itself, which candidates are compared with; leave it out")
     return [Candidate(order, mix) for order in orders for mix in parsed]
+
+
+def rivals(mixes: Sequence[str], temperatures: Sequence[float]) -> list[Mix]:
+    """Return the mixes of the unpruned model alone; `@T` stands for each temperature."""
+    parsed = _parsed(mixes, temperatures)
+    if bad := next((mix for mix in parsed if mix.uses_order or not temperature_of(mix)), None):
+        raise InputError(f"sampling: {bad} is no sampling of the unpruned model; write {DENSE}@T or {DENSE}|{DENSE}@T")
+    return parsed
+
+
+def temperature_of(mix: Mix) -> float:
+    """Return the temperature of a mix's repeated samples."""
+    return mix.repeated[-1].temperature
+
+
+def _parsed(mixes: Sequence[str], temperatures: Sequence[float]) -> list[Mix]:
+    texts = []
+    for mix in mixes:
+        texts += [mix.replace("@T", f"@{t:g}") for t in temperatures] if "@T" in mix else [mix]
+    return [Mix.parse(text) for text in dict.fromkeys(texts)]
 
 
 def make_policy(order: str, training: Outcomes, fit: Fit) -> Policy:
@@ -76,10 +99,9 @@ def sampling_mix(temperature: float) -> Mix:
     return Mix.parse(f"{DENSE}@{temperature:g}")
 
 
-def sampling_curve(outcomes: Outcomes, temperature: float, n: int) -> Curve:
-    """Return the curve of plain sampling, by all samples of the store."""
-    policy = policies.random_order([DENSE])
-    return policy_curve(f"sampling, T = {temperature:g}", policy, outcomes, n, sampling_mix(temperature))
+def sampling_curve(outcomes: Outcomes, mix: Mix, n: int) -> Curve:
+    """Return the curve of a mix of the unpruned model alone, by all samples of the store."""
+    return policy_curve(str(mix), policies.random_order([DENSE]), outcomes, n, mix)
 
 
 def cross_fitted_orders(orders: Sequence[str], training: Outcomes, parts: int, seed: int, fit: Fit) -> Orders:
@@ -147,14 +169,14 @@ class Choice:
 
     Attributes:
         candidate: the policy.
-        temperature: of sampling.
+        rival: the mix of sampling.
         passes: cross-fitted pass@n of each candidate, by name.
-        sampled: pass@n of sampling, by temperature.
-        differences: pass@n of the chosen candidate minus that of sampling, (questions,).
+        sampled: pass@n of each rival, by its mix.
+        differences: pass@n of the chosen candidate minus that of the chosen rival, (questions,).
     """
 
     candidate: Candidate
-    temperature: float
+    rival: Mix
     passes: dict[str, float]
     sampled: dict[str, float]
     differences: np.ndarray
@@ -162,23 +184,21 @@ class Choice:
     def to_json(self) -> dict[str, Any]:
         """Return the choice as JSON."""
         order, mix = self.candidate.order, str(self.candidate.mix)
-        figures = {"order": order, "mix": mix, "temperature": self.temperature, "questions": len(self.differences)}
-        return {**figures, "candidates": self.passes, "sampling": self.sampled}
+        figures = {"order": order, "mix": mix, "rival": str(self.rival), "temperature": temperature_of(self.rival)}
+        return {**figures, "questions": len(self.differences), "candidates": self.passes, "sampling": self.sampled}
 
 
-def choose(
-    chosen: Sequence[Candidate], orders: Orders, temperatures: Sequence[float], training: Outcomes, n: int
-) -> Choice:
-    """Choose policy and temperature by pass@n on training questions; of equals, the first. Arguments as above."""
+def choose(chosen: Sequence[Candidate], orders: Orders, sampling: Sequence[Mix], training: Outcomes, n: int) -> Choice:
+    """Choose policy and rival by pass@n on training questions; of equals, the first. Arguments as above."""
     values = cross_fitted(chosen, orders, training, n)
-    sampled = np.stack([sampling_curve(training, t, n).values[:, n - 1] for t in temperatures], axis=1)
-    best, hottest = int(values.mean(0).argmax()), int(sampled.mean(0).argmax())
+    sampled = np.stack([sampling_curve(training, mix, n).values[:, n - 1] for mix in sampling], axis=1)
+    best, rival = int(values.mean(0).argmax()), int(sampled.mean(0).argmax())
     return Choice(
         chosen[best],
-        temperatures[hottest],
+        sampling[rival],
         {str(each): round(float(mean), 6) for each, mean in zip(chosen, values.mean(0), strict=True)},
-        {f"{t:g}": round(float(mean), 6) for t, mean in zip(temperatures, sampled.mean(0), strict=True)},
-        values[:, best] - sampled[:, hottest],
+        {str(mix): round(float(mean), 6) for mix, mean in zip(sampling, sampled.mean(0), strict=True)},
+        values[:, best] - sampled[:, rival],
     )
 
 
@@ -203,7 +223,8 @@ def near_duplicates(texts: Sequence[str], groups: Sequence[int], least: float = 
     """Return the questions that are left out of a test, each with its twin: both by index.
 
     Two questions are twins if they share at least a share `least` of all their sequences of three words (Jaccard), with
-    all numbers alike. A question is left out if it has a twin in another group (fold), or an earlier one in its own.
+    all numbers alike, in digits or words. A question is left out if it has a twin in another group (fold), or an
+    earlier one in its own.
     """
     shingles = [_shingles(text) for text in texts]
     where: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -221,7 +242,7 @@ def near_duplicates(texts: Sequence[str], groups: Sequence[int], least: float = 
 
 
 def _shingles(text: str) -> set[tuple[str, ...]]:
-    words = re.findall(r"\w+|#", re.sub(r"\d+(?:[.,]\d+)*", "#", text.lower()))
+    words = re.findall(r"\w+|#", _NUMBER.sub("#", text.lower()))
     return {tuple(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
 
 
@@ -277,7 +298,9 @@ test_comparisons.__test__ = False  # type: ignore[attr-defined] # pytest takes t
 
 
 def solved_only(outcomes: Sequence[Outcomes], temperatures: Sequence[float], samples: int) -> dict[str, Any]:
-    """Count the questions that some greedy pruned variant solves and no sample does, and the other way round.
+    """Count the questions that some greedy pruned variant solves and the unpruned model does not, and the reverse.
+
+    The unpruned model solves a question if its greedy answer or one of its samples does.
 
     Args:
         outcomes: of each fold's questions; those that lack a sample are left out.
@@ -292,9 +315,9 @@ def solved_only(outcomes: Sequence[Outcomes], temperatures: Sequence[float], sam
         names = [name for name in each.greedy().pool if name != DENSE]
         variants.add(len(names))
         draws = list(map(str, sampling_mix(temperature).attempts([DENSE], samples)))
-        complete = each.rows(np.flatnonzero(each.columns(draws).observed.all(1)))
+        complete = each.rows(np.flatnonzero(each.columns([DENSE, *draws]).observed.all(1)))
         pruned.append(solved_cells(complete, names).any(1))
-        sampled.append(solved_cells(complete, draws).any(1))
+        sampled.append(solved_cells(complete, [DENSE, *draws]).any(1))
     by_variants, by_samples = np.concatenate(pruned), np.concatenate(sampled)
     if not len(by_variants):
         raise InputError(f"no question has {samples} samples; run the stage ceiling first")

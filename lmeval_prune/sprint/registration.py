@@ -21,6 +21,7 @@ from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.errors import InputError, check_exists, first_line
 from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, Share
 
+NS = (1, 2, 4, 8, 16)  # numbers of tries that are compared
 _BLOCK = re.compile(r"^```yaml\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -45,7 +46,8 @@ class RacePlan(Settings):
         orders: orders of variants that training chooses among: `best`, `cover`, `router:METHOD`.
         routers: by METHOD, options of `lmeval-prune fit`.
         mixes: that training chooses among; `@T` stands for each temperature.
-        n: number of tries of the primary comparison.
+        sampling: mixes of the unpruned model alone that training chooses among, as the rival.
+        n: number of tries of the primary comparison, one of `NS`.
         most: largest number of tries that is reported.
         parts: of the cross fitting.
         twins: share of common word sequences at which two questions count as the same.
@@ -71,6 +73,7 @@ class RacePlan(Settings):
     orders: Annotated[tuple[str, ...], MinLen(1)]
     routers: dict[str, Any]
     mixes: Annotated[tuple[str, ...], MinLen(1)]
+    sampling: Annotated[tuple[str, ...], MinLen(1)]
     n: Count = 8
     most: Count = 16
     parts: Count = 5
@@ -82,6 +85,10 @@ class RacePlan(Settings):
         super().__post_init__()
         if self.finetune_folds + 2 > self.folds:
             raise InputError("finetune_folds must leave a fold that chooses and a test fold: give at most folds − 2")
+        if self.n not in NS:
+            raise InputError(f"n={self.n} must be one of {', '.join(map(str, NS))}, at which votes are counted")
+        if self.parts < 2:
+            raise InputError("parts must be at least 2: each is ordered by a fit on the others")
         if self.n > min(self.most, self.draws) or self.most > self.test_samples or self.draws > self.ceiling_samples:
             raise InputError(
                 "n must be at most draws and most, most at most test_samples, and draws at most ceiling_samples; "
@@ -166,6 +173,21 @@ class Registration:
         except InputError as error:
             return f"commit {self.commit[:12]} cannot be read ({error})"
         return ""
+
+
+def code_state(folder: str | Path, paths: Sequence[str]) -> dict[str, Any]:
+    """Return the commit of a repository's files, and which of some paths have uncommitted changes.
+
+    Args:
+        folder: a folder of the repository; outside of one, the commit is None.
+        paths: pathspecs from the root of the repository.
+    """
+    try:
+        root = Path(_git(Path(folder).resolve(), "rev-parse", "--show-toplevel"))
+        lines = _git(root, "status", "--porcelain", "--", *paths).splitlines()
+        return {"commit": _git(root, "rev-parse", "HEAD"), "changed": [line.split()[-1] for line in lines]}
+    except InputError:
+        return {"commit": None, "changed": []}
 
 
 def _git(folder: Path, *arguments: str) -> str:

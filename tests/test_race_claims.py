@@ -1,0 +1,285 @@
+"""What a race may claim: values, tests and verdicts of two tiny folds, the registration, and what was chosen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import sprint_race_claims as claims
+from sprint_race_report import CHOSEN, SAMPLING, Fold, Report
+from sprint_race_stages import Race
+
+from lmeval_prune import InputError
+from lmeval_prune.sprint import race
+from lmeval_prune.sprint.mixes import Mix
+from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.registration import RacePlan, code_state
+from tests.conftest import ROOT
+
+PLAN = ROOT / "docs/results/sprint_race/plan.md"
+PLAIN = [f"dense@0.5#{d}" for d in range(4)]
+POOL = ["dense", "a", "b", *PLAIN]
+SOLVED = [  # of two folds: dense, a, b, and four samples
+    [[1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0]],
+    [[0, 1, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 1, 1]],
+]
+TOKENS = [10, 20, 30, 4, 6, 8, 10]
+
+
+@pytest.fixture
+def folds() -> list[Fold]:
+    """Two folds: the first is chosen `next` with sampling alone, the second the greedy answer first in both."""
+    choices = [
+        {"fold": 0, "order": "first", "mix": "next", "rival": "dense@0.5"},
+        {"fold": 1, "order": "second", "mix": "dense|next", "rival": "dense|dense@0.5"},
+    ]
+    orders = {"first": ["a", "b", "dense"], "second": ["b", "a", "dense"]}
+    found = []
+    for solved, choice in zip(SOLVED, choices, strict=True):
+        z = np.array(solved, np.float32)
+        rows = [{"question": f"{choice['fold']} {i}", "task": "t"} for i in range(len(z))]
+        extracted = np.where(z == 1, "right", "wrong").astype(object)
+        part = Outcomes(z, POOL, rows, tokens=np.tile(np.array(TOKENS, float), (len(z), 1)), extracted=extracted)
+
+        def policy_of(order: str, count: int = len(z)) -> Any:
+            return race.fixed_policy([orders[order]] * count)
+
+        found.append(Fold(part, choice, policy_of))
+    return found
+
+
+@pytest.fixture
+def report(folds: list[Fold]) -> Report:
+    own = SimpleNamespace(plan=SimpleNamespace(n=2, most=2, test_samples=4), rivals=lambda _: {"b": ("second", Mix())})
+    report = Report(own, [])
+    report.folds = folds
+    return report
+
+
+def test_values_of_two_folds_are_literal(report: Report) -> None:
+    """Pairs of the chosen policy and its rival, in this order; counted by hand from `SOLVED`."""
+    primary, one, tokens, *rest = report.comparisons()
+    assert primary.is_primary and not any(each.is_primary for each in (one, tokens, *rest))
+    assert primary.name == "pass@2, primary" and one.name == "pass@1"
+    assert primary.ours.tolist() == [0, 1, 1, 0, 1]  # a or b; dense or b
+    assert primary.theirs == pytest.approx([1 - 3 / 6, 0, 1 - 1 / 6, 0, 1])  # two of four samples; dense or a sample
+    assert one.ours.tolist() == [0, 0, 1, 0, 1] and one.theirs == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+    assert report.curves[CHOSEN].tokens is not None and report.curves[SAMPLING].tokens is not None
+    assert report.curves[CHOSEN].tokens.tolist() == [[20, 50]] * 3 + [[10, 40]] * 2
+    assert report.curves[SAMPLING].tokens.tolist() == [[7, 14]] * 3 + [[10, 17]] * 2
+    assert tokens.name == "at the tokens of 2 tries" and tokens.ours.tolist() == primary.ours.tolist()
+    assert tokens.theirs == pytest.approx([1 / 2, 0, 5 / 6, 0, 1])  # 50 and 40 tokens: both tries of sampling fit
+    votes = {each.name: each for each in rest}
+    assert votes["majority at 2"].ours.tolist() == [0, 0, 1, 0, 1]  # the first of two different answers
+    assert votes["majority at 2"].theirs.tolist() == [1 / 2, 0, 1 / 2, 0, 1]  # samples 0, 1 and samples 2, 3
+    assert votes["b, pass@2"].ours.tolist() == [0, 1, 1, 1, 1]
+    assert votes["b, pass@2"].theirs.tolist() == primary.theirs.tolist()
+
+
+def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
+    for fold in report.folds:
+        assert fold.outcomes.tokens is not None
+        fold.outcomes.tokens[:, 1:3] = 3.0  # the chosen policy's two tries have 6 and 13 tokens
+    assert report.sampled_at_tokens() == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_registered", "words"),
+    [
+        (1.0, 0.0, True, "Pruned variants beat sampling."),
+        (0.0, 1.0, True, "Sampling beats pruned variants."),
+        (0.5, 0.5, True, "The race shows no difference."),
+        (1.0, 0.0, False, "No claim: the race is not pre-registered."),
+    ],
+)
+def test_a_verdict_is_of_the_difference(ours: float, theirs: float, is_registered: bool, words: str) -> None:
+    noise = np.tile([0.0, 0.1], 10)
+    row = race.test_comparisons([race.Comparison("p", ours - noise, theirs - noise[::-1], True)])[0]
+    assert claims.verdict(row, is_registered) == words
+
+
+# --------------------------------------------------------------------------- registration
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, Any]:
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/plan.md").write_text(PLAN.read_text())
+    git("add", "docs"), git("commit", "-qm", "plan")
+    return tmp_path, git
+
+
+def make(folder: Path, name: str = "plan.md") -> Race:
+    plan = folder / "docs" / name
+    return Race(RacePlan.read(plan), plan, folder / "work", "cpu")
+
+
+def write_choices(own: Race, **changes: Any) -> None:
+    content = {"plan": claims.plan_identity(own), "folds": [], **changes}
+    own.choices_file.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def registered(repository: tuple[Path, Any]) -> tuple[Race, Any]:
+    folder, git = repository
+    own = make(folder)
+    write_choices(own)
+    git("add", "docs"), git("commit", "-qm", "choices")
+    claims.register(own)
+    return own, git
+
+
+def test_a_race_is_registered_with_all_its_folds(registered: tuple[Race, Any]) -> None:
+    own, git = registered
+    found = claims.status(own, range(5))
+    assert found["commit"] == git("rev-parse", "HEAD") and found["text"].startswith("Pre-registered: ")
+    part = claims.status(own, [0, 2])
+    assert part["commit"] is None and part["text"].endswith("only folds 0, 2 were tested.")
+    assert claims.status(replace(own, limit=12), range(5)) == {"commit": None, "text": replace(own, limit=12).note}
+    (own.work / "registration.json").unlink()
+    assert claims.status(own, range(5))["text"].startswith("Not pre-registered: the test run began without")
+
+
+@pytest.mark.parametrize("name", ["plan.md", "choices.json"])
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_changed_files_are_not_registered(registered: tuple[Race, Any], name: str, is_committed: bool) -> None:
+    own, git = registered
+    path = own.plan_file.with_name(name)
+    path.write_text(path.read_text() + "\n")
+    if is_committed:
+        git("add", "docs"), git("commit", "-qm", "changed")
+    found = claims.status(own, range(5))
+    assert found["commit"] is None and found["text"].startswith("Not pre-registered (commit ")
+
+
+def test_another_plan_is_not_registered(registered: tuple[Race, Any]) -> None:
+    """A plan that lies beside the registered one, with other settings, whether it is committed or not."""
+    own, git = registered
+    (own.plan_file.with_name("plan2.md")).write_text(PLAN.read_text().replace("\nseed: 0", "\nseed: 1"))
+    other = make(own.work.parent, "plan2.md")
+    assert other.plan.seed == 1
+    for _ in range(2):
+        found = claims.status(other, range(5))
+        assert found["commit"] is None and found["text"].startswith("Not pre-registered")
+        git("add", "docs"), git("commit", "--allow-empty", "-qm", "plan 2")
+    write_choices(other)
+    git("add", "docs"), git("commit", "-qm", "choices of plan 2")
+    assert "began with the plan and choices of commit" in claims.status(other, range(5))["text"]
+
+
+def test_the_test_run_needs_the_commit_and_keeps_to_it(repository: tuple[Path, Any]) -> None:
+    folder, git = repository
+    own = make(folder)
+    write_choices(own)
+    with pytest.raises(InputError, match="is not committed; commit it before the test run"):
+        own.run(["test"], [0])
+    git("add", "docs"), git("commit", "-qm", "choices")
+    with pytest.raises(InputError, match="has no fold 0; run the stage choose"):
+        own.run(["test"], [0])
+    assert (folder / "work/registration.json").exists()
+    write_choices(own, folds=[1])
+    git("add", "docs"), git("commit", "-qm", "other choices")
+    with pytest.raises(InputError, match=r"the test run began with the plan and choices of commit \w{12}, and these"):
+        own.run(["test"], [0])
+
+
+def test_choices_are_of_a_committed_plan(repository: tuple[Path, Any]) -> None:
+    folder, git = repository
+    own = make(folder)
+    write_choices(own)
+    own.plan_file.write_text(PLAN.read_text() + "\nA new paragraph.\n")
+    with pytest.raises(InputError, match=r"^docs/plan.md has changed since its commit[^\n]*$"):
+        own.run(["choose"], range(5))
+    git("add", "docs"), git("commit", "-qm", "a new paragraph, and choices of the old plan")
+    with pytest.raises(InputError, match=r"^[^\n]*choices.json was chosen by another plan than [^\n]*plan.md[^\n]*$"):
+        own.run(["test"], [0])
+
+
+def test_a_work_folder_has_one_race(repository: tuple[Path, Any]) -> None:
+    folder, _ = repository
+    own, ran = make(folder), []
+    own.run([], [0])
+    with pytest.raises(InputError, match=r"^[^\n]*holds a race with another n, seed; give --work another folder$"):
+        replace(own, plan=replace(own.plan, n=4, seed=3)).run([], [0])
+    own.stage("choose", lambda: ran.append(1), folds=[0, 1])
+    own.stage("choose", lambda: ran.append(2), folds=[0, 1])
+    with pytest.raises(InputError, match=r"^choose was done with other settings or folds; give --work [^\n]*$"):
+        own.stage("choose", lambda: ran.append(3), folds=[0])
+    with pytest.raises(InputError, match="other settings or folds"):
+        replace(own, plan=replace(own.plan, n=4)).stage("choose", lambda: ran.append(4), folds=[0, 1])
+    assert ran == [1]
+
+
+def test_nothing_is_looked_at_before_all_folds_are_complete(registered: tuple[Race, Any]) -> None:
+    own, _ = registered
+    for number in (0, 1, 2, 4):
+        own.stage(f"test {number}", lambda: None)
+    for folds in (range(5), [0]):
+        with pytest.raises(InputError, match=r"^report: the test of fold 3 is not done; nothing is looked at[^\n]*$"):
+            own.run(["report"], folds)
+    own.stage("test 3", lambda: None)
+    claims.check_complete(own)
+
+
+# --------------------------------------------------------------------------- what was chosen
+
+
+class TinyRace(Race):
+    """A race whose training outcomes and test questions are made by hand."""
+
+    z = np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1], [0, 1, 0]], np.float32)
+
+    def training(self, number: int) -> Outcomes:
+        return Outcomes(self.z, ["dense", "a", "b"], [{"question": f"train {i}"} for i in range(4)])
+
+    def texts(self, number: int, part: str) -> list[str]:
+        return ["test 0", "test 1"]
+
+
+def test_only_what_was_chosen_is_tested_and_reported(tmp_path: Path) -> None:
+    plan = replace(RacePlan.read(PLAN), orders=("best", "cover"))
+    own = TinyRace(plan, tmp_path / "plan.md", tmp_path / "work", "cpu", limit=4)
+    model = own.fold(0) / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    digests = claims.fingerprints(own, 0, "best")
+    assert digests.keys() == {"training outcomes", "model", "order best", "order cover"}
+    choice = {"fold": 0, "order": "best", "digests": digests}
+    own.choices_file.write_text(json.dumps({"folds": [choice]}))
+    claims.verify(own, 0)
+    (model / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(InputError, match=r"^fold 0: model of [^\n]* differ from those of [^\n]*choices.json; put them"):
+        own.run(["test"], [0])
+    (model / "model.safetensors").write_bytes(b"weights")
+    own.z = own.z[:, [1, 0, 2]]  # other outcomes, and so another order
+    with pytest.raises(InputError, match=r"^fold 0: training outcomes, order best[^\n]* of [^\n]*$"):
+        own.run(["report"], [0])
+    own.choices_file.write_text(json.dumps({"folds": [{"fold": 0, "order": "best"}]}))
+    with pytest.raises(InputError, match=r"^fold 0: training outcomes, model, order best, order cover of [^\n]*$"):
+        claims.verify(own, 0)
+
+
+def test_uncommitted_code_is_named(repository: tuple[Path, Any]) -> None:
+    folder, git = repository
+    clean = code_state(folder / "docs", ["docs", ":(exclude)docs/results"])
+    assert clean == {"commit": git("rev-parse", "HEAD"), "changed": []}
+    (folder / "docs/results").mkdir()
+    (folder / "docs/results/table").write_text("x")
+    (folder / "docs/plan.md").write_text("x")
+    changed = code_state(folder, ["docs", ":(exclude)docs/results"])
+    assert changed["changed"] == ["docs/plan.md"]
+    commit = clean["commit"][:12]
+    assert claims.code_text({"choose": [clean], "test 0": [clean]}) == f"Code of commit {commit}."
+    text = claims.code_text({"choose": [clean], "test 0": [clean, changed]})
+    assert text == f"Code of commit {commit}; with uncommitted changes in the stages test 0 (docs/plan.md)."

@@ -35,6 +35,9 @@ def script() -> Any:
         (["--model", "m", "--questions", "500"], "must be two numbers"),
         (["--model", "m", "--questions", "2,2"], "each at least 5"),
         (["--model", "m", "--layers", "five"], "whole numbers"),
+        (["--quick", "--task", "prune_gsm8k"], "--quick has its own task; leave out --task"),
+        (["--quick", "--questions", "20,20"], "--quick has its own questions"),
+        (["--quick", "--layers", "3"], "--quick has its own layers"),
     ],
 )
 def test_wrong_words_are_refused(script: Any, words: list[str], message: str, capsys: Any) -> None:
@@ -53,6 +56,46 @@ def test_a_race_has_the_settings_of_its_command_line(script: Any, tmp_path: Path
     assert own.numbers == (20, 30) and options.asked == {"q": []}
     test = script.make_race(script.parse(words)).options(0, "test", {"q": ["dense"]})
     assert (test.split, test.likelihood, test.model_args["dtype"]) == ("test", True, "bfloat16") and test.random_sets
+
+
+@pytest.fixture
+def tiny_splits(script: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    splits = {
+        "train": [f"A farmer has {i} cows and {'red ' * i} hens. How many animals are there?" for i in range(6)],
+        "test": [f"{name} ran {i} miles past {name}'s {name} house." for i, name in enumerate("abcde")],
+    }
+    splits["test"].append(splits["train"][2].replace("2", "seventy-four"))
+    splits["all"] = [*splits["train"], *splits["test"]]
+    task = type("Task", (), {"get_config": lambda *_: {"prune_data": "tiny"}})
+    monkeypatch.setattr(script, "load_task", lambda *_: task())
+    monkeypatch.setattr(script, "task_manager", lambda: None)
+    monkeypatch.setattr(script.data, "load", lambda _, split: {"question": splits[split]})
+    return splits
+
+
+def test_twins_of_training_questions_are_not_tested(
+    script: Any, tiny_splits: dict[str, list[str]], tmp_path: Path, capsys: Any
+) -> None:
+    own = script.make_race(script.parse(["--model", "m", "--work", str(tmp_path)]))
+    assert sorted(own.texts(0, "train")) == sorted(tiny_splits["train"])
+    assert sorted(own.texts(0, "test")) == sorted(tiny_splits["test"][:5])
+    own.run([])
+    assert "1 test questions are left out" in capsys.readouterr().out
+
+
+def test_overlapping_splits_are_refused(script: Any, tiny_splits: dict[str, list[str]], tmp_path: Path) -> None:
+    for i, words in enumerate((["--train", "all", "--test", "all"], ["--test", "all"])):
+        with pytest.raises(SystemExit, match=r"^race: \d+ of the test questions are also training questions[^\n]*$"):
+            script.main(["--model", "m", "--work", str(tmp_path / str(i)), *words])
+
+
+def test_a_work_folder_has_one_race(script: Any, tiny_splits: dict[str, list[str]], tmp_path: Path) -> None:
+    words = ["--model", "m", "--work", str(tmp_path)]
+    script.make_race(script.parse(words)).run([])
+    script.make_race(script.parse([*words, "--device", "cpu"])).run([])  # another device is no other race
+    for changed, name in ((["--task", "prune_gsm8k"], "task"), (["--questions", "9,9"], "numbers")):
+        with pytest.raises(SystemExit, match=rf"^race: [^\n]*another {name}; give --work another folder$"):
+            script.main([*words, *changed])
 
 
 @pytest.mark.real

@@ -21,6 +21,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from sprint_race_stages import STAGES, Race  # noqa: E402
 
 from lmeval_prune.artefacts import write_text  # noqa: E402
 from lmeval_prune.errors import InputError  # noqa: E402
+from lmeval_prune.sprint import race  # noqa: E402
 from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
 from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
+from lmeval_prune.sprint.report import check_disjoint  # noqa: E402
 from lmeval_prune.tasks import data  # noqa: E402
 from lmeval_prune.tasks.loading import load_task, task_manager  # noqa: E402
 
@@ -45,7 +48,7 @@ PLAN = RacePlan(
     temperatures=(0.3, 0.6, 0.9), draws=16, test_samples=16, ceiling_samples=64, ceiling_questions=100,
     orders=("best", "cover", "router:contrastive", "router:knn", "router:logistic", "router:sequential"),
     routers={"contrastive": {"p": [16, 32], "lambda": [0, 0.001]}},
-    mixes=("next", "dense|next", "next@0.6", "dense|next+dense@T"),
+    mixes=("next", "dense|next", "next@0.6", "dense|next+dense@T"), sampling=("dense@T", "dense|dense@T"),
 )  # fmt: skip
 QUICK: dict[str, Any] = {
     "max_gen_toks": 4, "chat": False, "layers": (10,), "random_sets": ("4x4", "16x4"), "temperatures": (0.4, 0.8),
@@ -83,6 +86,12 @@ class ModelRace(Race):
         """What the report says of its claim."""
         return "Not pre-registered: training chose before the test, but no plan was committed."
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What answers and choices depend on, as JSON."""
+        own = ("train", "test", "numbers", "dtype", "server", "adapters", "fewest")
+        return super().settings | dict(json.loads(json.dumps({name: getattr(self, name) for name in own})))
+
     def splits(self, number: int) -> tuple[str, str, list[str]]:
         """Test split, choosing split, and none of a fine-tune."""
         return self.test, self.train, []
@@ -94,17 +103,25 @@ class ModelRace(Race):
         return {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
 
     def texts(self, number: int, part: str) -> list[str]:
-        """As many questions of a split as are asked, drawn by the seed; none is left out as a twin."""
+        """As many questions of a split as are asked, drawn by the seed; test questions without twins."""
+        return [text for text in self.drawn(part) if part != "test" or text not in self.twins]
+
+    def drawn(self, part: str) -> list[str]:
+        """As many questions of a split as are asked, drawn by the seed."""
         arguments = load_task(task_manager(), self.plan.task).get_config("dataset_kwargs") or {}
         if not (name := arguments.get("prune_data")):
             raise InputError(f"--task={self.plan.task} is no task of this package; name one, e.g. prune_gsm8k")
         texts = list(dict.fromkeys(data.load(name, self.test if part == "test" else self.train)["question"]))
         return random.Random(self.plan.seed).sample(texts, min(self.numbers[part == "test"], len(texts)))
 
-    @property
+    @cached_property
     def twins(self) -> dict[str, str]:
-        """No question is left out: the splits are those of the task's authors."""
-        return {}
+        """Test questions that are left out, each with its twin; `InputError` if the splits overlap."""
+        train, test = self.drawn("train"), self.drawn("test")
+        check_disjoint(test, train)
+        texts, groups = [*train, *test], [0] * len(train) + [1] * len(test)
+        found = race.near_duplicates(texts, groups, self.plan.twins)
+        return {texts[i]: texts[j] for i, j in found.items() if groups[i]}
 
     def options(self, number: int, part: str, asked: Mapping[str, Any]) -> SweepOptions:
         """Options of a sweep; answers of servers have no log-probabilities here."""
@@ -118,6 +135,9 @@ class ModelRace(Race):
 
     def run(self, stages: Sequence[str] = STAGES, folds: Sequence[int] = (0,)) -> None:
         """Run all stages, and keep the settings beside the report."""
+        self.keep_settings()
+        if self.twins:
+            print(f"{len(self.twins)} test questions are left out as twins of others", flush=True)
         settings = yaml.safe_dump(json.loads(json.dumps(asdict(self.plan))), sort_keys=False, width=110)
         write_text(self.report_folder / "plan.md", f"# Settings of the race\n\n```yaml\n{settings}```\n")
         super().run([name for name in stages if name != "finetune"], folds)
@@ -125,6 +145,7 @@ class ModelRace(Race):
 
 def print_estimate(own: ModelRace) -> None:
     """Answer a few choosing questions, and print the cost of the sweeps."""
+    own.keep_settings()
     print(f"choosing: {own.sweep_cost(0, 'train', own.pool_tries(0))}")
     rate, plan = own.rates["train"]["0"], own.plan
     columns = 1 + plan.test_samples + plan.most + 2 * plan.n
@@ -136,12 +157,14 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name or folder of the model")
-    parser.add_argument("--task", default="prune_math500", help="a greedy task of this package that has a _pass16 task")
+    parser.add_argument(
+        "--task", help="prune_math500 by default: a greedy task of this package that has a _pass16 task"
+    )
     parser.add_argument("--train", default="train", help="split whose questions choose")
     parser.add_argument("--test", default="test", help="split whose questions are tested")
-    parser.add_argument("--questions", default="500,500", help="numbers of training and test questions")
-    parser.add_argument("--max_gen_toks", type=int, default=PLAN.max_gen_toks)
-    parser.add_argument("--layers", default="5,10,15,20,25", help="layers whose heads are pruned one by one")
+    parser.add_argument("--questions", help="numbers of training and test questions, 500,500 by default")
+    parser.add_argument("--max_gen_toks", type=int, help=f"limit of new tokens, {PLAN.max_gen_toks} by default")
+    parser.add_argument("--layers", help="layers whose heads are pruned one by one, 5,10,15,20,25 by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--server", help="URL of vLLM with the adapters of `lmeval-prune export adapter`")
@@ -152,6 +175,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.model and not options.quick:
         parser.error("give --model NAME, or --quick for the embedded model")
+    usual = {"task": "prune_math500", "questions": "500,500", "layers": "5,10,15,20,25"}
+    usual |= {"max_gen_toks": PLAN.max_gen_toks}
+    if options.quick and (given := [name for name in usual if getattr(options, name) is not None]):
+        parser.error(f"--quick has its own {given[0]}; leave out --{given[0]}, or --quick")
+    vars(options).update({name: value for name, value in usual.items() if getattr(options, name) is None})
     if bool(options.server) != bool(options.adapters):
         parser.error("--server and --adapters belong together")
     return options

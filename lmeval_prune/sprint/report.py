@@ -21,7 +21,7 @@ from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.choosing import Entry, choice_rows, choice_table
+from lmeval_prune.sprint.choosing import Entry, choice_rows, choice_table, extraction_note
 from lmeval_prune.sprint.curves import (
     Curve,
     oracle_curve,
@@ -80,6 +80,7 @@ def write_report(options: ReportOptions) -> Path:
         passes=_pass_table(curves),
         costs=_cost_table(curves),
         without_gold=choice_table(choices),
+        extraction=extraction_note(test.tasks),
         tests=_difference_table(significance),
         choices=_choice_table(head_counts),
         heads=heads,
@@ -124,7 +125,8 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     models = {"test": test.model, "train": train.model if train else {}}
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     if train:
-        _check_disjoint(test, train)
+        check_disjoint(test.texts, train.texts)
+        _check_same_settings(test, train)
     _check_sizes(options, test, train, router)
     return test, train, router
 
@@ -149,13 +151,16 @@ def _check_models(models: dict[str, dict[str, Any]]) -> None:
         raise InputError(f"stores and router are of different models ({', '.join(identities)}); use the same model")
 
 
-def _check_disjoint(test: Outcomes, train: Outcomes) -> None:
-    shared = set(test.texts) & set(train.texts)
-    if shared:
+def check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
+    """Refuse test questions that are training questions, too, by their texts."""
+    if shared := set(test) & set(train):
         raise InputError(
-            f"{len(shared)} of the test store's questions are also training questions, e.g. {min(shared)[:60]!r}; use "
-            f"disjoint splits"
+            f"{len(shared)} of the test questions are also training questions, e.g. {min(shared)[:60]!r}; use disjoint "
+            f"splits"
         )
+
+
+def _check_same_settings(test: Outcomes, train: Outcomes) -> None:
     for task in sorted(test.tasks.keys() & train.tasks.keys()):
         settings, others = test.tasks[task], train.tasks[task]
         for key in sorted(settings.keys() | others.keys()):

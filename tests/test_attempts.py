@@ -15,10 +15,11 @@ from lmeval_prune.models.attempts import Attempt, attempt_order, short_label
 from lmeval_prune.models.variants import Variant
 from lmeval_prune.scoring.passes import pass_mixed, vote
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.choosing import accuracy_at, choose
+from lmeval_prune.sprint.choosing import accuracy_at, choose, extraction_note
 from lmeval_prune.sprint.curves import policy_curve
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.tasks import results
 from tests.adapters import adapter, write_adapter
 from tests.tiny_models import tiny
 
@@ -299,6 +300,16 @@ def test_votes_are_the_literal_ones(rule: str) -> None:
 def test_one_voter_is_chosen_and_nobody_is_not() -> None:
     assert vote(["", ""], [1, 1], str.__eq__) == (None, 0, False)
     assert vote(["", "x"], [1, 1], str.__eq__) == (1, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "is_said"), [("mathematics", True), ("text_or_number", True), ("number", False), ("equation", False)]
+)
+def test_a_report_says_that_answers_are_read_by_the_gold_answer(scoring: str, is_said: bool) -> None:
+    function = getattr(results, scoring)
+    note = extraction_note({"t": {"scoring": f"{function.__module__}:{function.__qualname__}"}})
+    assert note.startswith("The scoring of this task extracts answers by the form of the gold answer") == is_said
+    assert bool(note) == is_said
 
 
 def test_accuracy_at_n_averages_disjoint_samples() -> None:

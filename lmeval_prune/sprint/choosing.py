@@ -31,7 +31,7 @@ from lmeval_prune.sprint.curves import Kind, tries_of
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
-from lmeval_prune.tasks.results import EQUALITIES
+from lmeval_prune.tasks.results import EQUALITIES, GOLD_FORMS
 
 RULES = ("majority", "weighted", "variants", "likelihood")
 Same = Callable[[str, str], bool]
@@ -75,6 +75,17 @@ def equality_of(tasks: Mapping[str, Mapping[str, Any]]) -> Same:
     name = next(iter(names), "")
     function = resolve_name(name) if name.startswith("lmeval_prune.tasks.results:") else None
     return cache(EQUALITIES.get(function, same_text))  # type: ignore[arg-type]
+
+
+def extraction_note(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what a report says of answers that are extracted by the form of the gold answer; empty for others."""
+    known = {f"{function.__module__}:{function.__qualname__}" for function in GOLD_FORMS}
+    if not any(str(task.get("scoring")) in known for task in tasks.values()):
+        return ""
+    return (
+        "The scoring of this task extracts answers by the form of the gold answer (a number, a text, …), so these "
+        "figures are not wholly without it."
+    )
 
 
 def choose(

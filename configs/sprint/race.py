@@ -175,7 +175,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.model and not options.quick:
         parser.error("give --model NAME, or --quick for the embedded model")
-    usual = {"task": "prune_math500", "questions": "500,500", "layers": "5,10,15,20,25"}
+    usual: dict[str, Any] = {"task": "prune_math500", "questions": "500,500", "layers": "5,10,15,20,25"}
     usual |= {"max_gen_toks": PLAN.max_gen_toks}
     if options.quick and (given := [name for name in usual if getattr(options, name) is not None]):
         parser.error(f"--quick has its own {given[0]}; leave out --{given[0]}, or --quick")

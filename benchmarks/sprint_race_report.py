@@ -27,6 +27,7 @@ from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.registration import NS
+from lmeval_prune.sprint.report import cost_table, pass_table
 
 CHOSEN, SAMPLING = "chosen by training", "sampling"
 
@@ -198,7 +199,8 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         smallest=choices["smallest_difference"],
         chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix", "rival"]),
         secondary=secondary_table(rows[1:]),
-        passes=pass_table(curves, dense),
+        passes=pass_table(curves),
+        dense=dense,
         costs=cost_table(curves),
         without_gold=vote_table(votes),
         extraction=extraction_note(report.folds[0].outcomes.tasks),
@@ -268,24 +270,6 @@ def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
         for row in rows
     ]
     return markdown(pd.DataFrame(table), ["comparison"])
-
-
-def pass_table(curves: Sequence[Curve], dense: float) -> Any:
-    """pass@N of all policies."""
-    ks = range(1, curves[0].values.shape[1] + 1)
-    rows = [[curve.name, *("" if np.isnan(value) else f"{value:.3f}" for value in curve.mean)] for curve in curves]
-    rows.append(["unpruned, greedy", f"{dense:.3f}", *[""] * (len(ks) - 1)])
-    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in ks)]), ["policy"])
-
-
-def cost_table(curves: Sequence[Curve]) -> Any:
-    """Mean tokens of the first N tries."""
-    rows = [
-        [curve.name, *("" if np.isnan(value) else f"{value:.0f}" for value in curve.mean_tokens)]
-        for curve in curves
-        if curve.mean_tokens is not None
-    ]
-    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])
 
 
 def vote_table(votes: pd.DataFrame) -> Any:

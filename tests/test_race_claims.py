@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sprint_race_claims as claims
-from sprint_race_report import CHOSEN, SAMPLING, Fold, Report
+from sprint_race_report import CHOSEN, SAMPLING, Fold, Report, write_race_report
 from sprint_race_stages import Race
 
 from lmeval_prune import InputError
@@ -87,6 +87,29 @@ def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
         assert fold.outcomes.tokens is not None
         fold.outcomes.tokens[:, 1:3] = 3.0  # the chosen policy's two tries have 6 and 13 tokens
     assert report.sampled_at_tokens() == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+
+
+def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [fold.outcomes for fold in folds]
+    monkeypatch.setattr(Report, "_fold", lambda _, number: folds[number])
+    monkeypatch.setattr(Report, "solved_only", lambda _: race.solved_only(parts, [0.5, 0.5], 4))
+    code = {"test 0": [{"commit": "c" * 40, "changed": ["lmeval_prune/x.py"]}]}
+    own = SimpleNamespace(
+        plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0), rivals=lambda _: {"b": ("second", Mix())},
+        note="A rehearsal.", limit=5, report_folder=tmp_path, choices_file=tmp_path / "choices.json", twins={}, code=code,
+        seconds={}, rates={},
+    )  # fmt: skip
+    own.choices_file.write_text('{"smallest_difference": 0.1}')
+    write_race_report(own, [0, 1])
+    page, results = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
+    assert f"A rehearsal. Code of commit {'c' * 12}; with uncommitted changes in the stages test 0" in page
+    assert "of the policy that training chose: **0.600**" in page and "that training chose: **0.467**" in page
+    assert "No claim: the race is not pre-registered." in page and "unpruned model solves 0.400 greedily" in page
+    primary = results["comparisons"][0]
+    assert (primary["ours"], primary["theirs"]) == pytest.approx((3 / 5, (1 / 2 + 5 / 6 + 1) / 5))
+    assert results["pass"]["b"] == [0.6, 0.8] and results["tokens"][CHOSEN] == [16.0, 46.0]
+    assert results["solved_only"]["shares"]["only_variants"]["share"] == pytest.approx(2 / 5)
+    assert [fold["rival"] for fold in results["folds"]] == ["dense@0.5", "dense|dense@0.5"]
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def write_report(options: ReportOptions) -> Path:
         train=train,
         router=router,
         dense=dense,
-        passes=_pass_table(curves),
-        costs=_cost_table(curves),
+        passes=pass_table(curves),
+        costs=cost_table(curves),
         without_gold=choice_table(choices),
         extraction=extraction_note(test.tasks),
         tests=_difference_table(significance),
@@ -248,16 +248,17 @@ def _pass_json(curves: Sequence[Curve], tests: dict[str, list[dict[str, float]]]
     }
 
 
-def _pass_table(curves: Sequence[Curve]) -> str:
+def pass_table(curves: Sequence[Curve]) -> str:
     """Return a Markdown table of pass@k: a row for each policy."""
     rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
     names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, len(rows[0]) - 1))]
     return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
 
 
-def _cost_table(curves: Sequence[Curve]) -> str:
+def cost_table(curves: Sequence[Curve]) -> str:
     """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
-    rows = [[each.name, *np.round(each.mean_tokens).astype(int)] for each in curves if each.mean_tokens is not None]
+    known = [(each.name, each.mean_tokens) for each in curves if each.mean_tokens is not None]
+    rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in known]
     if not rows:
         return ""
     return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.profiling.speed import Workload
-from lmeval_prune.pruners.allocation import UnitPool
-from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners import composition
+from lmeval_prune.pruners.allocation import Budget, UnitPool, unit_pools
+from lmeval_prune.pruners.base import Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.composition import Choice, best_levels, choice_of
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of
+from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.schedule import _composed, check_methods, resolve_options, stages
+from lmeval_prune.pruners.sequential import make_plan
 from lmeval_prune.surgery import block_costs
 from lmeval_prune.surgery.block_costs import measure_costs
 from lmeval_prune.surgery.cut import cut
@@ -100,6 +103,23 @@ def test_block_influence_is_the_angle_of_the_residual_stream(family: str) -> Non
                         expected[key].append(1 - cosine)
     for key, values in expected.items():
         assert actual[key] == pytest.approx(sum(values) / len(values), abs=1e-9), key
+
+
+def test_block_kl_has_the_compensation_of_earlier_steps() -> None:
+    model: Any = tiny("llama")
+    model_map, text, draw = map_model(model), text_of(), torch.Generator().manual_seed(2)
+    bias = {"L0.o_proj.bias": torch.randn(32, generator=draw, dtype=torch.float64)}
+    parts = depth_parts_of(model_map, ["attention", "feed_forward"])
+    scores = make_pruner("block_kl", {}).depth_scores(model_map, text, parts, {"heads.L0": {0, 1}}, bias).values
+    for part in parts:
+        total, count = 0.0, 0
+        for ids, real in text.batches:
+            dense = run(model, ids, real).log_softmax(-1)
+            with Plan("L0H0-1", compensation=bias, blocks=[part.block]).applied_to(model):
+                pruned = run(model, ids, real).log_softmax(-1)
+            divergences = (dense.exp() * (dense - pruned)).sum(-1)[real.bool()]
+            total, count = total + float(divergences.sum()), count + len(divergences)
+        assert float(scores[part.key]) == pytest.approx(total / count, rel=1e-9), part.key
 
 
 @pytest.mark.parametrize("removed", [{}, {"layers.L2": {0}}, {"attention.L1": {0}, "heads.L0": {0, 1}}])
@@ -200,6 +220,8 @@ def test_blocks_of_one_kind_or_of_both_are_compared(parts: Any, kinds: set[str])
         ("magnitude", {"costs": "c.json"}, "needs measured costs, and only it reads them"),
         ("magnitude", {"parts": "layers", "allocation": "composition"}, "give --parts both, heads or channels"),
         ("magnitude", {"allocation": "composition", "depth_method": "flap"}, "flap scores heads and channels"),
+        ("magnitude", {"depth_method": "random"}, "depth_method=random scores the blocks of a composition; give"),
+        ("block_kl", {"parts": "layers", "depth_method": "blok_kl"}, "depth_method=blok_kl scores the blocks of a"),
         ("magnitude", {"allocation": "composition", "budget": "heads"}, "allocation=composition counts parameters"),
         ("slimgpt", {"allocation": "composition"}, "use allocation uniform or log"),
     ],
@@ -208,6 +230,24 @@ def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any]
     with pytest.raises(InputError, match=message) as error:
         list(stages(make_pruner(name, {}), map_model(tiny("llama")), PruneOptions(0.5, **options), text_of()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "bart"])
+@pytest.mark.parametrize("parts", ["layers", "attention"])
+def test_the_last_attention_stays(family: str, parts: Any) -> None:
+    """The one with the highest score of each stack; a ratio that cannot be met so is refused before anything is scored."""
+    model_map, pruner = map_model(tiny(family)), make_pruner("random", {})
+    resolved = resolve_options(PruneOptions(0.99, parts=parts), pruner, model_map)
+    with pytest.raises(InputError, match=r"0.99 would leave no attention in the model; give a smaller ratio"):
+        check_methods(pruner, pruner, model_map, resolved, False)
+    holders = depth_parts_of(model_map, [parts])
+    scores = {part.key: torch.tensor([float(n)]) for n, part in enumerate(holders)}
+    pools = unit_pools(model_map, Budget((parts,), 0.99, "global", resolved), scores)
+    staying = [pool.key for pool in pools if not pool.limit(True)]
+    stacks: dict[str, str] = {part.sublayers[0].stack: part.key for part in holders}
+    assert staying == [*stacks.values()]
+    spared = replace(resolved, skip_first=1)
+    assert all(pool.limit(True) for pool in unit_pools(model_map, Budget((parts,), 0.99, "global", spared), scores))
 
 
 def test_an_encoder_has_no_distribution_of_the_next_token() -> None:
@@ -245,7 +285,8 @@ def test_the_chosen_levels_are_the_best_of_all(seed: int) -> None:
         choices.append(Choice(tuple(range(count)), tuple(values.tolist()), tuple(costs.tolist())))
     limit = float(drawn(1)) * sum(choice.costs[-1] for choice in choices) + 0.8
     required = [[0, 2]] if seed % 2 else []
-    levels = best_levels(choices, limit, required)
+    levels, gap = best_levels(choices, limit, required)
+    assert gap <= 1e-6
     value = sum(choice.values[level] for choice, level in zip(choices, levels, strict=True))
     assert value == pytest.approx(brute_force(choices, limit, required), abs=1e-9)
     assert sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True)) <= limit * (1 + 1e-9)
@@ -256,6 +297,22 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
     choice = Choice((0, 1), (0.0, 1.0), (0.0, 3.0))
     with pytest.raises(InputError, match="no composition fits into this budget"):
         best_levels([choice], 2.0, [[0]])
+
+
+def test_a_solver_that_runs_out_of_time_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices, solve = [Choice((0, 1), (0.0, 1.0), (0.0, 3.0))], composition.milp
+    assert best_levels(choices, 3.0) == ([1], 0.0) and not caplog.text
+
+    def stopped(*arguments: Any, **named: Any) -> Any:
+        result = solve(*arguments, **named)
+        result.update(status=1, mip_gap=0.25)
+        return result
+
+    monkeypatch.setattr(composition, "milp", stopped)
+    assert best_levels(choices, 3.0) == ([1], 0.25)
+    assert "a better one may keep up to 25% more score" in caplog.text
 
 
 def test_units_share_the_score_of_their_block() -> None:
@@ -330,6 +387,24 @@ def test_least_squares_of_a_composition_know_of_the_blocks_that_are_gone() -> No
     kept = [column for column in range(block.channels) if column not in gone]
     solved = torch.linalg.lstsq(x[:, kept], x @ block.down.weight.detach().T).solution.T
     torch.testing.assert_close(plan.compensation[name][:, kept], solved, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("gone", [{}, {"attention.L1": {0}, "heads.L1": {*range(4)}}])
+def test_the_parameters_of_a_composition_are_those_that_a_cut_removes(gone: Removed) -> None:
+    """Also where an earlier step has removed a block of which several heads make a unit."""
+    model: Any = tiny("llama", num_hidden_layers=4)
+    model_map, pruner = map_model(model), make_pruner("magnitude", {})
+    options = resolve_options(PruneOptions(0.6, allocation="composition"), pruner, model_map)
+    draw = torch.Generator().manual_seed(1)
+    parts = [*parts_of(model_map), *depth_parts_of(model_map)]
+    scores = Scores({part.key: torch.rand(part.size, generator=draw, dtype=torch.float64) for part in parts})
+    after, note = _composed(model_map, Budget(options.kinds, 0.6, "composition", options), scores, gone)
+
+    def size(of: Any) -> int:
+        return sum(x.numel() for name, x in of.named_parameters() if "self_attn" in name or "mlp" in name)
+
+    assert note["parameters"]["removable"] == size(model)
+    assert note["parameters"]["removed"] == size(model) - size(cut(model, make_plan(after, True)).model)
 
 
 # --------------------------------------------------------------------------- measured costs
@@ -441,6 +516,31 @@ def test_costs_are_measured_in_rounds_and_a_killed_measurement_goes_on(
     assert len(timed) == before
     with pytest.raises(InputError, match="has measurements with prompt=4, these have 5; name another --output"):
         measure_costs(path, skeleton, Workload(5, 2, (2,), 2), 3, 1, torch.device("cpu"))
+
+
+def test_a_text_for_scores_of_blocks_is_recorded_beside_that_of_stored_scores(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Also where the stored scores are those of layers."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples." for n in range(60)))
+
+    def made(command: str, output: str, *words: object) -> Any:
+        shared = (command, "--pretrained", tiny_folder, "--output", tmp_path / output)
+        assert main([str(word) for word in (*shared, *words)]) == 0
+        return Plan.load(tmp_path / output).provenance
+
+    read = ("--windows", 2, "--tokens", 16)
+    scored = made("importance", "s.json", "--method", "flap", "--channels", "--text", tmp_path / "a.txt", *read)
+    composed = ("--allocation", "composition", "--depth_method", "block_influence", "--compensation", "none")
+    plan = made("prune", "p.json", "--scores", tmp_path / "s.json", *composed, "--ratio", 0.4, "--text", tmp_path / "b.txt",
+                *read)  # fmt: skip
+    assert plan["calibration"] == scored["calibration"] != plan["depth_calibration"]
+    direct = made("prune", "d.json", "--method", "block_influence", "--ratio", 0.5, "--text", tmp_path / "b.txt", *read)
+    assert plan["depth_calibration"] == direct["calibration"]
+    scored = made("importance", "l.json", "--method", "block_influence", "--text", tmp_path / "a.txt", *read)
+    plan = made("prune", "q.json", "--scores", tmp_path / "l.json", "--parts", "layers", "--ratio", 0.5)
+    assert plan["calibration"] == scored["calibration"]
 
 
 def test_from_costs_to_a_cut_checkpoint(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

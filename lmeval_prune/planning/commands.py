@@ -344,7 +344,8 @@ def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, store
         for kind in scored_kinds(pruning)
         if pruners.get(kind, pruner).reads_text and not has_scores_of(stored, kind)
     ]
-    uses = list(dict.fromkeys("ffn_calibration" if kind == "channels" else "calibration" for kind in reading))
+    names = {"heads": "calibration", "channels": "ffn_calibration"}
+    uses = list(dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading))
     return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
 
 
@@ -357,11 +358,12 @@ def _with_provenance(
     if not scored_plan:
         return plan
     provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
+    provenance |= {name: value for name, value in scored_plan.provenance.items() if name == "swept"}
     if "calibration" in scored_plan.provenance:
-        if has_scores_of(stored, "heads"):
-            provenance["calibration"] = scored_plan.provenance["calibration"]
-        elif has_scores_of(stored, "channels"):
-            provenance["ffn_calibration"] = scored_plan.provenance["calibration"]
+        is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
+        if stored:
+            name = "ffn_calibration" if is_of_channels else "calibration"
+            provenance[name] = scored_plan.provenance["calibration"]
     return replace(plan, provenance=provenance | {name: calibration.record() for name in uses})
 
 

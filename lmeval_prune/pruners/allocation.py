@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class UnitPool:
     scores: Tensor  # of these units
     cost: float  # of one unit: parameters, or heads or channels
     removed: int = 0  # number of units that earlier steps removed
+    stays: bool = False  # the last attention of its stack
 
     @property
     def kind(self) -> str:
@@ -85,6 +86,8 @@ class UnitPool:
 
     def limit(self, allow_empty: bool) -> int:
         """Return the maximum number of removed units; the last head or channel counts only with `allow_empty`."""
+        if self.stays:
+            return self.removed
         return self.size if allow_empty or self.kind in DEPTH_KINDS else max(self.size - 1, self.removed)
 
 
@@ -94,6 +97,7 @@ def unit_pools(
     """Return the pools of a budget, layer by layer, heads before channels.
 
     `removed` are members that earlier steps removed. Without scores, small units and whole layers are removed first.
+    Where a stack would lose all its attention, the layer or block with attention and the highest score stays.
     """
     options, pools, skipped = budget.options, list[UnitPool](), _skipped_layers(model_map, budget.options)
     unit = options.unit or "head"
@@ -110,6 +114,19 @@ def unit_pools(
         raise InputError(
             f"no layer is left: skip_first={options.skip_first} and skip_last={options.skip_last} skip all layers"
         )
+    return _with_attention(model_map, pools)
+
+
+def _with_attention(model_map: ModelMap, pools: list[UnitPool]) -> list[UnitPool]:
+    """Let one layer or block with attention stay in each stack that could lose all of them."""
+    pools = list(pools)
+    for stack in model_map.stacks:
+        labels = {each.label for each in model_map.sublayers if (each.stack, each.kind) == (stack, ATTENTION)}
+        holders = [n for n, pool in enumerate(pools) if pool.kind in (LAYERS, ATTENTION) and pool.label in labels]
+        left = [n for n in holders if pools[n].units]
+        if left and len(holders) == len(labels):  # fewer: a skipped layer has attention
+            last = max(left, key=lambda n: float(pools[n].scores[0]))
+            pools[last] = replace(pools[last], stays=True)
     return pools
 
 
@@ -297,6 +314,8 @@ def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
 
 
 def _empty_layer_error(ratio: float, kind: str) -> InputError:
+    if {*kind.split(" or ")} <= {*DEPTH_KINDS}:
+        return InputError(f"a ratio of {ratio} would leave no attention in the model; give a smaller ratio")
     return InputError(
         f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, --parts, or --allow_empty_layer"
     )

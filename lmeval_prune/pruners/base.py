@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import Settings
+
+NO_COMPENSATION: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Pruner(Settings, ABC):
         depth: (class) the method can score whole layers and blocks, by `depth_scores`.
         depth_only: (class) it scores nothing else.
         compares_with_unpruned: (class) scores compare with the unpruned model, so that what earlier steps removed is
-            not masked: the method applies it itself.
+            not masked: the method applies it itself, with its compensation.
         one_model: (class) scores are those of one model, and say nothing of it after training.
         parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`. With
             `heads_only`, `parts` is `heads`.
@@ -64,6 +67,10 @@ class Pruner(Settings, ABC):
         """Method, version and options as JSON; with the model and the text they determine the scores."""
         return {"method": pruner_name(self), "version": self.version, **asdict(self)}
 
+    def questions(self) -> list[str]:
+        """Return the texts of the questions whose outcomes the scores are of; empty for most methods."""
+        return []
+
     @abstractmethod
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score heads and channels.
@@ -80,9 +87,17 @@ class Pruner(Settings, ABC):
         """
 
     def depth_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], removed: Removed
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        parts: Sequence[DepthPart],
+        removed: Removed,
+        compensation: Mapping[str, Tensor] = NO_COMPENSATION,
     ) -> Scores:
-        """Score whole layers and blocks, each by one number, (1,); the arguments are those of `scores`."""
+        """Score whole layers and blocks, each by one number, (1,); `compensation`: of earlier steps, as in a plan.
+
+        The other arguments are those of `scores`.
+        """
         raise InputError(_no_depth(self))
 
     def check_model(self, model_map: ModelMap) -> None:

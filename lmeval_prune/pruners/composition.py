@@ -7,6 +7,7 @@ level each, is a multiple-choice knapsack, solved by mixed-integer programming (
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,8 @@ from lmeval_prune.pruners.allocation import UnitPool, removed_by
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import ATTENTION, CHANNELS, FEED_FORWARD, HEADS, Removed
+
+logger = logging.getLogger(__name__)
 
 BLOCKS = {HEADS: ATTENTION, CHANNELS: FEED_FORWARD}  # kind of the block by kind of its units
 _LEVELS = 32  # default number of levels of a feed-forward block
@@ -103,8 +106,13 @@ def choice_of(
     return Choice(kept, tuple(max(0.0, block_score) * float(share[k]) for k in kept), costs)
 
 
-def best_levels(choices: Sequence[Choice], limit: float, required: Sequence[Sequence[int]] = ()) -> list[int]:
+def best_levels(
+    choices: Sequence[Choice], limit: float, required: Sequence[Sequence[int]] = ()
+) -> tuple[list[int], float]:
     """Return the index of each block's level, so that the sum of values is largest and costs sum up to at most `limit`.
+
+    Also return the solver's gap: by which share of its value a better choice may exceed this one. A warning says so if
+    the solver's time is over before the gap is closed.
 
     Args:
         choices: levels of each block.
@@ -133,7 +141,13 @@ def best_levels(choices: Sequence[Choice], limit: float, required: Sequence[Sequ
     )
     if result.x is None:
         raise InputError("no composition fits into this budget; give a smaller ratio")
-    return [int(result.x[first:end].argmax()) for first, end in pairwise(offsets)]
+    gap = float(result.mip_gap)
+    if result.status:
+        logger.warning(
+            "the solver stopped after %d seconds: the composition is the best that it found, and a better one may "
+            "keep up to %.2g%% more score", _SECONDS, 100 * gap
+        )  # fmt: skip
+    return [int(result.x[first:end].argmax()) for first, end in pairwise(offsets)], gap
 
 
 def compose(
@@ -161,7 +175,7 @@ def compose(
         [n for n, pool in enumerate(pools) if pool.kind == HEADS and pool.label.rpartition(".")[0] == stack]
         for stack in sorted(stacks)
     ]
-    levels = best_levels(choices, limit, required)
+    levels, gap = best_levels(choices, limit, required)
     kept = [choice.kept[level] for choice, level in zip(choices, levels, strict=True)]
     removed = removed_by(pools, [pool.size - count for pool, count in zip(pools, kept, strict=True)], before)
     removed |= {_block(pool): {0} for pool, count in zip(pools, kept, strict=True) if not count}
@@ -169,7 +183,8 @@ def compose(
     value = sum(choice.values[level] for choice, level in zip(choices, levels, strict=True))
     whole = sum(choice.values[-1] for choice in choices)
     composition = {pool.key: [count, pool.size] for pool, count in zip(pools, kept, strict=True)}
-    return removed, {"composition": composition, "kept_score": value / whole if whole else 1.0, "kept_cost": cost}
+    kept_score = value / whole if whole else 1.0
+    return removed, {"composition": composition, "kept_score": kept_score, "kept_cost": cost, "mip_gap": gap}
 
 
 def _block(pool: UnitPool) -> str:

@@ -94,6 +94,11 @@ class PruneOptions(Settings):
             )
         if self.budget == "latency" and self.allocation != "composition":
             raise InputError("a budget of latency is met by --allocation composition; give it")
+        if self.depth_method != type(self).depth_method and self.allocation != "composition":
+            raise InputError(
+                f"depth_method={self.depth_method} scores the blocks of a composition; give --allocation composition, "
+                f"or leave it out (--method scores whole layers and blocks)"
+            )
         by_parameters = ("joint", "standardised", "log", "flap_reference", "composition")
         if self.budget == "heads" and self.allocation in by_parameters:
             raise InputError(

@@ -141,7 +141,8 @@ def _composed(model_map: ModelMap, budget: Budget, scores: Scores, removed: Remo
     limit = (1 - budget.ratio) * costs.whole
     after, composition = compose(pools, scores.values, limit, removed, budget.options.ffn_multiple, costs.of)
     gone = {key: len(after.get(key, ())) for key in (pool.key for pool in pools)}
-    members = {pool.key: len(pool.units[0]) if pool.units else 1 for pool in pools}
+    # members of a unit; a block without units is gone already
+    members = {pool.key: len(pool.units[0]) if pool.units else gone[pool.key] // pool.size for pool in pools}
     parameters = sum(pool.cost * gone[pool.key] / members[pool.key] for pool in pools)
     notes["parameters"] = {"removable": round(sum(pool.total for pool in pools)), "removed": round(parameters)}
     return after, {**notes, **composition, "whole_cost": costs.whole}

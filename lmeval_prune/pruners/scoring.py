@@ -50,7 +50,8 @@ def score(
         pruner = pruners.get(together[0], pruners[HEADS])
         with earlier.applied_to(model_map.model, model_map) if not pruner.compares_with_unpruned else nullcontext():
             if together[0] in DEPTH_KINDS:
-                scores = pruner.depth_scores(model_map, text, depth_parts_of(model_map, together), removed)
+                parts = depth_parts_of(model_map, together)
+                scores = pruner.depth_scores(model_map, text, parts, removed, earlier.compensation)
             else:
                 scores = pruner.scores(model_map, text, parts_of(model_map, together), removed)
                 means = scores.means if is_one_method else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.sprint.outcomes import OutcomeStore, Question
 
 
-def write_outcomes(folder: Path, z: dict[str, list[float]], model: dict[str, Any]) -> Path:
-    """Write a store with the outcomes of each column, 0, 1 or NaN (not run)."""
+def write_outcomes(
+    folder: Path, z: dict[str, list[float]], model: dict[str, Any], texts: Sequence[str] = (), split: str = "train"
+) -> Path:
+    """Write a store with the outcomes of each column, 0, 1 or NaN (not run), of questions with the given texts."""
     rows = max(map(len, z.values()))
+    texts = texts or [f"q{n}" for n in range(rows)]
     questions = [
-        {**Question("toy", "train", n)._asdict(), "question": f"q{n}", "prompt": "p", "attributes": {}}
+        {**Question("toy", split, n)._asdict(), "question": texts[n], "prompt": "p", "attributes": {}}
         for n in range(rows)
     ]
     store = OutcomeStore(folder)
     store.begin(model, {"toy": {}}, questions, list(z))
     blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
     store.add(
-        {**Question("toy", "train", n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
+        {**Question("toy", split, n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
         for head, column in z.items()
         for n, value in enumerate(column)
         if not np.isnan(value)
@@ -32,13 +36,15 @@ def write_outcomes(folder: Path, z: dict[str, list[float]], model: dict[str, Any
     return folder
 
 
-def drawn_outcomes(model_map: ModelMap, folder: Path | None = None, questions: int = 24, seed: int = 0) -> Path:
-    """Write a store of a model with drawn outcomes of all heads."""
+def drawn_outcomes(
+    model_map: ModelMap, folder: Path | None = None, questions: int = 24, seed: int = 0, texts: Sequence[str] = ()
+) -> Path:
+    """Write a store of a model with drawn outcomes of all heads, on so many questions or those with the given texts."""
     heads = [f"{layer.label}H{head}" for layer in model_map.attention for head in range(layer.heads)]
     draw = np.random.default_rng(seed)
-    z = {name: draw.integers(0, 2, questions).astype(float).tolist() for name in [DENSE, *heads]}
+    z = {name: draw.integers(0, 2, len(texts) or questions).astype(float).tolist() for name in [DENSE, *heads]}
     folder = folder or Path(tempfile.mkdtemp(prefix="outcomes"))
-    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights})
+    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights}, texts)
 
 
 def options_of(method: str, model_map: ModelMap) -> dict[str, Any]:

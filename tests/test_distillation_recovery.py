@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation import language_host
+from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
@@ -321,6 +322,16 @@ def test_lora_updates_are_added_to_a_model_whose_layers_differ(family: str) -> N
     blocks = [*map_model(model).attention, *map_model(model).feed_forward]
     assert changed and all(any(name.startswith(block.name) for block in blocks) for name in changed)
     cut(model, Plan(channels={"L0": "0-7"}))  # it can be cut again
+
+
+def test_dropout_of_lora_stays_where_that_of_maps_is_turned_off() -> None:
+    model = tiny("llama", attention_dropout=0.3)
+    add_lora({"r": 2, "lora_dropout": 0.5}, map_model(model), 3)
+    turn_off_map_dropout(map_model(model))
+    inner = [named for layer in map_model(model).attention for named in layer.module.named_modules()]
+    rates = [module.p for name, module in inner if "lora_dropout" in name and isinstance(module, torch.nn.Dropout)]
+    assert len(rates) == 8 and {*rates} == {0.5}
+    assert all(layer.module.attention_dropout == 0 for layer in map_model(model).attention)
 
 
 def test_lora_recovery_writes_plain_weights_and_leaves_its_base(options: DistillOptions, tmp_path: Path) -> None:

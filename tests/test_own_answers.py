@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,30 @@ def test_answers_that_the_engine_did_not_generate_are_tokenised(
     ((again,),) = own.answers(model, questions[:1])
     assert again.text == "It is 7." and again.prompt == answer.prompt
     assert list(again.tokens) == [*own.tokenizer.encode("It is 7."), own.tokenizer.eos_token_id]
+
+
+def test_a_stop_text_is_replaced_by_the_end_token(tiny_folder: Path, tmp_path: Path, model: Any) -> None:
+    """What precedes it stays as generated; a text that ends within a token is tokenised again."""
+    settings = {"samples": 4, "temperature": 1.5, "seed": 3}
+    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "a"), **settings)
+    end = own.tokenizer.eos_token_id
+    whole = [answer for several in own.answers(model, questions) for answer in several]
+    number, start = next(
+        (number, start)
+        for number, answer in enumerate(whole)
+        for start in range(1, len(answer.text) - 1)
+        if own.tokenizer.encode(answer.text[: start + 2]) == list(answer.tokens[: start + 2])
+        and answer.text.find(answer.text[start : start + 2]) == start
+    )
+    stop = whole[number].text[start : start + 2]
+    task = task_file(tmp_path / "b", generation_kwargs={"until": [stop], "max_gen_toks": LENGTH, "do_sample": False})
+    own, questions = answerer(tiny_folder, tmp_path / "store", task, **settings)
+    answer = [answer for several in own.answers(model, questions) for answer in several][number]
+    assert (answer.text, answer.tokens) == (whole[number].text[:start], (*whole[number].tokens[:start], end))
+    pieces = {0: "a", 1: "b?", 2: "?"}
+    lm: Any = SimpleNamespace(tok_decode=lambda tokens: "".join(pieces[token] for token in tokens))
+    assert own._tokens_of(lm, "ab", [0, 1, 2]) == own.tokenizer.encode("ab")
+    assert own._tokens_of(lm, "ab?", [0, 1, 2]) == [0, 1]
 
 
 def _keys(own: Answerer, model: Any, questions: list[Question]) -> set[str]:

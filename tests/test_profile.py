@@ -89,6 +89,16 @@ def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
     assert all(speed > 0 for one in speeds.values() for speed in one.values())
 
 
+def test_generate_is_timed_to_the_last_token() -> None:
+    """Also where the first token that it generates is an end token of the model."""
+    model, ids = tiny("llama"), torch.arange(3, 9)[None]
+    model.generation_config.eos_token_id = int(model(ids).logits[0, -1].argmax())
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    generate_rate(model, ids, 5)
+    assert len(passes) == 5
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
 def test_the_peak_of_memory_is_the_models_own(tmp_path: Path) -> None:

@@ -147,6 +147,31 @@ def test_a_sweep_scores_the_only_stage(options: DistillOptions, tmp_path: Path) 
     assert manifest is not None and manifest["stages"][0]["plan"]["made"]["method"] == "sweep"
 
 
+def test_a_sweep_of_the_test_or_of_validation_problems_is_refused(options: DistillOptions, tmp_path: Path) -> None:
+    """One common question is enough; training problems are what a sweep may ask."""
+    host: Any = make_host(options)
+    examples, model_map = host.examples(), map_model(load_pretrained(options.pretrained))
+    parts = {
+        "test": [row["question"] for row in host.rows().test],
+        "validation": [problem.question.document["question"] for problem in examples.validation],
+        "train": [problem.question.document["question"] for problem in examples.questions],
+    }
+
+    def check(part: str, **changes: Any) -> None:
+        folder = drawn_outcomes(model_map, tmp_path / part, texts=["another", parts[part][0]])
+        swept = {"method": "sweep", "options": {"outcomes": str(folder)}, "stages": 1, "ratio": 0.25}
+        make_host(replace(options, **swept, **changes)).examples()
+
+    with pytest.raises(
+        InputError, match=r"outcomes of 1 of the \d+ questions of the test split fold0, .*--split train"
+    ):
+        check("test")
+    with pytest.raises(InputError, match=r"outcomes of 1 of the 2 validation problems, .*--validation 0"):
+        check("validation")
+    check("validation", validation=0.0)
+    check("train")
+
+
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
     options = replace(options, method="slimgpt")
     distill(replace(options, output=str(tmp_path / "whole")))
@@ -265,12 +290,28 @@ def test_a_student_learns_the_answers_that_are_kept(
     expected, solved = [], 0
     for problem, several in zip(examples.questions, answers, strict=True):
         right = [a for a in several if not a.cut_off and score([], [a.text])[0]]
-        texts = [[*pair[0], *pair[1]] for pair in dict.fromkeys((a.prompt, a.tokens) for a in right)]
+        texts = [([*one, *two], len(one)) for one, two in dict.fromkeys((a.prompt, a.tokens) for a in right)]
         solved += bool(texts)
-        expected += texts or ([problem.ids] if unsolved == "target" else [])
+        expected += texts or ([(problem.ids, problem.start)] if unsolved == "target" else [])
     assert counts["unsolved"] == 10 - solved and counts["answers"] == 30 and 0 < solved < 10
     assert counts["right"] == sum(score([], [a.text])[0] for several in answers for a in several)
     assert counts["kept"] == len(expected) - (10 - solved if unsolved == "target" else 0)
+    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
+    learned = (read_lessons(tmp_path) or {})["texts"]["train"]
+    assert [(text["ids"], text["start"]) for text in learned] == expected
+
+
+def test_problems_calibrate_whatever_is_learned(options: DistillOptions, tmp_path: Path) -> None:
+    """One text a problem, with its target, however many answers of the teacher are kept."""
+    options = teaching(options, tmp_path, keep_answers="all", limit=20, validation=0.4)
+    host: Any = make_host(options)
+    examples = host.examples()
+    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
+    taught = host.taught(examples, tmp_path)
+    assert len(taught.train) > len(examples.train) and len(taught.validation) > len(examples.validation) == 8
+    model = host.read(options.pretrained)
+    first, second = (host.calibration(each, model, None).record() for each in (examples, taught))
+    assert first == second
 
 
 def test_lessons_are_written_once_and_survive_a_kill(

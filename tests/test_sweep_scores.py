@@ -97,6 +97,18 @@ def test_content_identifies_the_scores_and_not_the_folder(tmp_path: Path) -> Non
     other = drawn_outcomes(map_model(tiny("llama")), tmp_path / "c", seed=1)
     identity = {path: make_pruner("sweep", {"outcomes": str(path)}).identity for path in (first, second, other)}
     assert identity[first] == identity[second] != identity[other]
+    assert identity[first]["swept"] == {"toy": ["train"]}
+
+
+@pytest.mark.parametrize(("split", "warns"), [("train", False), ("test", True), ("fold0", True)])
+def test_a_sweep_of_another_split_than_training_is_warned_of(
+    tmp_path: Path, split: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_map = map_model(tiny("llama"))
+    z = {"dense": [1.0], **{head: [1.0] for head in HEADS_OF_TINY}}
+    write_outcomes(tmp_path / "z", z, {"name": model_map.name, "weights": model_map.weights}, split=split)
+    scores_by(str(tmp_path / "z"))
+    assert ("heads are chosen on the test" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(
@@ -147,6 +159,7 @@ def test_the_command_reads_what_sweep_wrote(
     assert main([*again, "--output", str(tmp_path / "again.json")]) == 0
     again_plan = Plan.load(tmp_path / "again.json")
     assert again_plan.heads == plan.heads and again_plan.provenance["outcomes"] == plan.provenance["outcomes"] != ""
+    assert again_plan.provenance["swept"] == plan.provenance["swept"] == {"prune_tiny_words": ["test"]}
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     model.model.layers[0].mlp.up_proj.weight.data += 1
     model.save_pretrained(tmp_path / "other")

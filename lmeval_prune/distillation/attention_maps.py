@@ -12,7 +12,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
 
-_OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
+_OTHER_DROPOUT = ("resid", "hidden", "output", "lora_")  # dropout in attention modules that is not applied to the maps
 
 
 def check_returns_maps(skeleton: Any) -> None:
@@ -37,7 +37,7 @@ def check_maps(maps: Sequence[Tensor | None] | None, model_type: str, heads: Seq
 
 
 def turn_off_map_dropout(model_map: ModelMap) -> None:
-    """Turn off the dropout of attention maps, but not of residual streams.
+    """Turn off the dropout of attention maps, but not of residual streams and LoRA updates.
 
     Models return their maps after dropout, so the feature term would compare random draws.
     """

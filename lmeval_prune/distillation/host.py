@@ -23,6 +23,7 @@ from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
+from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
@@ -163,10 +164,12 @@ class Host(ABC):
         """Return the questions of this training, of the model and of the teacher.
 
         Raises:
-            InputError: model or teacher were trained on the test or on validation problems.
+            InputError: model or teacher were trained on the test or on validation problems, or the pruner's scores are
+                of these.
         """
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
+        self._check_scored(tested, validated, test_name)
         for folder in filter(None, (self.options.pretrained, self.options.teacher)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
@@ -182,6 +185,22 @@ class Host(ABC):
                 )
             total |= earlier
         return total
+
+    def _check_scored(self, tested: frozenset[str], validated: frozenset[str], test_name: str) -> None:
+        """Raise an `InputError` if heads are scored by outcomes of test questions or validation problems."""
+        texts = make_pruner(self.options.method, self.options.options).questions() if self.options.ratio else []
+        scored = question_keys({"question": text} for text in texts)
+        subject = f"{self.options.method} scores heads by outcomes of"
+        if count := len(tested & scored):
+            raise InputError(
+                f"{subject} {count} of the {len(tested)} questions of the test split {test_name}, so they would be "
+                f"chosen on the test; sweep the training split (`lmeval-prune sweep --split train`)"
+            )
+        if count := len(validated & scored):
+            raise InputError(
+                f"{subject} {count} of the {len(validated)} validation problems, so these cannot choose the best "
+                f"epoch; sweep other questions, or give --validation 0"
+            )
 
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
@@ -219,8 +238,11 @@ class Host(ABC):
         raise NotImplementedError
 
     def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
-        """Draw training examples by the seed as calibration text of the pruner; other arguments as in `cut_stage`."""
-        drawn = self.drawn(examples.train)
+        """Draw training problems by the seed as calibration text of the pruner; other arguments as in `cut_stage`.
+
+        They are the problems with their targets, whatever a student learns; with a corpus alone, its texts.
+        """
+        drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]
         pairs = tuple((batch["input_ids"], batch["attention_mask"]) for batch in batches)
         return CalibrationText(f"{len(drawn)} training problems", pairs)

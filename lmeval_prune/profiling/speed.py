@@ -161,7 +161,8 @@ def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall",
 
 def generate_rate(model: Any, ids: torch.Tensor, new: int, clock: str = "wall") -> float:
     """Return the new tokens per second of transformers' `generate`, greedy, with prompts (batch, tokens) and no end."""
-    settings: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    # `eos_token_id=None` would be filled in from the model's generation config
+    settings: dict[str, Any] = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     config = GenerationConfig(**settings)
     mask = torch.ones_like(ids)
     _, seconds = _run_timed(

@@ -6,6 +6,7 @@ matrix Z. A head without which more questions are solved has a negative score, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.norm_entropy import weight_norms
 from lmeval_prune.pruners.parts import Part, Removed
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,17 @@ class SweepScores(Pruner):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The digest of the outcomes instead of their folder; of stored scores, `outcomes` is the digest."""
-        is_folder = bool(self.outcomes) and Path(self.outcomes).is_dir()
-        return {**super().identity, "outcomes": content_digest(self.outcomes) if is_folder else self.outcomes}
+        """The digest of the outcomes instead of their folder, and the splits that were swept, by task.
+
+        Of stored scores, `outcomes` is the digest.
+        """
+        if not self.outcomes or not Path(self.outcomes).is_dir():
+            return super().identity
+        return {**super().identity, "outcomes": content_digest(self.outcomes), "swept": self._swept()}
+
+    def questions(self) -> list[str]:
+        """Return the questions of the sweep; see `Pruner.questions`."""
+        return self._read().texts
 
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse a missing store, another model, and heads without outcomes; see `Pruner.check_model`."""
@@ -71,6 +82,12 @@ class SweepScores(Pruner):
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Return the drops; see `Pruner.scores`."""
         self.check_model(model_map)
+        for task, splits in self._swept().items():
+            if others := [split for split in splits if not split.startswith("train")]:
+                logger.warning(
+                    "the sweep %s asked questions of the split %s of %s: if accuracy is measured on it, heads are "
+                    "chosen on the test; sweep with --split train", self.outcomes, ", ".join(others), task
+                )  # fmt: skip
         drops = drops_of(self._read())
         values = {
             part.key: torch.tensor([drops.get(f"{part.label}H{head}", torch.nan) for head in range(part.size)]).double()
@@ -88,6 +105,11 @@ class SweepScores(Pruner):
         ranks = torch.cat([norms[key] for key in drops]).argsort(stable=True).argsort(stable=True)
         ordered = flat + 0.5 * gap * ranks / len(flat)
         return dict(zip(drops, ordered.split(sizes), strict=True))
+
+    def _swept(self) -> dict[str, list[str]]:
+        """Return the splits of the sweep's questions by task."""
+        keys = sorted({(row["task"], row["split"]) for row in self._read().questions})
+        return {task: [split for name, split in keys if name == task] for task, _ in keys}
 
     def _read(self) -> Outcomes:
         if not self.outcomes:

@@ -172,6 +172,20 @@ def test_a_sweep_of_the_test_or_of_validation_problems_is_refused(options: Disti
     check("train")
 
 
+def test_stages_compose_blocks_heads_and_channels(options: DistillOptions) -> None:
+    """A share that no other allocation can remove, by the method for blocks that is named."""
+    blocks: Any = {"allocation": "composition", "depth_method": "random"}
+    distill(replace(options, method="magnitude", ratio=0.7, **blocks))
+    manifest = read_manifest(options.output)
+    assert manifest is not None
+    made = [stage["plan"]["made"] for stage in manifest["stages"]]
+    assert [each["options"]["depth_method"] for each in made] == ["random"] * 2
+    removable = made[0]["parameters"]["removable"]
+    assert sum(each["parameters"]["removed"] for each in made) >= 0.7 * removable - 2
+    with pytest.raises(InputError, match="depth_method=random scores the blocks of a composition"):
+        replace(options, depth_method="random")
+
+
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
     options = replace(options, method="slimgpt")
     distill(replace(options, output=str(tmp_path / "whole")))
@@ -301,7 +315,7 @@ def test_a_student_learns_the_answers_that_are_kept(
     assert [(text["ids"], text["start"]) for text in learned] == expected
 
 
-def test_problems_calibrate_whatever_is_learned(options: DistillOptions, tmp_path: Path) -> None:
+def test_problems_calibrate_and_are_compared_whatever_is_learned(options: DistillOptions, tmp_path: Path) -> None:
     """One text a problem, with its target, however many answers of the teacher are kept."""
     options = teaching(options, tmp_path, keep_answers="all", limit=20, validation=0.4)
     host: Any = make_host(options)
@@ -312,6 +326,11 @@ def test_problems_calibrate_whatever_is_learned(options: DistillOptions, tmp_pat
     model = host.read(options.pretrained)
     first, second = (host.calibration(each, model, None).record() for each in (examples, taught))
     assert first == second
+    compared = host.compared_texts(taught)
+    assert [text.document[1] for text in compared] == [problem.question.number for problem in examples.validation]
+    assert [[*text.context, *text.continuation] for text in compared] == [
+        problem.ids for problem in examples.validation
+    ]
 
 
 def test_lessons_are_written_once_and_survive_a_kill(

@@ -70,7 +70,7 @@ class TrainingExamples:
     validation: Sequence[Any]
     lengths: Sequence[int]  # number of tokens of each training example
     note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
-    problems: Sequence[Any] = ()  # validation problems, for a host that solves them
+    problems: Sequence[Any] = ()  # validation problems, for a host that solves them or compares their texts
     questions: Sequence[Any] = ()  # training problems that a model can be asked
 
 

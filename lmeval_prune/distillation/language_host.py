@@ -141,8 +141,7 @@ class LanguageHost(Host):
             **questions.to_artefact(),
         }
         lengths = [len(text.ids) for text in train]
-        solved = [problem.question.document for problem in asked[1]]
-        return TrainingExamples(train, validation, lengths, note, solved, asked[0])
+        return TrainingExamples(train, validation, lengths, note, problems=asked[1], questions=asked[0])
 
     def _corpus(self, test: Iterable[Mapping[str, Any]]) -> Corpus:
         """Return the texts of the corpus without test questions; empty without a corpus."""
@@ -285,10 +284,12 @@ class LanguageHost(Host):
 
     @override
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
-        texts = (examples.validation or examples.train)[:COMPARED]
+        # problems with their targets, one text each, whatever the student learns
+        texts = examples.problems or examples.validation or examples.questions or examples.train
+        numbers = [x.question.number if isinstance(x, Problem) else n for n, x in enumerate(texts)]
         return [
             tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), (self.options.task or "", number))
-            for number, text in enumerate(texts)
+            for text, number in zip(texts[:COMPARED], numbers, strict=False)
         ]
 
     @cached_property

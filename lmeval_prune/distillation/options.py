@@ -48,6 +48,7 @@ class DistillOptions(Settings):
         ffn_ratio: share of all feed-forward channels to remove
         ffn_multiple: the number of remaining channels in each block is a multiple of this
         allocation: as for `lmeval-prune prune` (default: the method's)
+        depth_method: as for `lmeval-prune prune`, with allocation=composition
         p_min: share at which the schedule starts; after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         growth: exponent of the schedule
         stages: number of stages of pruning and training
@@ -136,6 +137,7 @@ class DistillOptions(Settings):
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
     allocation: Allocation | None = None
+    depth_method: str = "block_kl"
     p_min: float = 0.0
     growth: float = 1.0
     stages: Count = 3

@@ -11,7 +11,7 @@ from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
+from lmeval_prune.pruners.allocation import COMPOSITION, Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
@@ -40,6 +40,8 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "unit=head keeps zeroed heads in groups with a shared key-value head, and training would change them; use "
             "group or balanced"
         )
+    if pruning.allocation == COMPOSITION:  # removes any share
+        return
     before = count_removed({})
     pruners = {"heads": head_pruner, "channels": channel_pruner}
     for stage, removed in enumerate(smallest_removal(model_map, pruning, pruners), start=1):

@@ -17,7 +17,7 @@ from lmeval_prune.artefacts import digest, read_json, validate_json, write_text
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.training.resuming import result_settings
+from lmeval_prune.training.resuming import default_settings, result_settings
 
 DENSE = "dense"
 
@@ -155,8 +155,13 @@ class Experiment:
         return checkpoint_identity(self.pretrained)
 
     def digest(self, row: Row) -> str:
-        """Return a digest of all that a row's result depends on, but for its parent."""
-        settings = {**result_settings(self.options(row)), "pretrained": self.base}
+        """Return a digest of all that a row's result depends on, but for its parent.
+
+        Defaults do not count, so that rows stay valid when `distill` gets further options.
+        """
+        defaults = default_settings(DistillOptions)
+        settings = {k: v for k, v in result_settings(self.options(row)).items() if v != defaults.get(k)}
+        settings["pretrained"] = self.base
         answering = [self.settings[name] for name in ("new_tokens", "samples", "sample_temperature")]
         return digest([settings, answering])
 

@@ -99,7 +99,8 @@ def _answered(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     host = PackedHost(experiment.options(row), experiment.work / PROBLEMS)
     note = distill(host.options, host)
     model = load_pretrained(str(experiment.model(row))).float().to(device)
-    problems, settings = host.examples().problems, experiment.settings
+    problems = [problem.question.document for problem in host.examples().problems]
+    settings = experiment.settings
     greedy = SamplingParams(max_new_tokens=settings["new_tokens"])
     drawn = replace(greedy, do_sample=True, temperature=settings["sample_temperature"])
     manifest = read_manifest(experiment.model(row)) or {"stages": []}

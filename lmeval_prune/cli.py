@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
+from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error
 from lmeval_prune.options import as_typed, read_options, summary
 
@@ -89,6 +90,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
             registration.register()
         with ExitStack() as stack:
+            stack.enter_context(remembered(words))
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))
             return int(function(*(rest if takes_words else ()), **options))

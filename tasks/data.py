@@ -61,8 +61,16 @@ class DataSet:
         return [*self.files, *self.parts]
 
 
-def _hub(path: str, name: str | None = None) -> Callable[[str], Iterator[Row]]:
-    return lambda split: iter(datasets.load_dataset(path, name, split=split))
+@dataclass(frozen=True)
+class HubSplits:
+    """Stored splits on the Hub: the data set and its configuration, by split."""
+
+    sources: Mapping[str, tuple[str, str | None]]
+
+    def __call__(self, split: str) -> Iterator[Row]:
+        """Load a split."""
+        path, name = self.sources[split]
+        return iter(datasets.load_dataset(path, name, split=split))
 
 
 def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
@@ -178,17 +186,16 @@ def _standard(rows: list[Row], test: bool) -> list[Row]:
 
 TEXT, INTEGER = (str,), (int,)
 _ASDIV = dict.fromkeys(("body", "question", "answer", "formula"), TEXT)
-_MATH_HUB = {"test": "HuggingFaceH4/MATH-500", "train": "rasbt/math_full_minus_math500"}
 DATA: dict[str, DataSet] = {
     "gsm8k": DataSet(
         {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
-        _hub("openai/gsm8k", "main"),
+        HubSplits(dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))),
         _gsm8k,
         {"question": TEXT, "answer": TEXT},
     ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
-        lambda split: _hub(_MATH_HUB[split])(split),
+        HubSplits({"test": ("HuggingFaceH4/MATH-500", None), "train": ("rasbt/math_full_minus_math500", None)}),
         _math,
         {"problem": TEXT, "answer": TEXT, "level": (str, int)},
         needs_math=True,

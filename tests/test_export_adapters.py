@@ -105,7 +105,7 @@ def test_the_files_are_as_servers_read_them(tiny_folder: Path, tmp_path: Path) -
     assert torch.equal(a, torch.eye(32)[[*range(8), *range(24, 32)]])
     a, b = (tensors[f"base_model.model.{modules[1]}.lora_{part}.weight"].float() for part in "AB")
     assert torch.equal(a[:8], torch.eye(32)[8:16]) and not a[8:].any() and not b[:, 8:].any()
-    assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".safetensors"}
+    assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".md", ".safetensors"}
     manifests = read_adapters(tmp_path)
     assert list(manifests) == ["L1H2", "L0H0+L0H3+L1H1"]
     assert manifests["L1H2"]["dtype"] == "bfloat16" and manifests["L1H2"]["base"]["pretrained"] == "org/NAME"

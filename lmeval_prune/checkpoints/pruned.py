@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -57,6 +57,7 @@ class Stage(TypedDict):
     removed: Removed
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
+    parameters: NotRequired[dict[str, list[int]]]  # `before` and `after` the cut: all, and without embeddings
 
 
 Class = TypedDict("Class", {"class": str})
@@ -81,21 +82,22 @@ def save_checkpoint(
     model: Any,
     manifest: dict[str, Any],
     tokenizer: Any = None,
-    plan: Any = None,
+    add_files: Callable[[Path], None] | None = None,
     parents: Collection[str] = (),
 ) -> None:
     """Write a model, its tokenizer and its manifest atomically; an earlier checkpoint of this package is replaced.
 
-    The digests of the written files are added to the manifest. `plan` is a function that writes the plan into the
-    unfinished folder; `parents` are the folders of the models that were cut, which must not be overwritten.
+    The digests of the written files are added to the manifest. `add_files` writes further files, such as the plan
+    and the card, into the unfinished folder; `parents` are the folders of the models that were cut, which must not be
+    overwritten.
     """
     try:
         with new_folder(folder, lambda path: check_folder(path, parents)) as unfinished:
             _write_model(unfinished, model)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
-            if plan is not None:
-                plan(unfinished)
+            if add_files is not None:
+                add_files(unfinished)
             files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
             write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
     except Exception as error:

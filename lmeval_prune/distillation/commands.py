@@ -8,9 +8,16 @@ from typing import Any
 from lmeval_prune.distillation.options import DistillOptions
 
 
-def distill(**options: Any) -> int:
-    """Prune and distil a model stage by stage; the model before each stage is its teacher."""
+def distill(push_to_hub: str | None = None, **options: Any) -> int:
+    """Prune and distil a model stage by stage; the model before each stage is its teacher.
+
+    Args:
+        push_to_hub: name on the Hub, USER/NAME, to which the output is uploaded when it is complete; needs a login
+    """
     settings = DistillOptions(**options)
+    from lmeval_prune.cards.hub import check_push, push
+
+    check_push(push_to_hub)
     from transformers.utils.logging import disable_progress_bar
 
     from lmeval_prune.distance.summary import cells
@@ -51,4 +58,5 @@ def distill(**options: Any) -> int:
         f"{settings.output}: test it with\n  lm_eval --model {model} --model_args pretrained={settings.output} "
         f"--tasks {task}{metadata}{chat}"
     )
+    push(settings.output, push_to_hub)
     return 0

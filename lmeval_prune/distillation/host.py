@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
+from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
@@ -124,6 +125,10 @@ class Host(ABC):
         self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
         """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
+
+    @abstractmethod
+    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
+        """Return the card of the distilled model; `note` has the fields of `distillation.json`."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""

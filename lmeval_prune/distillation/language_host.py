@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from lmeval_prune.cards.card import Card
+from lmeval_prune.cards.checkpoint import checkpoint_card
+from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
+from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.corpus import Corpus, Text, check_corpus, read_corpus
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
@@ -31,6 +35,7 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
+from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
@@ -40,11 +45,12 @@ IGNORED = -100  # label of tokens without a loss
 
 
 class Rows(NamedTuple):
-    """Training and test documents of a task, and the names of the training splits."""
+    """Training and test documents of a task, the names of the training splits, and of their data sets on the Hub."""
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
     names: str
+    datasets: tuple[str, ...] = ()
 
 
 class LanguageHost(Host):
@@ -101,6 +107,12 @@ class LanguageHost(Host):
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, [embedded.resolve(self.options.pretrained)])
 
     @override
+    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
+        origin, title = Origin.of(self.options.pretrained), Path(self.options.output).resolve().name
+        training = training_of(self.options, note, (self.metric, self.greater), note["material"].get("datasets", ()))
+        return checkpoint_card(title, model, manifest, origin, True, training)
+
+    @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         content = read_manifest(embedded.resolve(folder)) or {}
         if "trained_on" not in content and (Path(folder) / NOTE).is_file():
@@ -137,6 +149,7 @@ class LanguageHost(Host):
             "too_long": len(drawn) - len(problems),
             "repeated": repeated,
             **({"corpus": corpus.note} if corpus.texts else {}),
+            "datasets": [*([options.corpus] if is_on_hub(options.corpus) else []), *rows.datasets],
             "splits": {"task": options.task, "test": options.test, "train": rows.names},
             **questions.to_artefact(),
         }
@@ -174,7 +187,9 @@ class LanguageHost(Host):
         if test in splits:
             raise InputError(f"test={test} is also a training split; leave it out of train")
         rows = [dict(row) for split in splits for row in load(data, split, folder)]
-        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
+        found = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
+        datasets = tuple(dict.fromkeys(each.id for each in found if each))
+        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits), datasets)
 
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
@@ -183,14 +198,17 @@ class LanguageHost(Host):
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        return Rows([dict(row) for row in self.task.training_docs()], [dict(row) for row in test or ()], "train")
+        found = hub_dataset(self.task.dump_config())
+        datasets = (found.id,) if found else ()
+        train = [dict(row) for row in self.task.training_docs()]
+        return Rows(train, [dict(row) for row in test or ()], "train", datasets)
 
     def _with_questions(self, rows: Rows) -> Rows:
         """Add the field `question` to documents without it: their prompt."""
         if "question" in (rows.train or [{}])[0]:
             return rows
         train, test = ([{**row, "question": self.prompt(row)} for row in part] for part in (rows.train, rows.test))
-        return Rows(train, test, rows.names)
+        return Rows(train, test, rows.names, rows.datasets)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""

@@ -243,7 +243,7 @@ class Stage:
         return summarize(Distances(texts, {"": [distances for *_, distances in passes]}, {}).frame(""))
 
     def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
-        """Write the trained model with `distillation.json`; after the last stage also the loss curves."""
+        """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""
         head_share, channel_share = self.host.options.pruning().shares(self.number)
         unpruned = LayerMap.of(manifest["stages"][-self.number :])
         stage = {
@@ -268,6 +268,7 @@ class Stage:
             write_artefact(folder / NOTE, SCHEMA, VERSION, note)
             if self.number == self.host.options.stages:
                 draw(note["stages"], LINES, TITLE, folder / "distillation")
+                self.host.card(student, manifest, note).write(folder)
 
         self.host.write(student, manifest, self.folder, add_files)
 

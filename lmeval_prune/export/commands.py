@@ -82,6 +82,7 @@ def model(
     zeroed: bool = False,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     splitting: str | None = None,
+    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -98,10 +99,13 @@ def model(
         zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
         splitting: llama.cpp's name of the pre-tokenizer, if it is not recognised
+        push_to_hub: (checkpoint) name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs
+            a login
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
+    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.writing import write_cut
@@ -111,6 +115,9 @@ def model(
     pruned = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer) if heads or blocks else None
     pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
     config = None
+    if format == "gguf" and push_to_hub:
+        raise InputError(f"--push_to_hub uploads folders; upload the file by `hf upload {push_to_hub} {output}`")
+    check_push(push_to_hub)
     if format == "gguf":
         _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
     elif pruned is None:
@@ -119,6 +126,7 @@ def model(
         raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
     else:
         config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
+        push(output, push_to_hub)
     for line in model_lines(output, format, config):
         print(f"\n{line}")
     return 0
@@ -135,10 +143,12 @@ def _write_gguf(
 ) -> None:
     """Write a model as a GGUF file, cut by a plan if there is one."""
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.artefacts import check_writable, write_text
+    from lmeval_prune.cards.origin import Origin
     from lmeval_prune.checkpoints.pruned import manifest_of
     from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.export.cards import gguf_card, gguf_card_path
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_layers import gguf_layers
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
@@ -167,6 +177,9 @@ def _write_gguf(
     manifest = {**manifest, "notes": notes}
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
+    written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
+    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype)
+    write_text(gguf_card_path(output), card.text)
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:
         print(f"  {note}")

@@ -49,6 +49,7 @@ def fit(
     p: tuple[int, ...] = FitOptions.sizes,
     lambda_: tuple[float, ...] = FitOptions.weights,
     without_dense: bool = False,
+    push_to_hub: str | None = None,
     **options: Any,
 ) -> int:
     """Fit a router to outcomes.
@@ -60,11 +61,15 @@ def fit(
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
+        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     settings.method()  # refuses wrong settings before anything is read
+    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
+
+    check_push(push_to_hub)
 
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
@@ -77,6 +82,7 @@ def fit(
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if details["held_out"]:
         print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
+    push(output, push_to_hub)
     return 0
 
 

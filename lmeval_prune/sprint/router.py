@@ -26,6 +26,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
 from lmeval_prune.sprint import encoder as encoders
+from lmeval_prune.sprint.card import router_card
 from lmeval_prune.sprint.hidden_states import states_of
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.routers.base import Ranker
@@ -144,7 +145,7 @@ class Router:
             return None if p is None else rescale(p, *self.platt)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
+        """Write `router.json`, which has the hash of the tensors, `router.safetensors` and the card."""
         data = save({name: tensor.contiguous() for name, tensor in self.ranker.tensors.items()})
         content = {
             "router": self.method,
@@ -158,6 +159,8 @@ class Router:
         with output_lock(folder):
             write_bytes(Path(folder) / "router.safetensors", data)
             write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, {**content, **self.about})
+            card = router_card(Path(folder).resolve().name, self.method, self.encoder, self.pool, self.about)
+            card.write(Path(folder), keep_foreign=True)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
+from lmeval_prune.cards.checkpoint import checkpoint_card
+from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.surgery.depth import is_inside, why_different
 from lmeval_prune.surgery.kept import Kept, channel_rows
 from lmeval_prune.surgery.model_class import models_with
@@ -53,15 +57,16 @@ class Cut:
     parent: ModelMap = field(repr=False)  # the model that was cut
 
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write the model as a checkpoint; see `save_checkpoint`."""
-        save_checkpoint(
-            folder,
-            self.model,
-            self.manifest,
-            tokenizer,
-            lambda unfinished: self.plan.save(unfinished / "plan.json", self.parent),
-            [getattr(self.parent.model.config, "_name_or_path", "")],
-        )
+        """Write the model as a checkpoint with its plan and its card; see `save_checkpoint`."""
+        parent = getattr(self.parent.model.config, "_name_or_path", "")
+        origin = Origin.of(parent, self.parent.revision or None)
+
+        def add_files(unfinished: Path) -> None:
+            self.plan.save(unfinished / "plan.json", self.parent)
+            title = Path(folder).resolve().name
+            checkpoint_card(title, self.model, self.manifest, origin, tokenizer is not None).write(unfinished)
+
+        save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, [parent])
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
@@ -167,6 +172,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         smaller, note = _first_right(models_with(tensors, kept), kept)
     stage = _stage(plan, kept, [note] if note else [], keep_shapes)
+    stage["parameters"] = {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))}
     if kept.depth.absent or kept.depth.layers:
         stage["kept_layers"] = _kept_layers(kept, smaller)
     model = model_map.model

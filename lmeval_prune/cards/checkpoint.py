@@ -1,0 +1,214 @@
+"""Card of a cut checkpoint, from its manifest and its class."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.origin import Origin
+from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class
+from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns
+from lmeval_prune.reporting.documents import escape_markdown
+
+# The Hub's task by the end of a class's name; the auto class of that end loads it.
+PIPELINES = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": None,
+    "ForSeq2SeqLM": None,
+    "": "feature-extraction",
+}
+UNTRAINED = (
+    "Nothing was trained after the removal, so answers differ from those of the unpruned model: how much, and whether "
+    "that is good enough, has to be measured on your own task."
+)
+INHERITED = "Limits and biases of the original model remain."
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says about the training of a model.
+
+    Attributes:
+        sections: Markdown by heading.
+        has_teacher: whether the model learned the answers of another one.
+        datasets: names on the Hub of the data sets.
+    """
+
+    sections: Mapping[str, str]
+    has_teacher: bool
+    datasets: Sequence[str] = ()
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the front matter."""
+        return ["distilled"] if self.has_teacher else []
+
+    @property
+    def words(self) -> str:
+        """Continuation of a sentence about the model."""
+        return ", trained to answer like it" if self.has_teacher else ", trained further"
+
+
+def checkpoint_card(
+    title: str,
+    model: Any,
+    manifest: Mapping[str, Any],
+    origin: Origin,
+    has_tokenizer: bool,
+    training: Training | None = None,
+) -> Card:
+    """Return the card of a checkpoint that `cut` or `distill` writes.
+
+    Args:
+        title: name of its folder.
+        model: the smaller model.
+        manifest: manifest of the checkpoint.
+        origin: the unpruned model.
+        has_tokenizer: whether a tokenizer is written beside it.
+        training: how it was trained, if it was.
+    """
+    return Card(
+        title,
+        origin,
+        "finetune",
+        "transformers",
+        [*pruning_tags(manifest, training), *(["custom_code"] if _has_code(model) else [])],
+        f"{origin.text}{without(manifest)}{training.words if training else ''}.",
+        {
+            "What was removed": what_was_removed(manifest),
+            "How it was made": how_it_was_made(plans(manifest)),
+            "How to load it": how_to_load(title, model, has_tokenizer),
+            **(training.sections if training else {}),
+            "Limits": INHERITED if training else f"{UNTRAINED} {INHERITED}",
+        },
+        PIPELINES.get(auto_class(model).removeprefix("AutoModel")),
+        training.datasets if training else (),
+    )
+
+
+def pruning_tags(manifest: Mapping[str, Any], training: Training | None = None) -> list[str]:
+    """Return the tags of a pruned model, among them the methods of all stages."""
+    made = [stage["plan"].get("made", {}) for stage in manifest["stages"]]
+    methods = [str(each["method"]) for each in made if "method" in each]
+    is_pruned = bool(without(manifest))
+    return [*(["pruned"] if is_pruned else []), *(training.tags if training else []), *(methods if is_pruned else [])]
+
+
+def what_was_removed(manifest: Mapping[str, Any], notes: Iterable[str] | None = None) -> str:
+    """Return a table of sizes before and after all stages, and notes (default: those of the stages)."""
+    first, columns = manifest["stages"][0], checkpoint_columns(dict(manifest))
+    parent, removed = first["parent"], columns["removed"]
+    rows = []
+    counts = [stage.get("parameters") for stage in manifest["stages"]]
+    if counts[0] and counts[-1]:  # manifests of earlier versions lack them
+        for position, name in enumerate(("parameters", "parameters without embeddings")):
+            rows.append(_row(name, counts[0]["before"][position], counts[-1]["after"][position]))
+    heads = list(parent["heads"].values())
+    totals = {
+        "attention heads": (sum(shape[0] for shape in heads), removed["heads"]),
+        "key-value heads": (sum(shape[1] for shape in heads), removed["kv_heads"]),
+        "feed-forward channels": (sum(parent["channels"].values()), removed["channels"]),
+        **({"layers": (len(heads), removed["layers"])} if removed.get("layers") else {}),
+    }
+    rows += [_row(name, before, before - gone) for name, (before, gone) in totals.items() if before]
+    lines = [table(rows, "")]
+    if removed.get("blocks"):
+        lines.append(f"{removed['blocks']} attention and feed-forward blocks were removed as a whole.")
+    if notes is None:
+        notes = (note for stage in manifest["stages"] for note in stage["notes"])
+    return "\n\n".join([*lines, *(f"Note: {escape_markdown(note)}." for note in dict.fromkeys(notes))])
+
+
+def _row(name: str, before: int, after: int) -> dict[str, str]:
+    share = f"{1 - after / before:.1%}" if before else ""
+    return {"": name, "before": f"{before:,}", "after": f"{after:,}", "removed": share}
+
+
+def without(manifest: Mapping[str, Any]) -> str:
+    """Say in a few words what all stages removed, as a continuation; empty if nothing was."""
+    counts = checkpoint_columns(dict(manifest))["removed"] if manifest["stages"] else {}
+    names = {"heads": "attention heads", "channels": "feed-forward channels", "blocks": "blocks", "layers": "layers"}
+    words = [f"{counts[key]:,} {name}" for key, name in names.items() if counts.get(key)]
+    if not words:
+        zeroed = any(stage["notes"] for stage in manifest["stages"])
+        return ", with some of its weights set to zero" if zeroed else ""
+    return ", without " + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:
+    """Say which method chose what was removed, in each stage; `file` has the details."""
+    lines = []
+    for stage in manifest["stages"]:
+        made = stage["plan"].get("made", {})
+        chosen = f"by the method `{made['method']}`" if made.get("method") else "by hand"
+        wanted = f": {escape_markdown(made['removes'])}" if made.get("removes") else ""
+        text = (made.get("calibration") or {}).get("text")
+        lines.append(f"chosen {chosen}{wanted}{f'; calibrated on {escape_markdown(text)}' if text else ''}")
+    several = len(lines) > 1
+    told = [f"{number}. Stage {number}: {line}." for number, line in enumerate(lines, 1)] if several else lines
+    text = "\n".join(told) if several else f"What was removed was {told[0]}."
+    return f"{text}\n\nAll settings, and what was removed where, are in {file}."
+
+
+def how_to_load(title: str, model: Any, has_tokenizer: bool) -> str:
+    """Return a program that loads a checkpoint and runs it."""
+    name = auto_class(model)
+    extra = ", trust_remote_code=True" if _has_code(model) else ""
+    classes = ", ".join(sorted([name, *(["AutoTokenizer"] if has_tokenizer else [])]))
+    can_generate = bool(getattr(model, "can_generate", bool)())
+    lines = [
+        *([] if has_tokenizer else ["import torch"]),
+        f"from transformers import {classes}",
+        "",
+        f"name = {quoted(title)}  # this folder, or its name on the Hub",
+        f"model = {name}.from_pretrained(name{extra})",
+    ]
+    if has_tokenizer:
+        lines += [
+            "tokenizer = AutoTokenizer.from_pretrained(name)",
+            'inputs = tokenizer("The capital of France is", return_tensors="pt")',
+        ]
+    else:
+        lines.append('inputs = {"input_ids": torch.tensor([[1, 2, 3]])}  # it has no tokenizer')
+    if can_generate:
+        lines.append("output = model.generate(**inputs, max_new_tokens=20)")
+        lines.append("print(tokenizer.decode(output[0]))" if has_tokenizer else "print(output)")
+    else:
+        lines.append("print(model(**inputs)[0].shape)")
+    return "\n\n".join([code("python", "\n".join(lines)), *_other_ways(title, model, can_generate)])
+
+
+def _other_ways(title: str, model: Any, can_generate: bool) -> list[str]:
+    ways = []
+    if _has_code(model):
+        ways.append(
+            f"Its layers differ in size, which no stock class of transformers can express: the class is in "
+            f"`modeling_pruned.py` of this folder. Where {LIBRARY} is installed, "
+            f"`lmeval_prune.load_pretrained` loads it without remote code."
+        )
+    else:
+        ways.append(f"It is a stock `{type(model).__name__}`: {LIBRARY} is not needed.")
+    if can_generate:
+        command = f"lm_eval --model pruned-hf --model_args pretrained={shlex.quote(title)} --tasks TASK"
+        ways.append(f"Evaluate it with {LIBRARY} and lm-evaluation-harness: `{command}`.")
+    return ways
+
+
+def auto_class(model: Any) -> str:
+    """Return the auto class of transformers that loads a checkpoint."""
+    stock = stock_class(model)
+    ends = ["Seq2SeqLM", "CausalLM", *(end.removeprefix("For") for end in PIPELINES if end)]
+    names = [*(f"AutoModelFor{end}" for end in dict.fromkeys(ends)), "AutoModel"]
+    otherwise = "AutoModel" if _has_code(model) else stock.__name__
+    return next((name for name in names if auto_model_class(name, model.config) is stock), otherwise)
+
+
+def _has_code(model: Any) -> bool:
+    return has_pruned_layers(model.config)

@@ -1,0 +1,73 @@
+"""What the card of a distilled model says about its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmeval_prune.cards.card import table
+from lmeval_prune.cards.checkpoint import Training
+from lmeval_prune.distance.summary import cells
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.reporting.tables import significant
+
+SHOWN = ("epochs", "batch", "accumulate", "rate", "distill_weight", "task_weight", "temperature", "seed")
+METRICS = {"eval_task": "task loss", "eval_accuracy": "accuracy", "eval_loss": "loss"}
+
+
+def training_of(
+    options: DistillOptions, note: Mapping[str, Any], metric: tuple[str, bool], datasets: Sequence[str]
+) -> Training:
+    """Return what a card says about a distillation.
+
+    Args:
+        options: of the distillation.
+        note: fields of `distillation.json`.
+        metric: that chooses the best epoch, and whether higher is better.
+        datasets: names on the Hub of the training data.
+    """
+    is_trained = options.epochs > 0
+    sections = {"Training": _training(options, note["material"])} if is_trained else {}
+    return Training({**sections, "Results": _results(note, metric)}, is_trained and options.uses_teacher, datasets)
+
+
+def _training(options: DistillOptions, material: Mapping[str, Any]) -> str:
+    terms = ("response", "feature", "hidden") if options.distill_weight else ()
+    learned = [name for name in terms if getattr(options, name)] + (["task"] if options.task_weight else [])
+    sources = [f"the task `{options.task}`"] if options.task else []
+    sources += [f"the corpus {escape_markdown(material['corpus']['name'])}"] if "corpus" in material else []
+    data = material.get("splits", {}).get("data")
+    source = " and ".join(sources) or (f"the data set `{data}`" if data else "texts")
+    teacher = "the unpruned model" if options.teacher is None else escape_markdown(options.teacher)
+    later = "" if options.stages == 1 else ", and each stage's model by the one before"
+    later = ", as in all stages" if options.teachers == "first" and later else later
+    lines = [f"On {material['train']} texts of {source}; {material['validation']} others for validation."]
+    if options.uses_teacher:
+        lines.append(f"The first stage was taught by {teacher}{later}.")
+    lines.append(f"Terms of the loss: {', '.join(learned)}.")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in SHOWN}
+    settings |= {"lora": " ".join(f"{key}={value}" for key, value in options.lora.items())} if options.lora else {}
+    rows = [{"option": name, "value": value} for name, value in settings.items()]
+    return "\n\n".join([" ".join(lines), table(rows, "option"), "All options are in `distillation.json`."])
+
+
+def _results(note: Mapping[str, Any], metric: tuple[str, bool]) -> str:
+    """Return a table of the stages: sizes, the best validation, and the distance from the unpruned model."""
+    rows: list[dict[str, Any]] = []
+    for stage in note["stages"]:
+        name, greater = metric
+        values = [entry[name] for entry in stage.get("log", ()) if name in entry]
+        row: dict[str, Any] = {"stage": stage["stage"], "parameters": f"{stage['parameters']:,}"}
+        if values:
+            row[f"validation {METRICS.get(name, name)}"] = significant((max if greater else min)(values))
+        distances = cells(stage["distance"]) if stage.get("distance") else {}
+        rows.append(row | {key: distances[key] for key in ("mean KLD", "same top p (%)") if key in distances})
+    explained = (
+        " KLD is the mean Kullback-Leibler divergence of the next token's distribution from the unpruned model's, in "
+        "nats; same top p is how often the likeliest token is the same."
+        if any("mean KLD" in row for row in rows)
+        else ""
+    )
+    where = "Measured on the validation texts of the training (on training texts, if there are none), on no benchmark."
+    return f"{table(rows, 'stage')}\n\n{where}{explained}"

@@ -31,7 +31,9 @@ from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import task_manager
 
 # attributes of `Cell` that are written to `cell.json`
-JSON_FIELDS = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")
+JSON_FIELDS = (
+    "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine", "revisions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Cell:
     batch_size: int | str
     device: str | None
     engine: str
+    revisions: dict[str, str] = field(default_factory=dict, repr=False)  # of data sets on the Hub, by task
 
     @property
     def name(self) -> str:
@@ -190,6 +193,7 @@ class _Planner:
                 batch_size=grid.batch_size,
                 device=grid.device,
                 engine=engine,
+                revisions=task.revisions,
             )
 
     def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:

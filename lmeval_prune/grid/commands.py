@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean
@@ -88,6 +89,9 @@ def compare(
     output: str | None = None,
     without_texts: tuple[str, ...] = (),
     lm_eval: str | None = None,
+    eval_results: Sequence[str] = (),
+    wandb_args: dict[str, Any] | None = None,
+    trackio_args: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> int:
     """Compare a grid's variants with a baseline, question by question, in tables and on a page.
@@ -98,17 +102,25 @@ def compare(
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
+        eval_results: VARIANT=FOLDER: write the variant's results for the Hub to FOLDER/.eval_results, where FOLDER is
+            that of its model; may be repeated
+        wandb_args: log each cell to Weights & Biases by lm-eval's logger: arguments of wandb.init, e.g. project=NAME
+        trackio_args: the same for trackio
         seed: seed of the tests
     """
     from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder
-    from lmeval_prune.grid.report import write, write_lm_eval
+    from lmeval_prune.grid.report import check_trackers, log_to_trackers, write, write_lm_eval
     from lmeval_prune.reporting.documents import one_line
 
+    arguments = {"wandb": wandb_args, "trackio": trackio_args}
+    trackers = {name: settings for name, settings in arguments.items() if settings is not None}
+    check_trackers(trackers)
     with output_lock(output or GridFolder(folder).path / "compare"):
-        table, notes, paths = write(folder, baseline, output, seed, without_texts)
+        table, notes, paths = write(folder, baseline, output, seed, without_texts, eval_results)
     if lm_eval:
         paths.append(write_lm_eval(folder, lm_eval))
+    log_to_trackers(folder, trackers)
     print(table)
     for note in notes:
         print(f"note: {one_line(note)}")

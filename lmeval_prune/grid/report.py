@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lmeval_prune.artefacts import digest, file_name, read_json, read_lines
 from lmeval_prune.comparison import report
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.comparison import compare
+from lmeval_prune.grid.eval_results import parse_targets, write_eval_results
 from lmeval_prune.grid.folder import GridFolder, samples_file
 
 
@@ -34,13 +36,27 @@ class Sample(TypedDict):
 
 
 def write(
-    path: str, baseline: str | None = None, output: str | None = None, seed: int = 0, without_texts: Sequence[str] = ()
+    path: str,
+    baseline: str | None = None,
+    output: str | None = None,
+    seed: int = 0,
+    without_texts: Sequence[str] = (),
+    eval_results: Sequence[str] = (),
 ) -> tuple[str, list[str], list[Path]]:
-    """Compare a grid and write the report to `output`, by default `compare` in its folder; see `report.write`."""
+    """Compare a grid and write the report to `output`, by default `compare` in its folder; see `report.write`.
+
+    `eval_results` are the targets of `write_eval_results`.
+    """
     target = Path(output) if output else GridFolder(path).path / "compare"
     if target.is_file():
         raise InputError(f"{target} is a file; name a folder")
-    return report.write(compare(path, baseline, seed), target, without_texts)
+    comparison = compare(path, baseline, seed)
+    parse_targets(eval_results, comparison.variants)
+    table, notes, paths = report.write(comparison, target, without_texts)
+    if eval_results:
+        files, remarks = write_eval_results(path, comparison, eval_results)
+        return table, [*notes, *remarks], [*paths, *files]
+    return table, notes, paths
 
 
 def write_lm_eval(path: str, output: str) -> Path:
@@ -58,13 +74,7 @@ def write_lm_eval(path: str, output: str) -> Path:
         name = file_name(sanitize_model_name(variant))
         is_taken = name.casefold() in {other.casefold() for other in folder_names.values()}
         folder_names[variant] = f"{name}__{digest(variant)}" if is_taken else name
-    for entry in entries:
-        if not folder.has_cell(entry["key"]):
-            continue
-        cell = folder.cell(entry["key"])
-        results = read_json(cell / "results.json", Results)
-        files = {task: samples_file(cell, task) for task in sorted(results["configs"])}
-        samples = {task: read_lines(file, Sample) for task, file in files.items() if file.is_file()}
+    for entry, results, samples in _done(folder, entries):
         tracker = EvaluationTracker(output_path=output)
         general = tracker.general_config_tracker
         general.model_source, general.model_name = "pruned-hf", entry["variant"]
@@ -75,3 +85,43 @@ def write_lm_eval(path: str, output: str) -> Path:
         if not list((Path(output) / general.model_name_sanitized).glob("results_*.json")):
             raise InputError(f"lm-eval could not write to {output}; name a folder that can be written")
     return Path(output)
+
+
+def check_trackers(trackers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise an `InputError` for a tracker whose package is not installed."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"--{name}_args needs the package {name}, which is not installed: pip install {name}")
+
+
+def log_to_trackers(path: str, trackers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log the cells that are done by lm-eval's own loggers, a run for each cell.
+
+    Args:
+        path: folder of the grid.
+        trackers: arguments of `init` by tracker, `wandb` or `trackio`; the run is named after variant and task.
+    """
+    from lm_eval.loggers import TrackioLogger, WandbLogger
+
+    folder = GridFolder(path)
+    for tracker, arguments in trackers.items():
+        for entry, results, samples in _done(folder, folder.read()["cells"]):
+            names = {"name": f"{entry['variant']} on {entry['task']}"}
+            logger: Any = (WandbLogger if tracker == "wandb" else TrackioLogger)({**names, **arguments})
+            logger.post_init(results)
+            logger.log_eval_result()
+            logger.log_eval_samples(samples)
+            (logger.run if tracker == "wandb" else logger).finish()
+
+
+def _done(
+    folder: GridFolder, entries: Sequence[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, list[Any]]]]:
+    """Yield the entries of the cells that are done, with lm-eval's results and samples."""
+    for entry in entries:
+        if not folder.has_cell(entry["key"]):
+            continue
+        cell = folder.cell(entry["key"])
+        results = read_json(cell / "results.json", Results)
+        files = {task: samples_file(cell, task) for task in sorted(results["configs"])}
+        yield entry, results, {task: read_lines(file, Sample) for task, file in files.items() if file.is_file()}

@@ -31,7 +31,7 @@ from tests.test_decoding import Letters, alone, answers, some_requests
 from tests.test_docs import section
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
-from tests.tiny_models import family_folder
+from tests.tiny_models import family_folder, tiny
 
 # families of transformers up to the newest tested release that are not in the table, by their default configurations
 LISTED = json.loads(Path(__file__).with_name("families.json").read_text())
@@ -243,8 +243,8 @@ def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("gemma3n_text", "attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads=8"),
         *(
-            (name, f"attention_path=model.layers.*.self_attn,attention_output=o_proj,attention_heads={heads}")
-            for name, heads in (("dory", 16), ("inkling2_loop_text", 24))
+            (name, f"attention_path=model.layers.*.self_attn,attention_output={output},attention_heads={heads}")
+            for name, output, heads in (("dory", "o_proj", 16), ("inkling2_loop_text", "o_proj.linear", 24))
             if present([name])
         ),
     ],
@@ -259,6 +259,14 @@ def test_other_layers_are_refused_in_one_line_that_names_the_arguments(name: str
             default_model(name), attention_path=path, attention_output=output, attention_heads=int(heads)
         ).attention
         assert len(layers) > 10 and {layer.heads for layer in layers} == {int(heads)}
+
+
+def test_an_output_that_is_no_matrix_product_is_refused_in_one_line() -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = nn.Sequential(nn.Identity())
+    with pytest.raises(InputError, match="Sequential is no matrix product; name the one inside it"):
+        map_model(model, attention_path="model.layers.*.self_attn", attention_output="o_proj", attention_heads=4)
 
 
 @pytest.mark.parametrize("name", present(["musicgen", "musicgen_melody"]))

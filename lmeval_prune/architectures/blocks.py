@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.table import Family
+from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:  # head names work without torch
     from torch import nn
@@ -156,6 +157,11 @@ def is_transposed(module: nn.Module) -> bool:
     return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"  # PEFT wraps the module as `base_layer`
 
 
+def is_projection(module: nn.Module) -> bool:
+    """Return whether a module is a matrix product: it has sizes or a weight of two dimensions."""
+    return hasattr(module, "in_features") or getattr(getattr(module, "weight", None), "ndim", 0) == 2
+
+
 def in_features(module: nn.Module) -> int:
     """Return the input width of a projection."""
     return _features(module, "in_features", 0)
@@ -168,6 +174,8 @@ def out_features(module: nn.Module) -> int:
 
 def _features(module: nn.Module, attribute: str, axis: int) -> int:
     size = getattr(module, attribute, None)
+    if size is None and not is_projection(module):
+        raise InputError(f"{type(module).__name__} is no matrix product; name the one inside it, e.g. o_proj.linear")
     if size is None:
         weight: Any = module.weight
         size = weight.shape[axis if is_transposed(module) else 1 - axis]

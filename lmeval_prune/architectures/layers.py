@@ -16,6 +16,7 @@ from lmeval_prune.architectures.blocks import (
     has_absent,
     in_features,
     is_absent,
+    is_projection,
     out_features,
     projection_in,
 )
@@ -83,7 +84,10 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
             f"(width {width}, heads {count})"
         )
     heads = inputs // width
-    query, key = projection_in(module, family.query), projection_in(module, family.key)
+    query, key = (
+        part if part is not None and is_projection(part) else None  # heads are named by the output's inputs then
+        for part in (projection_in(module, family.query), projection_in(module, family.key))
+    )
     kv_heads, query_dim, key_dim = heads, width, width
     if query is not None and key is not None:
         if family.fused:

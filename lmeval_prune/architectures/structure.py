@@ -18,6 +18,7 @@ from lmeval_prune.architectures.blocks import (
     FeedForward,
     attribute_of,
     in_features,
+    is_projection,
     out_features,
     projection_in,
 )
@@ -196,15 +197,29 @@ def _has_channels(block: FeedForward) -> bool:
     return not any(x.shape[:1] == (block.channels,) for module in others for x in module.parameters(recurse=False))
 
 
+def _output_path(attention: nn.Module, name: str, width: int | None) -> str | None:
+    """Return the path of the output projection; None if there is none, or none that is a single matrix product.
+
+    A module that wraps it, e.g. with a gate, has it as the only product that returns hidden states of the width.
+    """
+    output = projection_in(attention, name)
+    if output is None or is_projection(output):
+        return None if output is None else name
+    inner = [path for path, part in output.named_modules() if is_projection(part) and out_features(part) == width]
+    return f"{name}.{inner[0]}" if len(inner) == 1 else None
+
+
 def _help(model: nn.Module, config: Any) -> str:
     """Return which arguments would describe the heads of a model to mask."""
     queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
     outputs = sorted({name for entry in FAMILIES.values() for name in entry.output.split("|")})
+    width = getattr(config, "hidden_size", None)
     modules = sorted(model.named_modules(), key=lambda each: bool(_OTHER_TOWER.search(each[0])))
     for path, module in modules:
         match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
-        output = next((name for name in outputs if projection_in(module, name) is not None), None)
-        if match and output and any(projection_in(module, name) is not None for name in queries):
+        if match is None or all(projection_in(module, name) is None for name in queries):
+            continue
+        if output := next((path for name in outputs if (path := _output_path(module, name, width))), None):
             heads = config.to_dict().get("num_attention_heads", "NUMBER") if config else "NUMBER"
             return (
                 f"to mask slices of {output}'s input as heads, give attention_path={match[1]}.*.{match[2]},"

@@ -18,7 +18,7 @@ LOWEST_VENV ?= .venv-lowest
 # A clean environment for the wheel and the source archive, and where they are tried.
 DIST_VENV ?= .venv-dist
 
-.PHONY: demo test test-long test-docs test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
+.PHONY: demo test test-long test-docs notebooks test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
 	scoring-report scoring-generality clean
 
 demo: $(VENV)/.installed
@@ -31,7 +31,11 @@ test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-docs: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "long or not long" --durations 0 tests/test_guides.py
+	$(BIN)/python -m pytest -m "long or not long" --durations 0 tests/test_guides.py tests/test_notebooks.py
+
+# Runs the notebooks of docs/notebooks anew, in place.
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/python docs/site/notebooks.py
 
 test-lm-eval: $(VENV)/.installed-dev
 	$(PYTHON) -m venv --clear --without-pip $(LM_EVAL_VENV)

@@ -17,12 +17,14 @@ STAGE = ROOT / "build/pages"
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import gallery  # noqa: E402
+import notebooks  # noqa: E402
 import reference  # noqa: E402
 
 PAGES = ("*.md", "docs/**/*.md", "configs/README.md", "kernels/README.md", "tasks/README.md", "tasks/*/README.md")
 ASSETS = ("docs/site/*.css",)
 BLOCK = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^()\s:]+)\)")
+NOTEBOOK = re.compile(r"(\]\([^()\s:]+)\.ipynb\)")  # a link to one leads to its page
 LINK = re.compile(r"\]\(([^()\s#]+)[^()\s]*\)")
 
 
@@ -63,14 +65,20 @@ def stage() -> None:
         copy = STAGE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            copy.write_text(indented(path.read_text(encoding="utf-8")), encoding="utf-8")
+            text = NOTEBOOK.sub(r"\1.md)", path.read_text(encoding="utf-8"))
+            copy.write_text(indented(text), encoding="utf-8")
         else:
             shutil.copyfile(path, copy)
-    pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents}
+    made = {"results.md": gallery.page(ROOT), **reference.pages(ROOT)}
+    for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        copy = STAGE / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        made[str(path.relative_to(ROOT).with_suffix(".md"))] = notebooks.page(path, copy.parent / "pictures")
+    pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents} | {*made}
     missing = sorted(pages - navigation())
     if missing:
         print(f"not in the menu, found by links and the search only: {', '.join(missing)} (nav: in mkdocs.yml)")
-    made = {"results.md": gallery.page(ROOT), **reference.pages(ROOT)}
     for name, text in made.items():
         path = STAGE / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
+from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, depth_parts_of, parts_of
 from lmeval_prune.pruners.schedule import stages
@@ -78,7 +79,9 @@ class Work:
                 self.by_method[method] = pruner.scores(self.model_map, self.calibration, parts, {}).values
             return self.by_method[method]
         if key not in self.stored:
-            values = pruner.depth_scores(self.model_map, self.calibration, depth_parts_of(self.model_map), {}).values
+            values = pruner.depth_scores(
+                self.model_map, self.calibration, depth_parts_of(self.model_map), Removal()
+            ).values
             self.stored[key] = {name: float(value) for name, value in values.items()}
         return {name: torch.tensor([value]).double() for name, value in self.stored[key].items()}
 
@@ -113,7 +116,11 @@ class Work:
             earlier = make_plan(removed if method != "block_kl" else {}, True)
             layers = depth_parts_of(self.model_map, ["layers"])
             with earlier.applied_to(self.model_map.model, self.model_map):
-                values = make_pruner(method, {}).depth_scores(self.model_map, self.calibration, layers, removed).values
+                values = (
+                    make_pruner(method, {})
+                    .depth_scores(self.model_map, self.calibration, layers, Removal(removed))
+                    .values
+                )
             chosen.append(min((float(x), key) for key, x in values.items() if key not in removed)[1].partition(".")[2])
         return Plan(blocks=chosen[:count])
 

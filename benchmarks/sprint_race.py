@@ -82,16 +82,16 @@ def main() -> None:
         if bad := [k for k in folds if k not in range(plan.folds)]:
             raise InputError(f"--folds: there is no fold {bad[0]}; the plan has {plan.folds}, from 0")
         if options.estimate:
-            own = Race(plan, Path(options.plan), work, options.device)
-            print(json.dumps(estimate(plan, read_json(options.rates), own.counts(range(plan.folds))), indent=1))
+            race = Race(plan, Path(options.plan), work, options.device)
+            print(json.dumps(estimate(plan, read_json(options.rates), race.counts(range(plan.folds))), indent=1))
             return
         settings = rehearsal(plan, options.limit) if options.limit else plan
-        own = Race(
+        race = Race(
             settings, Path(options.plan), work, options.device, options.limit, probe=0 if options.limit else PROBE
         )
-        own.run(options.stages, folds)
+        race.run(options.stages, folds)
         if options.limit and "report" in options.stages:
-            write_text(work / "rates.json", json.dumps({**own.rates, "environment": environment()}, indent=1) + "\n")
+            write_text(work / "rates.json", json.dumps({**race.rates, "environment": environment()}, indent=1) + "\n")
     except InputError as error:
         raise SystemExit(f"sprint_race: {error}") from None
 

@@ -12,31 +12,31 @@ from sprint_race_costs import stored
 
 from lmeval_prune.artefacts import digest, files_digest, read_json, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint import race
+from lmeval_prune.sprint.race import LEVEL
 from lmeval_prune.sprint.registration import Registration
 
 
-def plan_identity(own: Any) -> dict[str, str]:
+def plan_identity(race: Any) -> dict[str, str]:
     """Return the commit and the SHA-256 of a race's plan; `InputError` if the file is not committed as it is."""
-    found = Registration.of([own.plan_file])
-    return {"commit": found.commit, "sha256": next(iter(found.files.values()))}
+    plan = Registration.of([race.plan_file])
+    return {"commit": plan.commit, "sha256": next(iter(plan.files.values()))}
 
 
-def register(own: Any) -> Registration | None:
+def register(race: Any) -> Registration | None:
     """Register the plan and what training chose; None in a race that makes no claim.
 
     Raises:
         InputError: a file is not committed, the choices are of another plan, or one differs from an earlier part of the
             test run.
     """
-    if own.note:
+    if race.note:
         return None
-    path, now = own.work / "registration.json", Registration.of([own.plan_file, own.choices_file])
-    if read_json(own.choices_file).get("plan", {}).get("sha256") != plan_identity(own)["sha256"]:
-        raise InputError(f"{own.choices_file} was chosen by another plan than {own.plan_file}; put that plan back")
-    tested = [number for number in range(own.plan.folds) if stored(own.store(number, "test"))]
+    path, now = race.work / "registration.json", Registration.of([race.plan_file, race.choices_file])
+    if read_json(race.choices_file).get("plan", {}).get("sha256") != next(iter(now.files.values())):
+        raise InputError(f"{race.choices_file} was chosen by another plan than {race.plan_file}; put that plan back")
+    tested = [number for number in range(race.plan.folds) if stored(race.store(number, "test"))]
     if tested and not path.exists():
-        raise InputError(f"{own.store(tested[0], 'test')} has test answers from before the registration; remove it")
+        raise InputError(f"{race.store(tested[0], 'test')} has test answers from before the registration; remove it")
     if path.exists():
         before = Registration.from_json(read_json(path))
         if before.files != now.files:
@@ -49,58 +49,58 @@ def register(own: Any) -> Registration | None:
     return now
 
 
-def fingerprints(own: Any, number: int, chosen: str) -> dict[str, Any]:
+def fingerprints(race: Any, number: int, chosen: str) -> dict[str, Any]:
     """Return digests of what the test of a fold depends on: training outcomes, weights, and orders of the test texts.
 
     Args:
-        own: the race.
+        race: its settings, folders and policies.
         number: the fold.
         chosen: the order that training chose; those of the rivals are added.
     """
-    training, texts = own.training(number), own.texts(number, "test")
-    model = Path(own.model_args(number)["pretrained"])
-    names = dict.fromkeys([chosen, *(order for order, _ in own.rivals(number).values())])
+    training, texts = race.training(number), race.texts(number, "test")
+    model = Path(race.model_args(number)["pretrained"])
+    names = dict.fromkeys([chosen, *(order for order, _ in race.rivals(number).values())])
     return {
         "training outcomes": digest([training.texts, training.pool, np.nan_to_num(training.z, nan=-1).tolist()]),
         "model": files_digest(model.glob("*.safetensors")) if model.is_dir() else None,
-        **{f"order {name}": digest([texts, own.policy(number, name).order(texts)]) for name in names},
+        **{f"order {name}": digest([texts, race.policy(number, name).order(texts)]) for name in names},
     }
 
 
-def verify(own: Any, number: int) -> None:
+def verify(race: Any, number: int) -> None:
     """Refuse a fold whose outcomes, weights or orders are not those that training chose by."""
-    choice = own.choice(number)
-    before, now = choice.get("digests", {}), fingerprints(own, number, choice["order"])
+    choice = race.choice(number)
+    before, now = choice.get("digests", {}), fingerprints(race, number, choice["order"])
     if different := [name for name in now if before.get(name) != now[name]]:
         raise InputError(
-            f"fold {number}: {', '.join(different)} of {own.work} differ from those of {own.choices_file}; put them "
+            f"fold {number}: {', '.join(different)} of {race.work} differ from those of {race.choices_file}; put them "
             f"back, or begin again with another --work"
         )
 
 
-def check_complete(own: Any) -> None:
+def check_complete(race: Any) -> None:
     """Refuse to look at a part of a test."""
-    missing = [number for number in range(own.plan.folds) if not own.marker(f"test {number}").exists()]
-    if missing and not own.note:
+    missing = [number for number in range(race.plan.folds) if not race.marker(f"test {number}").exists()]
+    if missing and not race.note:
         raise InputError(
             f"report: the test of fold {missing[0]} is not done; nothing is looked at before all folds are complete"
         )
 
 
-def status(own: Any, folds: Sequence[int]) -> dict[str, Any]:
+def status(race: Any, folds: Sequence[int]) -> dict[str, Any]:
     """Return whether the race is pre-registered, and by which commit."""
-    if own.note:
-        return {"commit": None, "text": own.note}
-    path = own.work / "registration.json"
+    if race.note:
+        return {"commit": None, "text": race.note}
+    path = race.work / "registration.json"
     if not path.exists():
         return {"commit": None, "text": "Not pre-registered: the test run began without a registration."}
     registration = Registration.from_json(read_json(path))
     try:
-        register(own)
-        reason = registration.difference(own.plan_file.parent)
+        register(race)
+        reason = registration.difference(race.plan_file.parent)
     except InputError as error:
         reason = str(error)
-    if not reason and sorted(folds) != list(range(own.plan.folds)):
+    if not reason and sorted(folds) != list(range(race.plan.folds)):
         reason = f"only folds {', '.join(map(str, sorted(folds)))} were tested"
     commit = f"commit {registration.commit[:12]} of {registration.date}"
     if reason:
@@ -116,7 +116,7 @@ def verdict(primary: dict[str, Any], is_registered: bool) -> str:
     """Return the claim that the plan allows."""
     if not is_registered:
         return "No claim: the race is not pre-registered."
-    if primary["p"] >= race.LEVEL or not primary["difference"]:
+    if primary["p"] >= LEVEL or not primary["difference"]:
         return "The race shows no difference."
     return "Pruned variants beat sampling." if primary["difference"] > 0 else "Sampling beats pruned variants."
 

@@ -117,8 +117,8 @@ class Folders:
         """Questions that are left out, each with its twin."""
         rows = [row for k in range(self.plan.folds) for row in data.load(DATA, f"fold{k}")]
         texts = [row["question"] for row in rows]
-        found = race.near_duplicates(texts, [row["fold"] for row in rows], self.plan.twins)
-        return {texts[i]: texts[j] for i, j in found.items()}
+        pairs = race.near_duplicates(texts, [row["fold"] for row in rows], self.plan.twins)
+        return {texts[i]: texts[j] for i, j in pairs.items()}
 
     def counts(self, folds: Sequence[int]) -> dict[str, int]:
         """Numbers of problems of all fine-tunes, and of questions of each sweep."""

@@ -55,8 +55,8 @@ class Fold:
 class Report:
     """Figures of a race over its folds."""
 
-    def __init__(self, own: Any, folds: Sequence[int]) -> None:
-        self.race, self.plan = own, own.plan
+    def __init__(self, source: Any, folds: Sequence[int]) -> None:
+        self.race, self.plan = source, source.plan
         self.folds = [self._fold(number) for number in folds]
 
     def _fold(self, number: int) -> Fold:
@@ -168,13 +168,13 @@ class Report:
         return pd.DataFrame(rows, columns=["policy", "rule", "n", "accuracy", "ties", "pass"])
 
 
-def write_race_report(own: Any, folds: Sequence[int]) -> None:
+def write_race_report(source: Any, folds: Sequence[int]) -> None:
     """Write the report's page, pictures, tables and results file."""
-    report, plan = Report(own, folds), own.plan
-    output = own.report_folder
-    choices, curves = read_json(own.choices_file), list(report.curves.values())
+    report, plan = Report(source, folds), source.plan
+    output = source.report_folder
+    choices, curves = read_json(source.choices_file), list(report.curves.values())
     rows = race.test_comparisons(report.comparisons(), plan.seed)
-    primary, registered = rows[0], status(own, folds)
+    primary, registered = rows[0], status(source, folds)
     only = report.solved_only()
     votes = report.vote_rows()
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
@@ -188,11 +188,11 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     text = render(
         Path(__file__).with_name("sprint_race.md.jinja"),
         status=registered["text"],
-        code=code_text(own.code),
-        counts={"questions": primary["questions"], "folds": folds, "left_out": len(own.twins)},
+        code=code_text(source.code),
+        counts={"questions": primary["questions"], "folds": folds, "left_out": len(source.twins)},
         ceiling=only,
         plan=plan,
-        choices_link=Markup("[choices.json](choices.json)") if not own.note else Markup("`choices.json`"),
+        choices_link=Markup("[choices.json](choices.json)") if not source.note else Markup("`choices.json`"),
         primary=primary,
         verdict=verdict(primary, bool(registered["commit"])),
         power=race.POWER,
@@ -210,10 +210,10 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
     results = {
         "environment": environment(),
         "registration": registered,
-        "code": own.code,
-        "rehearsal": own.limit,
-        "seconds": own.seconds,
-        "rates": own.rates,
+        "code": source.code,
+        "rehearsal": source.limit,
+        "seconds": source.seconds,
+        "rates": source.rates,
         "comparisons": rows,
         "folds": by_fold,
         "dense": dense,
@@ -222,9 +222,9 @@ def write_race_report(own: Any, folds: Sequence[int]) -> None:
         "without_gold": votes.to_dict("records"),
         "solved_only": only,
     }
-    if own.note:
+    if source.note:
         write_text(output / "results.json", json.dumps(results, indent=1) + "\n")
-        print(f"{output / 'report.md'}: {own.note}")
+        print(f"{output / 'report.md'}: {source.note}")
     else:
         write("sprint_race", results)
         print(f"{output / 'report.md'}: {registered['text']}")

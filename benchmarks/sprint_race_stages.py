@@ -40,7 +40,7 @@ from lmeval_prune.tasks import data
 
 STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
 PUBLISHED = f"{race.ROUTER}contrastive"  # SPRINT's own router
-Asked = dict[str, list[str]]  # attempts at each question, by its text; an empty list: the whole pool
+Attempts = dict[str, list[str]]  # at each question, by its text; an empty list: the whole pool
 
 
 class Race(Folders):
@@ -81,9 +81,9 @@ class Race(Folders):
     def _finetune_stage(self, number: int) -> None:
         self.stage(f"finetune {number}", partial(self.finetune, number), partial(self.finetune_cost, number))
 
-    def _sweep_stage(self, name: str, part: str, tries: Callable[[int], Asked], number: int) -> None:
-        asked = cache(partial(tries, number))  # not made if the stage is done
-        run, cost = (lambda: self.sweep(number, part, asked())), (lambda: self.sweep_cost(number, part, asked()))
+    def _sweep_stage(self, name: str, part: str, tries: Callable[[int], Attempts], number: int) -> None:
+        attempts = cache(partial(tries, number))  # not made if the stage is done
+        run, cost = (lambda: self.sweep(number, part, attempts())), (lambda: self.sweep_cost(number, part, attempts()))
         self.stage(f"{name} {number}", run, cost)
 
     # ------------------------------------------------------------------ fine-tune and plans
@@ -128,7 +128,7 @@ class Race(Folders):
 
     # ------------------------------------------------------------------ sweeps
 
-    def options(self, number: int, part: str, asked: Mapping[str, Any]) -> SweepOptions:
+    def options(self, number: int, part: str, attempts: Mapping[str, Any]) -> SweepOptions:
         """Options of a sweep of some tries."""
         test, choosing, _ = self.splits(number)
         plans = {label: {"plan": str(self.plan_path(number, label))} for label in self.plan.plans}
@@ -143,41 +143,40 @@ class Race(Folders):
             random_seed=self.plan.seed,
             variants={**self.plan.variants, **plans},
             sampled=tuple(draws) if part == "train" else (),
-            asked=dict(asked),
+            attempts=dict(attempts),
             likelihood=part == "test",
             gen_kwargs={"max_gen_toks": self.plan.max_gen_toks},
             apply_chat_template=self.plan.chat,
         )
 
-    def pool_tries(self, number: int) -> Asked:
+    def pool_tries(self, number: int) -> Attempts:
         """The whole pool at each choosing question."""
         return {text: [] for text in self.texts(number, "train")}
 
-    def sweep(self, number: int, part: str, asked: Asked) -> None:
+    def sweep(self, number: int, part: str, attempts: Attempts) -> None:
         """Sweep a fold, and note the cost."""
         from lmeval_prune.sprint.sweep import Sweep
 
-        options, known = self.options(number, part, asked), self.rates.get(part, {})
+        options, known = self.options(number, part, attempts), self.rates.get(part, {})
         before = stored(Path(options.output))
-        entry = noted(known.get(str(number)), before, before, 0.0, len(asked))
+        entry = noted(known.get(str(number)), before, before, 0.0, len(attempts))
         if before == entry["start"]:
             self.note_down("rates", part, {**known, str(number): entry})  # a killed run's answers count from here
         _, seconds = timed(lambda: Sweep(options).run())
         after = stored(Path(options.output))
         if after > before:
-            self.note_down("rates", part, {**known, str(number): noted(entry, before, after, seconds, len(asked))})
+            self.note_down("rates", part, {**known, str(number): noted(entry, before, after, seconds, len(attempts))})
 
-    def sweep_cost(self, number: int, part: str, asked: Asked) -> str:
+    def sweep_cost(self, number: int, part: str, attempts: Attempts) -> str:
         """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""
-        if probe := dict(list(asked.items())[: self.probe]):
+        if probe := dict(list(attempts.items())[: self.probe]):
             self.sweep(number, part, probe)
         entry = self.rates.get(part, {}).get(str(number))
         if not entry or not entry["answers"]:
-            return f"{len(asked)} questions"
-        whole = duration(len(asked) * seconds_a_question(entry))
-        return (
-            f"{len(asked)} questions, at most about {whole} ({entry['answers']} answers took {entry['seconds']:.0f} s)"
-        )
+            return f"{len(attempts)} questions"
+        whole = duration(len(attempts) * seconds_a_question(entry))
+        count, took = entry["answers"], entry["seconds"]
+        return f"{len(attempts)} questions, at most about {whole} ({count} answers took {took:.0f} s)"
 
     # ------------------------------------------------------------------ orders and choices
 
@@ -235,11 +234,11 @@ class Race(Folders):
         training, plan = self.training(number), self.plan
         if (orders := self.orders(number)) != plan.orders:
             print(f"fold {number}: too few questions distinguish variants, so no router is fitted", flush=True)
-        found = race.cross_fitted_orders(orders, training.greedy(), plan.parts, plan.seed, self.fit)
+        names = race.cross_fitted_orders(orders, training.greedy(), plan.parts, plan.seed, self.fit)
         pool = training.greedy().pool
         column = {name: j for j, name in enumerate(pool)}
-        numbers = {name: [[column[each] for each in row] for row in rows] for name, rows in found.items()}
-        content = {"pool": pool, "questions": training.texts, "orders": numbers}
+        columns = {name: [[column[each] for each in row] for row in rows] for name, rows in names.items()}
+        content = {"pool": pool, "questions": training.texts, "orders": columns}
         write_text(self.fold(number) / "orders.json", json.dumps(content) + "\n")
 
     def known_orders(self, number: int) -> race.Orders:
@@ -253,10 +252,10 @@ class Race(Folders):
         pool = content["pool"]
         return {name: [[pool[j] for j in row] for row in rows] for name, rows in content["orders"].items()}
 
-    def candidates_tries(self, number: int) -> Asked:
+    def candidates_tries(self, number: int) -> Attempts:
         """The tries of all candidates at the choosing questions."""
-        orders, found = self.known_orders(number), self.candidates(number)
-        rows = race.attempts_of([(orders[each.order], each.mix, self.plan.n) for each in found])
+        orders, candidates = self.known_orders(number), self.candidates(number)
+        rows = race.attempts_of([(orders[each.order], each.mix, self.plan.n) for each in candidates])
         return dict(zip(self.training(number).texts, rows, strict=True))
 
     def choose(self, folds: Sequence[int]) -> None:
@@ -287,12 +286,12 @@ class Race(Folders):
         """What training chose for a fold."""
         if not self.choices_file.exists():
             raise InputError(f"{self.choices_file} does not exist; run the stage choose for all folds")
-        found = [each for each in read_json(self.choices_file)["folds"] if each["fold"] == number]
-        if not found:
+        choices = [each for each in read_json(self.choices_file)["folds"] if each["fold"] == number]
+        if not choices:
             raise InputError(f"{self.choices_file} has no fold {number}; run the stage choose for all folds")
-        return dict(found[0])
+        return dict(choices[0])
 
-    def ceiling_tries(self, number: int) -> Asked:
+    def ceiling_tries(self, number: int) -> Attempts:
         """Samples of some choosing questions, drawn by the seed, at the chosen temperature."""
         texts, temperature = self.texts(number, "train"), float(self.choice(number)["temperature"])
         drawn = random.Random(self.plan.seed).sample(texts, min(self.plan.ceiling_questions, len(texts)))
@@ -306,7 +305,7 @@ class Race(Folders):
         named = {"SPRINT as published": (PUBLISHED, Mix()), "cover, dense first": ("cover", Mix.parse("dense|next"))}
         return {name: pair for name, pair in named.items() if pair[0] in self.orders(number)}
 
-    def test_tries(self, number: int) -> Asked:
+    def test_tries(self, number: int) -> Attempts:
         """The tries of the chosen policy and its rivals at the test questions, and samples of the unpruned model."""
         plan, choice, texts = self.plan, self.choice(number), self.texts(number, "test")
         tried = [(choice["order"], Mix.parse(choice["mix"]), plan.most)]
@@ -328,15 +327,15 @@ class Race(Folders):
         else:
             arguments |= {"router": order, "router_store": str(folder / "train")}
         before, task = stored(folder / "test"), f"{self.plan.task}_pass{self.plan.most}"
-        asked = [row["doc_id"] for row in OutcomeStore(folder / "test").read().questions]
-        found = simple_evaluate(
-            "pruned-hf", arguments, tasks=[task], samples={task: asked},
+        doc_ids = [row["doc_id"] for row in OutcomeStore(folder / "test").read().questions]
+        results = simple_evaluate(
+            "pruned-hf", arguments, tasks=[task], samples={task: doc_ids},
             metadata={"data_split": self.splits(number)[0]},
             gen_kwargs={"max_gen_toks": self.plan.max_gen_toks}, apply_chat_template=self.plan.chat, log_samples=True,
             bootstrap_iters=0,
         )  # fmt: skip
         lines = []
-        for item in found["samples"][task]:
+        for item in results["samples"][task]:
             item["arguments"] = {"gen_args_0": {"arg_0": item["arguments"][0][0], "arg_1": item["arguments"][0][1]}}
             lines.append(json.dumps(item, default=str) + "\n")
         write_text(folder / "samples.jsonl", "".join(lines))

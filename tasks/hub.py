@@ -56,8 +56,8 @@ def dataset_revision(task: Any) -> str | None:
     """Return the git revision of a loaded task's data set on the Hub; None if none, or several, are recorded."""
     splits = task.dataset.values() if isinstance(getattr(task, "dataset", None), Mapping) else ()
     files = [file for split in splits for file in getattr(split.info, "download_checksums", None) or ()]
-    found = {match[1] for file in files if (match := re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", str(file)))}
-    return found.pop() if len(found) == 1 else None
+    revisions = {match[1] for file in files if (match := re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", str(file)))}
+    return revisions.pop() if len(revisions) == 1 else None
 
 
 def is_on_hub(path: Any) -> bool:

@@ -24,6 +24,7 @@ from lmeval_prune.pruners.base import Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.composition import Choice, best_levels, choice_of
 from lmeval_prune.pruners.cost_table import CostTable
+from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
@@ -42,7 +43,7 @@ FAMILIES = ["llama", "gemma2", "gpt_neox", "mixtral", "bart", "opt"]
 def depth_scores(
     name: str, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None, **options: Any
 ) -> dict[str, float]:
-    scores = make_pruner(name, options).depth_scores(model_map, text, depth_parts_of(model_map), removed or {})
+    scores = make_pruner(name, options).depth_scores(model_map, text, depth_parts_of(model_map), Removal(removed or {}))
     return {key: float(value) for key, value in scores.values.items()}
 
 
@@ -110,7 +111,9 @@ def test_block_kl_has_the_compensation_of_earlier_steps() -> None:
     model_map, text, draw = map_model(model), text_of(), torch.Generator().manual_seed(2)
     bias = {"L0.o_proj.bias": torch.randn(32, generator=draw, dtype=torch.float64)}
     parts = depth_parts_of(model_map, ["attention", "feed_forward"])
-    scores = make_pruner("block_kl", {}).depth_scores(model_map, text, parts, {"heads.L0": {0, 1}}, bias).values
+    scores = (
+        make_pruner("block_kl", {}).depth_scores(model_map, text, parts, Removal({"heads.L0": {0, 1}}, bias)).values
+    )
     for part in parts:
         total, count = 0.0, 0
         for ids, real in text.batches:

@@ -53,7 +53,7 @@ def test_a_race_has_the_settings_of_its_command_line(script: Any, tmp_path: Path
     options = own.options(0, "train", {"q": []})
     assert (options.split, options.layers, options.server) == ("train", (1,), "http://localhost:1")
     assert options.model_args == {"pretrained": "m", "adapters": "a"} and not options.random_sets
-    assert own.numbers == (20, 30) and options.asked == {"q": []}
+    assert own.numbers == (20, 30) and options.attempts == {"q": []}
     test = script.make_race(script.parse(words)).options(0, "test", {"q": ["dense"]})
     assert (test.split, test.likelihood, test.model_args["dtype"]) == ("test", True, "bfloat16") and test.random_sets
 

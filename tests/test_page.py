@@ -39,7 +39,9 @@ def open_page(browser: Any) -> Iterator[Open]:
         problems: list[str] = []
         opened.append((page, problems))
         file = (folder / "compare" / "page.html").as_uri()
-        page.on("request", lambda asked: problems.append(asked.url) if asked.url.partition("#")[0] != file else None)
+        page.on(
+            "request", lambda request: problems.append(request.url) if request.url.partition("#")[0] != file else None
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("dialog", lambda dialog: problems.append(dialog.message))
@@ -162,7 +164,7 @@ def test_the_page_in_a_browser(open_page: Open, tmp_path: Path) -> None:
     assert variants() == ["better", "dense", "worse"]  # all differ: 20 and 30 of 60, all one way
     page.select_option("#task", "two")
     ready(page)
-    assert page.input_value("#asked") == "two" and "chosen" not in page.inner_text("tr[data-variant=better]")
+    assert page.input_value("#question_task") == "two" and "chosen" not in page.inner_text("tr[data-variant=better]")
 
     page.select_option("#a", "dense")
     page.select_option("#b", "worse")
@@ -203,7 +205,7 @@ def test_a_page_without_the_texts_of_a_task(open_page: Open, tmp_path: Path) -> 
     path = write_grid(tmp_path / "g", values, "dense")
     assert main(["grid", "compare", str(path), "--without_texts", "t"]) == 0
     page = open_page(path)
-    page.select_option("#asked", "t")
+    page.select_option("#question_task", "t")
     ready(page)
     everything = "".join(unpacked(path))
     assert "u question 3?" in everything and "dense of u 3" in everything
@@ -241,13 +243,13 @@ def test_only_a_choice_that_differs_is_an_answer_that_differs(open_page: Open, t
     for withheld, label in (([], "answers differ: 1"), (["--without_texts", "choice"], "outcomes differ: 1")):
         assert main(["grid", "compare", str(path), *withheld]) == 0
         page = open_page(path)
-        page.select_option("#asked", "choice")
+        page.select_option("#question_task", "choice")
         ready(page)
         assert page.inner_text("[data-kind=differ]") == label
         page.click("[data-kind=all]")
         if not withheld:
             assert "red" in page.inner_text(".answer.right") and "log-likelihood -0.50" in page.inner_text("#questions")
-        page.select_option("#asked", "single")
+        page.select_option("#question_task", "single")
         ready(page)
         assert page.inner_text("[data-kind=differ]") == "outcomes differ: 2"
     assert "log-likelihood -1.50" in page.inner_text("#questions") and page.query_selector_all(".answer") == []
@@ -390,7 +392,7 @@ def test_the_address_keeps_what_was_chosen(grid: Path, open_page: Open) -> None:
     address = fragment(page)
 
     def chosen(page: Any) -> list[Any]:
-        values = [page.input_value(f"#{name}") for name in ("task", "asked", "a", "b", "filter", "find")]
+        values = [page.input_value(f"#{name}") for name in ("task", "question_task", "a", "b", "filter", "find")]
         rows = page.locator("#table tbody tr").evaluate_all(
             "rows => rows.map((row) => row.dataset.variant ?? 'detail')"
         )
@@ -497,7 +499,7 @@ def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
         "cost",
         "a",
         "b",
-        "asked",
+        "question_task",
         "find",
         "kind:onlyA",
         "next:0",
@@ -571,7 +573,7 @@ def test_paper(grid: Path, open_page: Open) -> None:
 
 def test_packed_answers_are_the_answers(grid: Path) -> None:
     tables, *blocks = map(json.loads, unpacked(grid))
-    assert tables["asked"] == ["gsm8k", "asdiv, as given"] and len(blocks) == 2
+    assert tables["question_tasks"] == ["gsm8k", "asdiv, as given"] and len(blocks) == 2
     for block in blocks:
         for name, numbers in block["answers"].items():
             texts = [block["texts"][number] for number in numbers]

@@ -154,7 +154,7 @@ def test_each_question_is_asked_its_own_attempts(
     some, asked = options(tiny_folder, files) | {"likelihood": True}, asked_of(whole)
     add, run = AnswerStore.add, []
     monkeypatch.setattr(AnswerStore, "add", lambda self, *args: (run.append(args[2]["kind"]), add(self, *args)))
-    outcomes = sweep(tiny_folder, tmp_path / "s", **some, asked=asked)
+    outcomes = sweep(tiny_folder, tmp_path / "s", **some, attempts=asked)
     assert set(outcomes.pool) == {name for names in asked.values() for name in names}
     assert set(outcomes.texts) == asked.keys() and run.count("generate_until") == sum(map(len, asked.values()))
     expected = {(cell["doc_id"], cell["attempt"]): cell for cell in OutcomeStore(whole).cells()}
@@ -167,11 +167,11 @@ def test_each_question_is_asked_its_own_attempts(
     if child == 0:
         try:
             kill_after(5)
-            sweep(tiny_folder, tmp_path / "killed", **some, asked=asked)
+            sweep(tiny_folder, tmp_path / "killed", **some, attempts=asked)
         finally:
             os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    sweep(tiny_folder, tmp_path / "killed", **some, asked=asked)
+    sweep(tiny_folder, tmp_path / "killed", **some, attempts=asked)
     assert content(tmp_path / "killed") == content(tmp_path / "s")
     sweep(tiny_folder, tmp_path / "s", **some)  # the rest, and nothing twice
     assert content(tmp_path / "s") == content(whole) and len(run) > 0
@@ -180,7 +180,7 @@ def test_each_question_is_asked_its_own_attempts(
 def test_some_questions_can_be_asked_the_whole_pool(tiny_folder: Path, tmp_path: Path) -> None:
     texts = [row["question"] for row in sweep(tiny_folder, tmp_path / "a", heads="L0H0").questions]
     some = {texts[1]: [], texts[3]: ["dense", "L1H1@0.7#1"]}
-    outcomes = sweep(tiny_folder, tmp_path / "b", heads="L0H0", asked=some)
+    outcomes = sweep(tiny_folder, tmp_path / "b", heads="L0H0", attempts=some)
     assert outcomes.pool == ["dense", "L0H0", "L1H1@0.7#1"]
     known = dict(zip(outcomes.texts, outcomes.observed.tolist(), strict=True))
     assert known == {texts[1]: [True, True, True], texts[3]: [True, False, True]}

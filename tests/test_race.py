@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.registration import RacePlan, Registration
 from lmeval_prune.tasks import data
 from tests.conftest import ROOT
+from tests.git_folders import make_git_folder
 
 PLAN = ROOT / "docs/results/sprint_race/plan.md"
 POOL = ["dense", "a", "b", *(f"dense@{t}#{d}" for t in (0.5, 1) for d in range(4)), "a@0.5#0", "b@0.5#0", "dense@0.5#4"]
@@ -344,12 +344,7 @@ def test_wrong_plans_are_one_line(tmp_path: Path, old: str, new: str, message: s
 
 @pytest.fixture
 def repository(tmp_path: Path) -> tuple[Path, Any]:
-    def git(*words: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "docs").mkdir()
+    git = make_git_folder(tmp_path)
     (tmp_path / "docs/plan.md").write_text("a plan\n")
     return tmp_path, git
 

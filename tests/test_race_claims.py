@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.registration import RacePlan, code_state
 from tests.conftest import ROOT
+from tests.git_folders import make_git_folder
 
 PLAN = ROOT / "docs/results/sprint_race/plan.md"
 PLAIN = [f"dense@0.5#{d}" for d in range(4)]
@@ -132,12 +132,7 @@ def test_a_verdict_is_of_the_difference(ours: float, theirs: float, is_registere
 
 @pytest.fixture
 def repository(tmp_path: Path) -> tuple[Path, Any]:
-    def git(*words: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "docs").mkdir()
+    git = make_git_folder(tmp_path)
     (tmp_path / "docs/plan.md").write_text(PLAN.read_text())
     git("add", "docs"), git("commit", "-qm", "plan")
     return tmp_path, git

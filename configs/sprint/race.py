@@ -103,11 +103,11 @@ class ModelRace(Race):
         return {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
 
     def texts(self, number: int, part: str) -> list[str]:
-        """As many questions of a split as are asked, drawn by the seed; test questions without twins."""
+        """As many questions of a split as `numbers` says, drawn by the seed; test questions without twins."""
         return [text for text in self.drawn(part) if part != "test" or text not in self.twins]
 
     def drawn(self, part: str) -> list[str]:
-        """As many questions of a split as are asked, drawn by the seed."""
+        """As many questions of a split as `numbers` says, drawn by the seed."""
         arguments = load_task(task_manager(), self.plan.task).get_config("dataset_kwargs") or {}
         if not (name := arguments.get("prune_data")):
             raise InputError(f"--task={self.plan.task} is no task of this package; name one, e.g. prune_gsm8k")
@@ -120,12 +120,12 @@ class ModelRace(Race):
         train, test = self.drawn("train"), self.drawn("test")
         check_disjoint(test, train)
         texts, groups = [*train, *test], [0] * len(train) + [1] * len(test)
-        found = race.near_duplicates(texts, groups, self.plan.twins)
-        return {texts[i]: texts[j] for i, j in found.items() if groups[i]}
+        pairs = race.near_duplicates(texts, groups, self.plan.twins)
+        return {texts[i]: texts[j] for i, j in pairs.items() if groups[i]}
 
-    def options(self, number: int, part: str, asked: Mapping[str, Any]) -> SweepOptions:
+    def options(self, number: int, part: str, attempts: Mapping[str, Any]) -> SweepOptions:
         """Options of a sweep; answers of servers have no log-probabilities here."""
-        options = super().options(number, part, asked)
+        options = super().options(number, part, attempts)
         return replace(options, server=self.server, likelihood=False) if self.server else options
 
     def run_in_lm_eval(self, number: int) -> None:
@@ -143,13 +143,13 @@ class ModelRace(Race):
         super().run([name for name in stages if name != "finetune"], folds)
 
 
-def print_estimate(own: ModelRace) -> None:
+def print_estimate(model_race: ModelRace) -> None:
     """Answer a few choosing questions, and print the cost of the sweeps."""
-    own.keep_settings()
-    print(f"choosing: {own.sweep_cost(0, 'train', own.pool_tries(0))}")
-    rate, plan = own.rates["train"]["0"], own.plan
+    model_race.keep_settings()
+    print(f"choosing: {model_race.sweep_cost(0, 'train', model_race.pool_tries(0))}")
+    rate, plan = model_race.rates["train"]["0"], model_race.plan
     columns = 1 + plan.test_samples + plan.most + 2 * plan.n
-    answers = own.numbers[1] * columns + plan.ceiling_questions * (plan.ceiling_samples - plan.draws)
+    answers = model_race.numbers[1] * columns + plan.ceiling_questions * (plan.ceiling_samples - plan.draws)
     print(f"test: at most {answers} answers, about {duration(answers * rate['seconds'] / rate['answers'])}")
 
 
@@ -215,11 +215,11 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     registration.register()
     try:
-        own = make_race(options)
+        model_race = make_race(options)
         if options.estimate:
-            print_estimate(own)
+            print_estimate(model_race)
         else:
-            own.run()
+            model_race.run()
     except InputError as error:
         raise SystemExit(f"race: {error}") from None
 

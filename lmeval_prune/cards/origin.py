@@ -122,8 +122,8 @@ def _hub_id(name: str) -> str:
 
 def _id_in_cache(folder: Path) -> str:
     """Return the model's name if the folder is its snapshot in the Hub's cache."""
-    found = re.search(r"(?:^|[/\\])models--(.+?)[/\\]snapshots[/\\][^/\\]+$", str(folder.absolute()))
-    return _hub_id(found[1].replace("--", "/")) if found else ""
+    match = re.search(r"(?:^|[/\\])models--(.+?)[/\\]snapshots[/\\][^/\\]+$", str(folder.absolute()))
+    return _hub_id(match[1].replace("--", "/")) if match else ""
 
 
 def _card_on_hub(name: str, revision: str | None) -> Path | None:

@@ -67,7 +67,7 @@ def write_page(comparison: Comparison, path: Path, report: str, without_texts: S
             if any(costs.get(key) is not None for costs in comparison.costs.values())
         ],
         "variants": [_variant(comparison, name) for name in comparison.variants],
-        "asked": list(tasks),
+        "question_tasks": list(tasks),
         "questions_total": sum(len(task["shown"]) for task in tasks.values()),
     }
     page = render(

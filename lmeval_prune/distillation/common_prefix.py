@@ -1,7 +1,7 @@
 """Run the tokens with which all texts of a batch begin once instead of once a text, in training, too.
 
-With a chat template that is a third of all tokens of short problems. Loss and gradients stay the same: keys and values
-of the prefix are repeated for each text, and the gradients of the copies add up.
+In a chat template it is the system turn. Loss and gradients stay the same: keys and values of the prefix are repeated
+for each text, and the gradients of the copies add up.
 """
 
 from __future__ import annotations

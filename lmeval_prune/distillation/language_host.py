@@ -187,8 +187,8 @@ class LanguageHost(Host):
         if test in splits:
             raise InputError(f"test={test} is also a training split; leave it out of train")
         rows = [dict(row) for split in splits for row in load(data, split, folder)]
-        found = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
-        datasets = tuple(dict.fromkeys(each.id for each in found if each))
+        sources = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
+        datasets = tuple(dict.fromkeys(source.id for source in sources if source))
         return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits), datasets)
 
     def _task_rows(self) -> Rows:
@@ -198,8 +198,8 @@ class LanguageHost(Host):
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        found = hub_dataset(self.task.dump_config())
-        datasets = (found.id,) if found else ()
+        source = hub_dataset(self.task.dump_config())
+        datasets = (source.id,) if source else ()
         train = [dict(row) for row in self.task.training_docs()]
         return Rows(train, [dict(row) for row in test or ()], "train", datasets)
 

@@ -196,8 +196,9 @@ class DistillTrainer(ResumableTrainer):
     ) -> Any:
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
-        unused = {"idle"} | ({LENGTH} if LENGTH in inputs and not self.runs_in_parts else set())
-        real_inputs = {name: value for name, value in inputs.items() if name not in unused}
+        real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
+        if LENGTH in inputs and not self.runs_in_parts:
+            del real_inputs[LENGTH]
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}

@@ -54,6 +54,7 @@ def importance(
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner, per_member
+    from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
@@ -69,7 +70,7 @@ def importance(
     model_map = _load(skeleton, pretrained, revision, torch_device)
     calibration = text.of(model_map.model) if text else None
     if pruner.depth_only:
-        scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), {}).values
+        scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), Removal()).values
         rows, scored = _rows_of(scores), "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,11 +17,10 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import Settings
-
-NO_COMPENSATION: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,11 @@ class Pruner(Settings, ABC):
         """
 
     def depth_scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        parts: Sequence[DepthPart],
-        removed: Removed,
-        compensation: Mapping[str, Tensor] = NO_COMPENSATION,
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
     ) -> Scores:
-        """Score whole layers and blocks, each by one number, (1,); `compensation`: of earlier steps, as in a plan.
+        """Score whole layers and blocks, each by one number, (1,).
 
-        The other arguments are those of `scores`.
+        `earlier` is what earlier steps removed, and their compensation; the other arguments are those of `scores`.
         """
         raise InputError(_no_depth(self))
 

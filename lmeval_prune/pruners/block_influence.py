@@ -5,7 +5,7 @@ Men et al., ShortGPT: Layers in Large Language Models are More Redundant Than Yo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,10 @@ from transformers import Cache
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions.base import change_output
-from lmeval_prune.pruners.base import NO_COMPENSATION, DepthPruner, Scores
+from lmeval_prune.pruners.base import DepthPruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import LAYERS, DepthPart, Removed
+from lmeval_prune.pruners.layer_store import Removal
+from lmeval_prune.pruners.parts import LAYERS, DepthPart
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,7 @@ class BlockInfluence(DepthPruner):
     reads_text: ClassVar[bool] = True
 
     def depth_scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        parts: Sequence[DepthPart],
-        removed: Removed,
-        compensation: Mapping[str, Tensor] = NO_COMPENSATION,
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
     ) -> Scores:
         """Average over the text; see `Pruner.depth_scores`."""
         sums = dict.fromkeys([part.key for part in parts], 0.0)

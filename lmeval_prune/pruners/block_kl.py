@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import NO_COMPENSATION, DepthPruner, Scores, pruner_name
+from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import DepthPart, Removed
+from lmeval_prune.pruners.layer_store import Removal
+from lmeval_prune.pruners.parts import DepthPart
 from lmeval_prune.pruners.sequential import make_plan, replace_forward
 
 
@@ -37,25 +38,20 @@ class BlockKl(DepthPruner):
             )
 
     def depth_scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        parts: Sequence[DepthPart],
-        removed: Removed,
-        compensation: Mapping[str, Tensor] = NO_COMPENSATION,
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
     ) -> Scores:
         """Average over the text; see `Pruner.depth_scores`."""
         model, sums, count = model_map.model, dict.fromkeys([part.key for part in parts], 0.0), 0
-        earlier = make_plan(removed, True, compensation=compensation)
+        before = make_plan(earlier.removed, True, compensation=earlier.compensation)
         for batch, inputs in self.require_text(text).inputs(model):
             tokens = batch.counted.bool()
             count += int(tokens.sum())
             with torch.no_grad():
                 dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
-                with earlier.applied_to(model, model_map):
+                with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)
                 for part in parts:
-                    plan = make_plan({**removed, part.key: {0}}, True, compensation=compensation)
+                    plan = make_plan({**earlier.removed, part.key: {0}}, True, compensation=earlier.compensation)
                     with plan.applied_to(model, model_map), _starting_at(part, outputs):
                         pruned = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
                     sums[part.key] += float((dense.exp() * (dense - pruned)).sum(-1).double().sum())

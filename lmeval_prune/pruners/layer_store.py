@@ -19,7 +19,7 @@ from lmeval_prune.pruners.parts import Removed
 
 @dataclass
 class Removal:
-    """Removed heads and channels of some layers, and the compensation for them."""
+    """Removed parts of some layers, and the compensation for them."""
 
     removed: Removed = field(default_factory=dict)
     compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.pruners.base import NO_COMPENSATION, Pruner, Scores
+from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
 
 
@@ -32,12 +32,7 @@ class RandomScores(Pruner):
         return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})
 
     def depth_scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        parts: Sequence[DepthPart],
-        removed: Removed,
-        compensation: Mapping[str, Tensor] = NO_COMPENSATION,
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
     ) -> Scores:
         """Draw the scores; see `Pruner.depth_scores`."""
         kinds = [*KINDS, *DEPTH_KINDS]

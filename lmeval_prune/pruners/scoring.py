@@ -13,6 +13,7 @@ from lmeval_prune.pruners.allocation import COMPOSITION
 from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.composition import BLOCKS
+from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, depth_parts_of, parts_of
 
@@ -50,8 +51,8 @@ def score(
         pruner = pruners.get(together[0], pruners[HEADS])
         with earlier.applied_to(model_map.model, model_map) if not pruner.compares_with_unpruned else nullcontext():
             if together[0] in DEPTH_KINDS:
-                parts = depth_parts_of(model_map, together)
-                scores = pruner.depth_scores(model_map, text, parts, removed, earlier.compensation)
+                before = Removal(removed, dict(earlier.compensation))
+                scores = pruner.depth_scores(model_map, text, depth_parts_of(model_map, together), before)
             else:
                 scores = pruner.scores(model_map, text, parts_of(model_map, together), removed)
                 means = scores.means if is_one_method else None

@@ -31,7 +31,7 @@ class SweepOptions(Settings):
         cover: outcome store of training questions; the variants that together solve most of them, chosen greedily
         cover_size: number of these variants
         sampled: samples, VARIANT@TEMPERATURE#FIRST-LAST, e.g. dense@0.6#0-15, or each@0.6#0 for every variant
-        asked: attempts at each question, by its text: {QUESTION: [ATTEMPT, …]}, an empty list for the whole pool; other
+        attempts: those at each question, by its text: {QUESTION: [ATTEMPT, …]}, an empty list for the whole pool; other
             questions are left out
         likelihood: compute the mean log-probability of each answer under the unpruned model, too
         limit: number of questions, drawn by the seed; a larger limit includes the questions of a smaller one
@@ -59,7 +59,7 @@ class SweepOptions(Settings):
     cover: str | None = None
     cover_size: Count = 16
     sampled: tuple[str, ...] = ()
-    asked: dict[str, Any] = field(default_factory=dict)
+    attempts: dict[str, Any] = field(default_factory=dict)
     likelihood: bool = False
     limit: Count | None = None
     seed: int = 0

@@ -24,13 +24,13 @@ _SAMPLED = re.compile(r"(?P<variant>.+)@(?P<temperature>[^@#]+)#(?P<first>\d{1,6
 class SweepPool(FixedOrderRouter):
     """The unpruned model and the variants that a sweep's options name, each decoded greedily, and samples.
 
-    With `asked` the pool has only the attempts that some question is asked, unless one is asked the whole pool.
+    With `attempts` the pool has only those that some question has, unless a question has the whole pool.
 
     Args:
-        options: `heads` or `layers`, `variants`, `random_sets`, `cover`, `sampled`, `asked` and their settings.
+        options: `heads` or `layers`, `variants`, `random_sets`, `cover`, `sampled`, `attempts` and their settings.
 
     Attributes:
-        question_fields: by task, the document field whose text `asked` names; the sweep sets it.
+        question_fields: by task, the document field whose text `attempts` names; the sweep sets it.
 
     Raises:
         InputError: an option is malformed; when it is fitted to a model: a variant does not fit the model.
@@ -41,7 +41,7 @@ class SweepPool(FixedOrderRouter):
         self.options = options
         self._sets = [_parse_set(text) for text in options.random_sets]
         self._samples = [_parse_samples(text) for text in options.sampled]
-        self._asked = {question: _parse_asked(question, names) for question, names in options.asked.items()}
+        self._listed = {question: _parse_attempts(question, names) for question, names in options.attempts.items()}
         self.question_fields: Mapping[str, str] = {}
         if options.cover:
             OutcomeStore(options.cover).check()
@@ -58,11 +58,11 @@ class SweepPool(FixedOrderRouter):
                 variants[variant.name] = variant
                 names = [variant.name]
             attempts += [str(Attempt(name, temperature, draw)) for name in names for draw in draws]
-        asked = list(dict.fromkeys(name for names in self._asked.values() for name in names))
-        for name in dict.fromkeys(Attempt.named(each).variant for each in asked):
+        listed = list(dict.fromkeys(name for names in self._listed.values() for name in names))
+        for name in dict.fromkeys(Attempt.named(each).variant for each in listed):
             if name != DENSE and name not in variants:
                 variants[name] = Variant.named(name, model_map, allowances=self.allowances)
-        attempts = asked if self._asked and all(self._asked.values()) else [*attempts, *asked]
+        attempts = listed if self._listed and all(self._listed.values()) else [*attempts, *listed]
         self.records = {name: variant.record for name, variant in variants.items() if variant.record}
         self._pool = attempt_order(attempts)
         self.variants = {DENSE: Variant(), **variants}
@@ -70,14 +70,14 @@ class SweepPool(FixedOrderRouter):
     @property
     def repeats(self) -> int:
         """Return the largest number of attempts at a question."""
-        return max((len(names) or len(self.pool) for names in self._asked.values()), default=len(self.pool))
+        return max((len(names) or len(self.pool) for names in self._listed.values()), default=len(self.pool))
 
     def order(self, request: Any) -> Sequence[str]:
         """Return the attempts at a request's question, of which the last one is repeated up to `repeats`."""
-        asked: list[str] = []
-        if self._asked:
-            asked = self._asked[str(request.doc[self.question_fields[request.task_name]])]
-        names: Sequence[str] = asked or self.pool
+        listed: list[str] = []
+        if self._listed:
+            listed = self._listed[str(request.doc[self.question_fields[request.task_name]])]
+        names: Sequence[str] = listed or self.pool
         return [*names, *[names[-1]] * (self.repeats - len(names))]
 
     def _variants(self, model_map: ModelMap) -> Iterator[Variant]:
@@ -106,10 +106,10 @@ def _parse_set(text: str) -> tuple[int, int]:
     return int(match["heads"]), int(match["count"])
 
 
-def _parse_asked(question: str, names: Any) -> list[str]:
+def _parse_attempts(question: str, names: Any) -> list[str]:
     """Check a question's attempts; `InputError` if they are no list of names."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"asked: {question[:40]!r} needs a list of attempts, e.g. [dense, L5H3, dense@0.6#0]")
+        raise InputError(f"attempts: {question[:40]!r} needs a list of attempts, e.g. [dense, L5H3, dense@0.6#0]")
     return list(dict.fromkeys(str(Attempt.named(name)) for name in names))
 
 

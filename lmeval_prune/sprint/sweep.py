@@ -146,14 +146,14 @@ class Sweep:
     def _draw(self, tasks: dict[str, SweptTask]) -> dict[str, list[int]]:
         """Draw the document indices of each task by the seed, from all tasks together."""
         texts = {name: [str(doc[task.question_field]) for doc in task.eval_docs] for name, task in tasks.items()}
-        limit, asked = self.options.limit, self.options.asked
-        if unknown := asked.keys() - {text for several in texts.values() for text in several}:
-            raise InputError(f"asked: the tasks have no question {min(unknown)[:60]!r}; name the split that has it")
+        limit, attempts = self.options.limit, self.options.attempts
+        if unknown := attempts.keys() - {text for several in texts.values() for text in several}:
+            raise InputError(f"attempts: the tasks have no question {min(unknown)[:60]!r}; name the split that has it")
         documents = [
             (name, doc_id)
             for name, several in texts.items()
             for doc_id, text in enumerate(several)
-            if text in asked or not asked
+            if text in attempts or not attempts
         ]
         if limit is not None:
             random.Random(self.options.seed).shuffle(documents)

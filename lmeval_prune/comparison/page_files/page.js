@@ -34,7 +34,7 @@ async function unpack(text) {
 
 // ---- the address is the state: what differs from the defaults stands behind its #
 let data, byName, defaults, state, allowed;
-const CONTROLS = ["variant", "task", "filter", "cost", "a", "b", "asked", "find"];
+const CONTROLS = ["variant", "task", "filter", "cost", "a", "b", "question_task", "find"];
 
 function prepare(unpacked) {
   data = unpacked;
@@ -42,8 +42,8 @@ function prepare(unpacked) {
   const names = data.variants.map((v) => v.name), other = names.find((name) => name !== data.baseline) ?? data.baseline;
   const costs = data.costs.filter((one) => one.varies), cost = costs.find((one) => !one.key.endsWith("per_second")) ?? costs[0] ?? data.costs[0];
   defaults = { variant: other, tasks: "", task: data.tasks.at(-1), order: "-mean", filter: "", significant: "", open: [], cost: cost?.key ?? "",
-    a: data.baseline, b: other, asked: data.asked[0] ?? "", show: "differ", find: "", page: "1", question: "" };
-  allowed = { variant: names, task: data.tasks, cost: data.costs.map((one) => one.key), a: names, b: names, asked: data.asked, open: names };
+    a: data.baseline, b: other, question_task: data.question_tasks[0] ?? "", show: "differ", find: "", page: "1", question: "" };
+  allowed = { variant: names, task: data.tasks, cost: data.costs.map((one) => one.key), a: names, b: names, question_task: data.question_tasks, open: names };
 }
 
 function readAddress() {
@@ -65,7 +65,7 @@ function addressOf(values) {
 
 // ---- drawing: a part is drawn again if one of its values has changed
 const PARTS = [[() => drawTasks(), ["variant", "tasks"]], [() => drawVariants(), ["task", "order", "filter", "significant", "open"]],
-  [() => drawPlot(), ["task", "cost"]], [() => drawQuestions(), ["a", "b", "asked", "show", "find", "page", "question"]]];
+  [() => drawPlot(), ["task", "cost"]], [() => drawQuestions(), ["a", "b", "question_task", "show", "find", "page", "question"]]];
 
 function focusKey(key) { if (key) document.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true }); }
 
@@ -80,7 +80,7 @@ function refresh(before) {
 function go(changes, { replace = false } = {}) {
   const before = state, task = changes.task;
   state = { ...state, ...changes };
-  if (task && data.asked.includes(task) && task !== before.asked) state = { ...state, asked: task, page: "1", question: "" };
+  if (task && data.question_tasks.includes(task) && task !== before.question_task) state = { ...state, question_task: task, page: "1", question: "" };
   try { history[replace ? "replaceState" : "pushState"](null, "", addressOf(state)); } catch { /* a frame without an address of its own */ }
   refresh(before);
 }
@@ -97,10 +97,10 @@ function sorted(rows, columns, order) {
 
 function listen() {
   const options = (id, values, labels) => $(id).replaceChildren(...values.map((value, i) => make("option", { value }, (labels ?? values)[i])));
-  for (const id of ["variant", "task", "a", "b", "asked"]) options(id, id === "variant" ? allowed[id].filter((name) => name !== data.baseline) : allowed[id]);
+  for (const id of ["variant", "task", "a", "b", "question_task"]) options(id, id === "variant" ? allowed[id].filter((name) => name !== data.baseline) : allowed[id]);
   options("cost", allowed.cost, data.costs.map((one) => one.label));
   for (const id of ["variant", "task", "cost"]) $(id).onchange = () => go({ [id]: $(id).value });
-  for (const id of ["a", "b", "asked"]) $(id).onchange = () => go({ [id]: $(id).value, page: "1", question: id === "asked" ? "" : state.question });
+  for (const id of ["a", "b", "question_task"]) $(id).onchange = () => go({ [id]: $(id).value, page: "1", question: id === "question_task" ? "" : state.question });
   $("filter").oninput = () => go({ filter: $("filter").value }, { replace: true });
   $("find").oninput = () => go({ find: $("find").value, page: "1", question: "" }, { replace: true });
   $("significant").onclick = () => go({ significant: state.significant ? "" : "yes" });
@@ -142,7 +142,7 @@ async function start() {
   state = readAddress();
   refresh(null);
   performance.mark("tables");
-  await loaded[state.asked];
+  await loaded[state.question_task];
   performance.mark("questions");
   if (state.question) await reveal();
   document.body.dataset.ready = "true";

@@ -8,16 +8,16 @@ let folds = true, pageShown = 1, showsEvery = false;
 // The blocks of questions follow the program, so that the tables can be read while the rest of a large page arrives.
 async function load(task) {
   if (document.readyState === "loading") await new Promise((resolve) => addEventListener("DOMContentLoaded", resolve));
-  loaded[task] = await unpack(document.querySelectorAll("script.block")[data.asked.indexOf(task)].textContent.trim());
+  loaded[task] = await unpack(document.querySelectorAll("script.block")[data.question_tasks.indexOf(task)].textContent.trim());
 }
 
 function drawQuestions() {
-  const task = state.asked, part = $("questions-part");
+  const task = state.question_task, part = $("questions-part");
   if (!task) { part.hidden = true; return Promise.resolve(); }
   if (!loaded[task] || loaded[task] instanceof Promise) {
     part.setAttribute("aria-busy", "true");
     loaded[task] ??= load(task);
-    return Promise.resolve(loaded[task]).then(() => { if (state.asked === task) drawQuestions(); });
+    return Promise.resolve(loaded[task]).then(() => { if (state.question_task === task) drawQuestions(); });
   }
   part.setAttribute("aria-busy", "false");
   const questions = loaded[task], held = document.activeElement?.dataset?.key, [u, w] = [questions.values[state.a], questions.values[state.b]];
@@ -33,8 +33,8 @@ function drawQuestions() {
     $("message").textContent = `There is no question ${state.question} in ${task}.`;
     state = { ...state, question: "" };
   }
-  const last = Math.max(1, Math.ceil(list.length / PAGE)), asked = opened >= 0 ? Math.floor(list.indexOf(opened) / PAGE) + 1 : Number(state.page) || 1;
-  pageShown = Math.max(1, Math.min(last, asked));
+  const last = Math.max(1, Math.ceil(list.length / PAGE)), target = opened >= 0 ? Math.floor(list.indexOf(opened) / PAGE) + 1 : Number(state.page) || 1;
+  pageShown = Math.max(1, Math.min(last, target));
   $("counts").replaceChildren(...KINDS[questions.binary ? "binary" : "figures"].map(([key, label]) =>
     press(`${label || differ}: ${counts[key]}`, `kind:${key}`, () => go({ show: key, page: "1", question: "" }), { "data-kind": key, "aria-pressed": (list === chosen ? show : "all") === key })));
   const numbers = list.slice((pageShown - 1) * PAGE, pageShown * PAGE);
@@ -81,7 +81,7 @@ function folded(text) {
 function itemOf(questions, i, isOpen) {
   const about = questions.shown[i], cut = isOpen ? (text) => text : folded, sides = [], texts = [about.question ?? ""];
   const address = addressOf({ ...state, page: defaults.page, question: isOpen ? "" : about.id });
-  const link = make("a", { href: address, "data-key": `question:${about.id}`, "aria-expanded": isOpen }, `${state.asked} · ${about.id}`);
+  const link = make("a", { href: address, "data-key": `question:${about.id}`, "aria-expanded": isOpen }, `${state.question_task} · ${about.id}`);
   if (isOpen) link.onclick = (event) => { event.preventDefault(); fold(); };
   for (const name of [state.a, state.b]) {
     const likelihood = questions.likelihoods?.[name]?.[i], value = questions.values[name][i], answer = answerOf(questions, name, i);
@@ -110,7 +110,7 @@ function everyVariant(questions, i) {
 }
 
 async function reveal() {  // after a link was followed
-  await loaded[state.asked];
+  await loaded[state.question_task];
   await drawQuestions();
   document.querySelector(".item.open")?.scrollIntoView();
   focusKey(`question:${state.question}`);

@@ -690,7 +690,7 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     assert tasks() == sorted(rows, key=lambda task: -rows[task]["difference"])
     page.click("tr[data-task=tiny_texts]")
     page.wait_for_selector("#questions-part[aria-busy=false]")
-    assert page.input_value("#asked") == "tiny_texts" and page.inner_text("#metric") == "word_perplexity,none"
+    assert page.input_value("#question_task") == "tiny_texts" and page.inner_text("#metric") == "word_perplexity,none"
     difference = f"{100 * rows['tiny_texts']['difference']:+.1f}%".replace("-", "−")
     assert difference in page.inner_text("tr[data-task=tiny_texts]")
     assert difference in page.inner_text("tr[data-variant=second]")

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,21 @@ def _answered(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     settings = experiment.settings
     greedy = SamplingParams(max_new_tokens=settings["new_tokens"])
     drawn = replace(greedy, do_sample=True, temperature=settings["sample_temperature"])
-    manifest = read_manifest(experiment.model(row)) or {"stages": []}
     return {
         "weights": host.identity(str(experiment.model(row))),
         "parent": note["options"]["pretrained"],
-        "parameters": list(parameters(model)),
-        "plans": [stage["plan"] for stage in manifest["stages"]],
+        **shape(experiment.model(row), model),
         "stages": note["stages"],
         "validation": first(answers(host, model, problems, greedy)),
         "sampled": answers(host, model, problems, drawn, settings["samples"]),
         "test": first(answers(host, model, host.rows().test[: host.options.limit], greedy)),
     }
+
+
+def shape(folder: str | Path, model: Any) -> dict[str, Any]:
+    """Return the numbers of a model's parameters, and the plans by which its checkpoint was cut."""
+    manifest = read_manifest(Path(folder)) or {"stages": []}
+    return {"parameters": list(parameters(model)), "plans": [stage["plan"] for stage in manifest["stages"]]}
 
 
 def answers(
@@ -144,6 +148,7 @@ def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: st
     """Estimate the seconds of a row from one epoch of a few problems, by a model of the same shape.
 
     A pruner, and a teacher that answers, read no more than these problems, so `rest` takes longer if they read more.
+    What was removed is kept in `folder`, so that `speed` can measure the shape before anything is trained.
 
     Returns:
         Seconds of training, of answering, and of all the rest (scoring, cutting, reading and writing).
@@ -158,6 +163,8 @@ def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: st
     trained = sum(log.get("seconds", 0.0) for stage in note["stages"] for log in stage["log"])
     rest = time.monotonic() - begin - trained
     model = load_pretrained(few.output).float().to(device)
+    record = {**asdict(row), "settings": experiment.digest(row), **shape(few.output, model)}
+    write_text(folder / f"{row.key}.json", json.dumps(record) + "\n")
     documents = hosts[1].rows().test
     begin = time.monotonic()
     answers(hosts[0], model, documents[:ANSWERED], SamplingParams(max_new_tokens=experiment.settings["new_tokens"]))

@@ -24,31 +24,31 @@ from lmeval_prune.profiling.speed import Workload, generate_rate, measure
 
 TOLERANCE = 0.01  # share of the parameters by which a model of the same plans may differ: biases of a compensation
 
+ESTIMATE = "estimate"  # in place of a row's name: the shape is that of `estimate`
+
 
 def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str) -> None:
     """Measure the recipes that were not measured on this device; write each to `speed.json`.
 
-    How long a model takes does not depend on its weights: a model of the shapes of the recipe's first row is timed.
+    How long a model takes does not depend on its weights: a model of the shapes of the recipe's first row is timed, or
+    of the shapes that its `estimate` left. A recipe that was measured by its estimate is measured again by its row.
     """
     path = experiment.work / "speed.json"
     speeds: dict[str, Any] = read_json(path) if path.is_file() else {}
-    first: dict[str, tuple[Row, Any]] = {}
-    for row, record in experiment.records().items():
-        if row.recipe != DENSE and row.recipe in (recipes or (row.recipe,)):
-            first.setdefault(row.recipe, (row, record))
-    if not first:
-        raise InputError("there are no rows of a recipe to measure; make one by train")
+    shapes = _shapes(experiment, recipes)
+    if not shapes:
+        raise InputError("no recipe has a row or an estimate to measure; make one by train or estimate")
     batches = experiment.goal["batches"]
     work = Workload(prompt=96, new=32, batches=batches)  # about the tokens of the task's prompts and answers
-    for name, (row, record) in first.items():
+    for name, (source, record) in shapes.items():
         key = f"{name} on {device}"
-        if key in speeds:
+        if key in speeds and (speeds[key]["row"] == source or source == ESTIMATE):
             continue
         models = {DENSE: _dense(experiment).to(device), name: shaped_like(record, _dense(experiment)).to(device)}
         rates = measure(models, work, answerers={"generate": generate_rate, "engine": EngineSpeed()})
         speeds[key] = {
             "recipe": name,
-            "row": row.key,
+            "row": source,
             "parameters": list(parameters(models[name])),
             "tokens_per_second": rates,
             "gains": {
@@ -61,6 +61,20 @@ def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str) 
         write_text(path, json.dumps(speeds, indent=1) + "\n")
         shown = ", ".join(f"{100 * gain:+.1f}% at batch {batch}" for batch, gain in speeds[key]["gains"].items())
         print(f"{key}: {shown}", flush=True)
+
+
+def _shapes(experiment: Experiment, recipes: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return each recipe's first row, or else what its estimate removed: where it comes from, and the record."""
+    shapes: dict[str, tuple[str, Any]] = {}
+    for row, record in experiment.records().items():
+        if row.recipe != DENSE:
+            shapes.setdefault(row.recipe, (row.key, record))
+    for path in sorted((experiment.work / "estimate").glob("*.json")):
+        record = read_json(path)
+        row = Row(record["recipe"], record["fold"], record["seed"])
+        if row.recipe in experiment.settings["recipes"] and record["settings"] == experiment.digest(row):
+            shapes.setdefault(row.recipe, (ESTIMATE, record))
+    return {name: shape for name, shape in shapes.items() if name in (recipes or (name,))}
 
 
 def shaped_like(record: Any, model: Any) -> Any:

@@ -290,12 +290,26 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     assert command(experiment, "choose", "--recipes", "ours") == 0
     assert command(experiment, "speed") == 0
     speed = json.loads((experiment.work / "speed.json").read_text())["ours on cpu"]
+    assert speed["row"] == "ours_fold0_seed0"
     assert speed["gains"].keys() == {"1"} and {"generate_1", "engine_1"} <= speed["tokens_per_second"]["ours"].keys()
     changed = yaml.safe_load(experiment.file.read_text())
     changed["recipes"]["ours"]["epochs"] = 2
     experiment.file.write_text(yaml.safe_dump(changed))
     assert command(experiment, "train") == 2
     assert "has rows by other settings (ours)" in capsys.readouterr().err
+
+
+def test_an_estimate_is_enough_to_measure_the_speed(experiment: Experiment) -> None:
+    """The shape that the estimate left is timed, unless the recipe was changed since."""
+    assert command(experiment, "estimate", "--recipes", "ours") == 0
+    (path,) = (path for path in (experiment.work / "estimate").glob("*.json") if "ours" in path.name)
+    estimate = json.loads(path.read_text())
+    path.write_text(json.dumps({**estimate, "settings": "another"}))
+    assert command(experiment, "speed") == 2
+    path.write_text(json.dumps(estimate))
+    assert command(experiment, "speed") == 0
+    speed = json.loads((experiment.work / "speed.json").read_text())["ours on cpu"]
+    assert speed["row"] == "estimate" and speed["parameters"] == estimate["parameters"]
 
 
 def test_mistakes_are_one_line(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +321,7 @@ def test_mistakes_are_one_line(experiment: Experiment, capsys: pytest.CaptureFix
         (("train", "--changes", "3"), "--changes 3 must be a mapping"),
         (("train", "--changes", "{epoch: 1}"), "has no setting 'epoch'; did you mean 'epochs'?"),
         (("collect",), "name the folder of the records"),
-        (("speed",), "there are no rows of a recipe to measure"),
+        (("speed",), "no recipe has a row or an estimate to measure"),
     ):
         assert command(experiment, *words) == 2
         assert message in capsys.readouterr().err

@@ -100,18 +100,18 @@ class Report:
 
     def comparisons(self) -> list[race.Comparison]:
         """The primary comparison, then the secondary ones of the plan."""
-        n, ours, theirs = self.plan.n, self.curves[CHOSEN].values, self.curves[SAMPLING].values
+        n, chosen, sampling = self.plan.n, self.curves[CHOSEN].values, self.curves[SAMPLING].values
 
         def at(k: int, name: str = "", primary: bool = False) -> race.Comparison:
-            return race.Comparison(name or f"pass@{k}", ours[:, k - 1], theirs[:, k - 1], primary)
+            return race.Comparison(name or f"pass@{k}", chosen[:, k - 1], sampling[:, k - 1], primary)
 
         result = [at(n, f"pass@{n}, primary", True)]
         result += [at(k) for k in NS if k != n and k <= self.plan.most]
-        result.append(race.Comparison(f"at the tokens of {n} tries", ours[:, n - 1], self.sampled_at_tokens()))
-        for rule, (mine, rival) in self.without_gold(n).items():
-            result.append(race.Comparison(f"{rule} at {n}", mine, rival))
+        result.append(race.Comparison(f"at the tokens of {n} tries", chosen[:, n - 1], self.sampled_at_tokens()))
+        for rule, pair in self.without_gold(n).items():
+            result.append(race.Comparison(f"{rule} at {n}", *pair))
         for name in self.rivals:
-            result.append(race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], theirs[:, n - 1]))
+            result.append(race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], sampling[:, n - 1]))
         return result
 
     def sampled_at_tokens(self) -> np.ndarray:
@@ -237,21 +237,21 @@ def known(values: np.ndarray, digits: int) -> list[float]:
 
 def fold_figures(fold: Fold, plan: Any) -> dict[str, Any]:
     """What training chose for a fold, and what the test gave."""
-    ours = fold.curve(fold.choice["order"], fold.mix, plan.n)
-    theirs = race.sampling_curve(fold.outcomes, fold.rival, plan.n)
+    policy = fold.curve(fold.choice["order"], fold.mix, plan.n)
+    sampling = race.sampling_curve(fold.outcomes, fold.rival, plan.n)
     return {
         "order": fold.choice["order"],
         "mix": fold.choice["mix"],
         "rival": str(fold.rival),
         "dense": float(fold.outcomes.columns([DENSE]).z.mean()),
-        "ours": float(ours.mean[-1]),
-        "sampling": float(theirs.mean[-1]),
+        "policy": float(policy.mean[-1]),
+        "sampling": float(sampling.mean[-1]),
     }
 
 
 def _formatted(row: dict[str, Any]) -> dict[str, str]:
     return {
-        name: f"{value:.3f}" if name in ("dense", "ours", "sampling") else str(value) for name, value in row.items()
+        name: f"{value:.3f}" if name in ("dense", "policy", "sampling") else str(value) for name, value in row.items()
     }
 
 
@@ -260,8 +260,8 @@ def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
     table = [
         {
             "comparison": row["name"],
-            "ours": f"{row['ours']:.3f}",
-            "theirs": f"{row['theirs']:.3f}",
+            "policy": f"{row['policy']:.3f}",
+            "sampling": f"{row['sampling']:.3f}",
             "difference": bold(f"{row['difference']:+.3f}", row["p_holm"] < race.LEVEL),
             "95% interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
             "p": p_value(row["p"]),

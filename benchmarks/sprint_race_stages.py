@@ -214,9 +214,9 @@ class Race(Folders):
             return policies.nearest(Router.load(folder))
         names, values = {"p": "sizes", "lambda": "weights"}, dict(self.plan.routers.get(method, {}))
         values = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        own = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
-        general = {name: value for name, value in values.items() if name not in own}
-        router = fit(training, ENCODER, FitOptions(router=method, options=own, **general))
+        special = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
+        general = {name: value for name, value in values.items() if name not in special}
+        router = fit(training, ENCODER, FitOptions(router=method, options=special, **general))
         if folder:
             router.save(folder)
             router = Router.load(folder)

@@ -49,11 +49,11 @@ def test_wrong_words_are_refused(script: Any, words: list[str], message: str, ca
 
 def test_a_race_has_the_settings_of_its_command_line(script: Any, tmp_path: Path) -> None:
     words = ["--model", "m", "--task", "prune_gsm8k", "--questions", "20,30", "--layers", "1", "--work", str(tmp_path)]
-    own = script.make_race(script.parse([*words, "--server", "http://localhost:1", "--adapters", "a"]))
-    options = own.options(0, "train", {"q": []})
+    race = script.make_race(script.parse([*words, "--server", "http://localhost:1", "--adapters", "a"]))
+    options = race.options(0, "train", {"q": []})
     assert (options.split, options.layers, options.server) == ("train", (1,), "http://localhost:1")
     assert options.model_args == {"pretrained": "m", "adapters": "a"} and not options.random_sets
-    assert own.numbers == (20, 30) and options.attempts == {"q": []}
+    assert race.numbers == (20, 30) and options.attempts == {"q": []}
     test = script.make_race(script.parse(words)).options(0, "test", {"q": ["dense"]})
     assert (test.split, test.likelihood, test.model_args["dtype"]) == ("test", True, "bfloat16") and test.random_sets
 
@@ -76,10 +76,10 @@ def tiny_splits(script: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[
 def test_twins_of_training_questions_are_not_tested(
     script: Any, tiny_splits: dict[str, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
-    own = script.make_race(script.parse(["--model", "m", "--work", str(tmp_path)]))
-    assert sorted(own.texts(0, "train")) == sorted(tiny_splits["train"])
-    assert sorted(own.texts(0, "test")) == sorted(tiny_splits["test"][:5])
-    own.run([])
+    race = script.make_race(script.parse(["--model", "m", "--work", str(tmp_path)]))
+    assert sorted(race.texts(0, "train")) == sorted(tiny_splits["train"])
+    assert sorted(race.texts(0, "test")) == sorted(tiny_splits["test"][:5])
+    race.run([])
     assert "1 test questions are left out" in capsys.readouterr().out
 
 

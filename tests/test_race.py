@@ -180,18 +180,18 @@ def test_the_folds_of_asdiv_a_have_few_twins(
     shared_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
-    own = Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu")
-    kept = {number: own.texts(number, "test") for number in range(5)}
+    whole_race = Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu")
+    kept = {number: whole_race.texts(number, "test") for number in range(5)}
     questions = {text for texts in kept.values() for text in texts}
     assert sum(map(len, kept.values())) == len(questions) >= 1000
-    assert not questions & own.twins.keys()
+    assert not questions & whole_race.twins.keys()
     for number in range(5):
-        test, choosing, tuned = own.splits(number)
+        test, choosing, tuned = whole_race.splits(number)
         assert len({test, choosing, *tuned}) == 5
-        assert {*own.texts(number, "train")} <= {*data.load("asdiv_a", choosing)["question"]}
+        assert {*whole_race.texts(number, "train")} <= {*data.load("asdiv_a", choosing)["question"]}
         assert not any({*kept[number]} & {*data.load("asdiv_a", split)["question"]} for split in (choosing, *tuned))
-    assert own.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
-    trial = Race(rehearsal(own.plan, 12), PLAN, tmp_path, "cpu", 12)
+    assert whole_race.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
+    trial = Race(rehearsal(whole_race.plan, 12), PLAN, tmp_path, "cpu", 12)
     assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in range(5))  # a rehearsal asks no test question
     assert all(len(trial.texts(k, part)) == 12 for k in range(5) for part in ("train", "test"))
 
@@ -208,8 +208,8 @@ def test_only_secondary_comparisons_are_corrected() -> None:
     p = [each["p"] for each in found[1:]]
     expected = [min(2 * x, 1) if x == min(p) else max(x, min(2 * min(p), 1)) for x in p]
     assert [each["p_holm"] for each in found[1:]] == pytest.approx(expected)
-    for each, (ours, theirs) in zip(found, values, strict=True):
-        assert each["difference"] == pytest.approx(np.mean(ours - theirs))
+    for each, (policy, sampling) in zip(found, values, strict=True):
+        assert each["difference"] == pytest.approx(np.mean(policy - sampling))
         assert (each["low"] > 0 or each["high"] < 0) == (each["p"] < 0.05)
 
 

@@ -15,9 +15,9 @@ from sprint_race_report import CHOSEN, SAMPLING, Fold, Report, write_race_report
 from sprint_race_stages import Race
 
 from lmeval_prune import InputError
-from lmeval_prune.sprint import race
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.race import Comparison, fixed_policy, solved_only, test_comparisons
 from lmeval_prune.sprint.registration import RacePlan, code_state
 from tests.conftest import ROOT
 from tests.git_folders import make_git_folder
@@ -48,7 +48,7 @@ def folds() -> list[Fold]:
         part = Outcomes(z, POOL, rows, tokens=np.tile(np.array(TOKENS, float), (len(z), 1)), extracted=extracted)
 
         def policy_of(order: str, count: int = len(z)) -> Any:
-            return race.fixed_policy([orders[order]] * count)
+            return fixed_policy([orders[order]] * count)
 
         found.append(Fold(part, choice, policy_of))
     return found
@@ -56,8 +56,8 @@ def folds() -> list[Fold]:
 
 @pytest.fixture
 def report(folds: list[Fold]) -> Report:
-    own = SimpleNamespace(plan=SimpleNamespace(n=2, most=2, test_samples=4), rivals=lambda _: {"b": ("second", Mix())})
-    report = Report(own, [])
+    race = SimpleNamespace(plan=SimpleNamespace(n=2, most=2, test_samples=4), rivals=lambda _: {"b": ("second", Mix())})
+    report = Report(race, [])
     report.folds = folds
     return report
 
@@ -67,19 +67,19 @@ def test_values_of_two_folds_are_literal(report: Report) -> None:
     primary, one, tokens, *rest = report.comparisons()
     assert primary.is_primary and not any(each.is_primary for each in (one, tokens, *rest))
     assert primary.name == "pass@2, primary" and one.name == "pass@1"
-    assert primary.ours.tolist() == [0, 1, 1, 0, 1]  # a or b; dense or b
-    assert primary.theirs == pytest.approx([1 - 3 / 6, 0, 1 - 1 / 6, 0, 1])  # two of four samples; dense or a sample
-    assert one.ours.tolist() == [0, 0, 1, 0, 1] and one.theirs == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+    assert primary.policy.tolist() == [0, 1, 1, 0, 1]  # a or b; dense or b
+    assert primary.sampling == pytest.approx([1 - 3 / 6, 0, 1 - 1 / 6, 0, 1])  # two of four samples; dense or a sample
+    assert one.policy.tolist() == [0, 0, 1, 0, 1] and one.sampling == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
     assert report.curves[CHOSEN].tokens is not None and report.curves[SAMPLING].tokens is not None
     assert report.curves[CHOSEN].tokens.tolist() == [[20, 50]] * 3 + [[10, 40]] * 2
     assert report.curves[SAMPLING].tokens.tolist() == [[7, 14]] * 3 + [[10, 17]] * 2
-    assert tokens.name == "at the tokens of 2 tries" and tokens.ours.tolist() == primary.ours.tolist()
-    assert tokens.theirs == pytest.approx([1 / 2, 0, 5 / 6, 0, 1])  # 50 and 40 tokens: both tries of sampling fit
+    assert tokens.name == "at the tokens of 2 tries" and tokens.policy.tolist() == primary.policy.tolist()
+    assert tokens.sampling == pytest.approx([1 / 2, 0, 5 / 6, 0, 1])  # 50 and 40 tokens: both tries of sampling fit
     votes = {each.name: each for each in rest}
-    assert votes["majority at 2"].ours.tolist() == [0, 0, 1, 0, 1]  # the first of two different answers
-    assert votes["majority at 2"].theirs.tolist() == [1 / 2, 0, 1 / 2, 0, 1]  # samples 0, 1 and samples 2, 3
-    assert votes["b, pass@2"].ours.tolist() == [0, 1, 1, 1, 1]
-    assert votes["b, pass@2"].theirs.tolist() == primary.theirs.tolist()
+    assert votes["majority at 2"].policy.tolist() == [0, 0, 1, 0, 1]  # the first of two different answers
+    assert votes["majority at 2"].sampling.tolist() == [1 / 2, 0, 1 / 2, 0, 1]  # samples 0, 1 and samples 2, 3
+    assert votes["b, pass@2"].policy.tolist() == [0, 1, 1, 1, 1]
+    assert votes["b, pass@2"].sampling.tolist() == primary.sampling.tolist()
 
 
 def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
@@ -92,28 +92,28 @@ def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
 def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [fold.outcomes for fold in folds]
     monkeypatch.setattr(Report, "_fold", lambda _, number: folds[number])
-    monkeypatch.setattr(Report, "solved_only", lambda _: race.solved_only(parts, [0.5, 0.5], 4))
+    monkeypatch.setattr(Report, "solved_only", lambda _: solved_only(parts, [0.5, 0.5], 4))
     code = {"test 0": [{"commit": "c" * 40, "changed": ["lmeval_prune/x.py"]}]}
-    own = SimpleNamespace(
+    race = SimpleNamespace(
         plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0), rivals=lambda _: {"b": ("second", Mix())},
         note="A rehearsal.", limit=5, report_folder=tmp_path, choices_file=tmp_path / "choices.json", twins={}, code=code,
         seconds={}, rates={},
     )  # fmt: skip
-    own.choices_file.write_text('{"smallest_difference": 0.1}')
-    write_race_report(own, [0, 1])
+    race.choices_file.write_text('{"smallest_difference": 0.1}')
+    write_race_report(race, [0, 1])
     page, results = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
     assert f"A rehearsal. Code of commit {'c' * 12}; with uncommitted changes in the stages test 0" in page
     assert "of the policy that training chose: **0.600**" in page and "that training chose: **0.467**" in page
     assert "No claim: the race is not pre-registered." in page and "unpruned model solves 0.400 greedily" in page
     primary = results["comparisons"][0]
-    assert (primary["ours"], primary["theirs"]) == pytest.approx((3 / 5, (1 / 2 + 5 / 6 + 1) / 5))
+    assert (primary["policy"], primary["sampling"]) == pytest.approx((3 / 5, (1 / 2 + 5 / 6 + 1) / 5))
     assert results["pass"]["b"] == [0.6, 0.8] and results["tokens"][CHOSEN] == [16.0, 46.0]
     assert results["solved_only"]["shares"]["only_variants"]["share"] == pytest.approx(2 / 5)
     assert [fold["rival"] for fold in results["folds"]] == ["dense@0.5", "dense|dense@0.5"]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "is_registered", "words"),
+    ("policy", "sampling", "is_registered", "words"),
     [
         (1.0, 0.0, True, "Pruned variants beat sampling."),
         (0.0, 1.0, True, "Sampling beats pruned variants."),
@@ -121,9 +121,9 @@ def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch
         (1.0, 0.0, False, "No claim: the race is not pre-registered."),
     ],
 )
-def test_a_verdict_is_of_the_difference(ours: float, theirs: float, is_registered: bool, words: str) -> None:
+def test_a_verdict_is_of_the_difference(policy: float, sampling: float, is_registered: bool, words: str) -> None:
     noise = np.tile([0.0, 0.1], 10)
-    row = race.test_comparisons([race.Comparison("p", ours - noise, theirs - noise[::-1], True)])[0]
+    row = test_comparisons([Comparison("p", policy - noise, sampling - noise[::-1], True)])[0]
     assert claims.verdict(row, is_registered) == words
 
 
@@ -143,49 +143,49 @@ def make(folder: Path, name: str = "plan.md") -> Race:
     return Race(RacePlan.read(plan), plan, folder / "work", "cpu")
 
 
-def write_choices(own: Race, **changes: Any) -> None:
-    content = {"plan": claims.plan_identity(own), "folds": [], **changes}
-    own.choices_file.write_text(json.dumps(content))
+def write_choices(race: Race, **changes: Any) -> None:
+    content = {"plan": claims.plan_identity(race), "folds": [], **changes}
+    race.choices_file.write_text(json.dumps(content))
 
 
 @pytest.fixture
 def registered(repository: tuple[Path, Any]) -> tuple[Race, Any]:
     folder, git = repository
-    own = make(folder)
-    write_choices(own)
+    race = make(folder)
+    write_choices(race)
     git("add", "docs"), git("commit", "-qm", "choices")
-    claims.register(own)
-    return own, git
+    claims.register(race)
+    return race, git
 
 
 def test_a_race_is_registered_with_all_its_folds(registered: tuple[Race, Any]) -> None:
-    own, git = registered
-    found = claims.status(own, range(5))
+    race, git = registered
+    found = claims.status(race, range(5))
     assert found["commit"] == git("rev-parse", "HEAD") and found["text"].startswith("Pre-registered: ")
-    part = claims.status(own, [0, 2])
+    part = claims.status(race, [0, 2])
     assert part["commit"] is None and part["text"].endswith("only folds 0, 2 were tested.")
-    assert claims.status(replace(own, limit=12), range(5)) == {"commit": None, "text": replace(own, limit=12).note}
-    (own.work / "registration.json").unlink()
-    assert claims.status(own, range(5))["text"].startswith("Not pre-registered: the test run began without")
+    assert claims.status(replace(race, limit=12), range(5)) == {"commit": None, "text": replace(race, limit=12).note}
+    (race.work / "registration.json").unlink()
+    assert claims.status(race, range(5))["text"].startswith("Not pre-registered: the test run began without")
 
 
 @pytest.mark.parametrize("name", ["plan.md", "choices.json"])
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_changed_files_are_not_registered(registered: tuple[Race, Any], name: str, is_committed: bool) -> None:
-    own, git = registered
-    path = own.plan_file.with_name(name)
+    race, git = registered
+    path = race.plan_file.with_name(name)
     path.write_text(path.read_text() + "\n")
     if is_committed:
         git("add", "docs"), git("commit", "-qm", "changed")
-    found = claims.status(own, range(5))
+    found = claims.status(race, range(5))
     assert found["commit"] is None and found["text"].startswith("Not pre-registered (commit ")
 
 
 def test_another_plan_is_not_registered(registered: tuple[Race, Any]) -> None:
     """A plan that lies beside the registered one, with other settings, whether it is committed or not."""
-    own, git = registered
-    (own.plan_file.with_name("plan2.md")).write_text(PLAN.read_text().replace("\nseed: 0", "\nseed: 1"))
-    other = make(own.work.parent, "plan2.md")
+    race, git = registered
+    (race.plan_file.with_name("plan2.md")).write_text(PLAN.read_text().replace("\nseed: 0", "\nseed: 1"))
+    other = make(race.work.parent, "plan2.md")
     assert other.plan.seed == 1
     for _ in range(2):
         found = claims.status(other, range(5))
@@ -198,56 +198,56 @@ def test_another_plan_is_not_registered(registered: tuple[Race, Any]) -> None:
 
 def test_the_test_run_needs_the_commit_and_keeps_to_it(repository: tuple[Path, Any]) -> None:
     folder, git = repository
-    own = make(folder)
-    write_choices(own)
+    race = make(folder)
+    write_choices(race)
     with pytest.raises(InputError, match="is not committed; commit it before the test run"):
-        own.run(["test"], [0])
+        race.run(["test"], [0])
     git("add", "docs"), git("commit", "-qm", "choices")
     with pytest.raises(InputError, match="has no fold 0; run the stage choose"):
-        own.run(["test"], [0])
+        race.run(["test"], [0])
     assert (folder / "work/registration.json").exists()
-    write_choices(own, folds=[1])
+    write_choices(race, folds=[1])
     git("add", "docs"), git("commit", "-qm", "other choices")
     with pytest.raises(InputError, match=r"the test run began with the plan and choices of commit \w{12}, and these"):
-        own.run(["test"], [0])
+        race.run(["test"], [0])
 
 
 def test_choices_are_of_a_committed_plan(repository: tuple[Path, Any]) -> None:
     folder, git = repository
-    own = make(folder)
-    write_choices(own)
-    own.plan_file.write_text(PLAN.read_text() + "\nA new paragraph.\n")
+    race = make(folder)
+    write_choices(race)
+    race.plan_file.write_text(PLAN.read_text() + "\nA new paragraph.\n")
     with pytest.raises(InputError, match=r"^docs/plan.md has changed since its commit[^\n]*$"):
-        own.run(["choose"], range(5))
+        race.run(["choose"], range(5))
     git("add", "docs"), git("commit", "-qm", "a new paragraph, and choices of the old plan")
     with pytest.raises(InputError, match=r"^[^\n]*choices.json was chosen by another plan than [^\n]*plan.md[^\n]*$"):
-        own.run(["test"], [0])
+        race.run(["test"], [0])
 
 
 def test_a_work_folder_has_one_race(repository: tuple[Path, Any]) -> None:
     folder, _ = repository
-    own, ran = make(folder), []
-    own.run([], [0])
+    race, ran = make(folder), []
+    race.run([], [0])
     with pytest.raises(InputError, match=r"^[^\n]*holds a race with another n, seed; give --work another folder$"):
-        replace(own, plan=replace(own.plan, n=4, seed=3)).run([], [0])
-    own.stage("choose", lambda: ran.append(1), folds=[0, 1])
-    own.stage("choose", lambda: ran.append(2), folds=[0, 1])
+        replace(race, plan=replace(race.plan, n=4, seed=3)).run([], [0])
+    race.stage("choose", lambda: ran.append(1), folds=[0, 1])
+    race.stage("choose", lambda: ran.append(2), folds=[0, 1])
     with pytest.raises(InputError, match=r"^choose was done with other settings or folds; give --work [^\n]*$"):
-        own.stage("choose", lambda: ran.append(3), folds=[0])
+        race.stage("choose", lambda: ran.append(3), folds=[0])
     with pytest.raises(InputError, match="other settings or folds"):
-        replace(own, plan=replace(own.plan, n=4)).stage("choose", lambda: ran.append(4), folds=[0, 1])
+        replace(race, plan=replace(race.plan, n=4)).stage("choose", lambda: ran.append(4), folds=[0, 1])
     assert ran == [1]
 
 
 def test_nothing_is_looked_at_before_all_folds_are_complete(registered: tuple[Race, Any]) -> None:
-    own, _ = registered
+    race, _ = registered
     for number in (0, 1, 2, 4):
-        own.stage(f"test {number}", lambda: None)
+        race.stage(f"test {number}", lambda: None)
     for folds in (range(5), [0]):
         with pytest.raises(InputError, match=r"^report: the test of fold 3 is not done; nothing is looked at[^\n]*$"):
-            own.run(["report"], folds)
-    own.stage("test 3", lambda: None)
-    claims.check_complete(own)
+            race.run(["report"], folds)
+    race.stage("test 3", lambda: None)
+    claims.check_complete(race)
 
 
 # --------------------------------------------------------------------------- what was chosen
@@ -267,25 +267,25 @@ class TinyRace(Race):
 
 def test_only_what_was_chosen_is_tested_and_reported(tmp_path: Path) -> None:
     plan = replace(RacePlan.read(PLAN), orders=("best", "cover"))
-    own = TinyRace(plan, tmp_path / "plan.md", tmp_path / "work", "cpu", limit=4)
-    model = own.fold(0) / "model"
+    race = TinyRace(plan, tmp_path / "plan.md", tmp_path / "work", "cpu", limit=4)
+    model = race.fold(0) / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")
-    digests = claims.fingerprints(own, 0, "best")
+    digests = claims.fingerprints(race, 0, "best")
     assert digests.keys() == {"training outcomes", "model", "order best", "order cover"}
     choice = {"fold": 0, "order": "best", "digests": digests}
-    own.choices_file.write_text(json.dumps({"folds": [choice]}))
-    claims.verify(own, 0)
+    race.choices_file.write_text(json.dumps({"folds": [choice]}))
+    claims.verify(race, 0)
     (model / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(InputError, match=r"^fold 0: model of [^\n]* differ from those of [^\n]*choices.json; put them"):
-        own.run(["test"], [0])
+        race.run(["test"], [0])
     (model / "model.safetensors").write_bytes(b"weights")
-    own.z = own.z[:, [1, 0, 2]]  # other outcomes, and so another order
+    race.z = race.z[:, [1, 0, 2]]  # other outcomes, and so another order
     with pytest.raises(InputError, match=r"^fold 0: training outcomes, order best[^\n]* of [^\n]*$"):
-        own.run(["report"], [0])
-    own.choices_file.write_text(json.dumps({"folds": [{"fold": 0, "order": "best"}]}))
+        race.run(["report"], [0])
+    race.choices_file.write_text(json.dumps({"folds": [{"fold": 0, "order": "best"}]}))
     with pytest.raises(InputError, match=r"^fold 0: training outcomes, model, order best, order cover of [^\n]*$"):
-        claims.verify(own, 0)
+        claims.verify(race, 0)
 
 
 def test_uncommitted_code_is_named(repository: tuple[Path, Any]) -> None:

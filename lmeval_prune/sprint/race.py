@@ -251,17 +251,17 @@ def _shingles(text: str) -> set[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired values of a policy and its rival.
+    """Paired values of a policy and of sampling, its rival.
 
     Attributes:
         name: what is compared.
-        ours, theirs: values between 0 and 1, (questions,).
+        policy, sampling: values between 0 and 1, (questions,).
         is_primary: whether it is the primary comparison.
     """
 
     name: str
-    ours: np.ndarray
-    theirs: np.ndarray
+    policy: np.ndarray
+    sampling: np.ndarray
     is_primary: bool = False
 
 
@@ -272,7 +272,7 @@ def test_comparisons(comparisons: Sequence[Comparison], seed: int = 0) -> list[d
         For each comparison its means, the mean difference with its 95% interval, p, and for secondary ones p after
         Holm's correction. p is that of 10,000 random flips of the questions' signs.
     """
-    differences = np.stack([each.ours - each.theirs for each in comparisons], axis=1)
+    differences = np.stack([each.policy - each.sampling for each in comparisons], axis=1)
     p = sign_flip_test(differences, seed)
     low, high = difference_interval(differences, 1.0, p)
     secondary = [i for i, each in enumerate(comparisons) if not each.is_primary]
@@ -281,9 +281,9 @@ def test_comparisons(comparisons: Sequence[Comparison], seed: int = 0) -> list[d
         {
             "name": each.name,
             "primary": each.is_primary,
-            "questions": len(each.ours),
-            "ours": float(each.ours.mean()),
-            "theirs": float(each.theirs.mean()),
+            "questions": len(each.policy),
+            "policy": float(each.policy.mean()),
+            "sampling": float(each.sampling.mean()),
             "difference": float(differences[:, i].mean()),
             "low": float(low[i]),
             "high": float(high[i]),

@@ -9,6 +9,7 @@ from jinja2.exceptions import TemplateError
 
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.loading import load_task, task_manager
+from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 
 
 def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:
@@ -34,20 +35,26 @@ def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> 
 
 
 def training_documents(name: str) -> tuple[Any, list[Any]]:
-    """Return a task and the documents of its training split; `InputError` if it has none."""
+    """Return a task and the documents of its training split; `InputError` if it has none.
+
+    A warning says so if the task scores that split.
+    """
     task = load_task(task_manager({"data_split": "train"}), name)
+    is_packaged = "prune_data" in (task.get_config("dataset_kwargs") or {})
     try:
-        return task, list(_documents(name, task))
+        documents = list(_documents(name, task, is_packaged))
     except InputError:
         raise
     except Exception as error:  # tasks raise errors of any type
         raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
+    split = "train" if is_packaged else task.get_config("training_split")
+    remedy = "name another task, or give --text FILE"
+    warn_of_scored_splits("the calibration text", name, [split], scored_splits(task), remedy)
+    return task, documents
 
 
-def _documents(name: str, task: Any) -> Any:
-    if "prune_data" in (
-        task.get_config("dataset_kwargs") or {}
-    ):  # a task of this package: `data_split` has chosen the split that is its test split
+def _documents(name: str, task: Any, is_packaged: bool) -> Any:
+    if is_packaged:  # `data_split` has chosen the split that is the task's test split
         return task.test_docs()
     if task.has_training_docs():
         return task.training_docs()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,17 @@ from lmeval_prune.sprint.outcomes import OutcomeStore, Question
 
 
 def write_outcomes(
-    folder: Path, z: dict[str, list[float]], model: dict[str, Any], texts: Sequence[str] = (), split: str = "train"
+    folder: Path,
+    z: dict[str, list[float]],
+    model: dict[str, Any],
+    texts: Sequence[str] = (),
+    split: str = "train",
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write a store with the outcomes of each column, 0, 1 or NaN (not run), of questions with the given texts."""
+    """Write a store with the outcomes of each column, 0, 1 or NaN (not run), of questions with the given texts.
+
+    `settings` are those of their task.
+    """
     rows = max(map(len, z.values()))
     texts = texts or [f"q{n}" for n in range(rows)]
     questions = [
@@ -25,7 +34,7 @@ def write_outcomes(
         for n in range(rows)
     ]
     store = OutcomeStore(folder)
-    store.begin(model, {"toy": {}}, questions, list(z))
+    store.begin(model, {"toy": dict(settings)}, questions, list(z))
     blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
     store.add(
         {**Question("toy", split, n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
@@ -37,7 +46,11 @@ def write_outcomes(
 
 
 def drawn_outcomes(
-    model_map: ModelMap, folder: Path | None = None, questions: int = 24, seed: int = 0, texts: Sequence[str] = ()
+    model_map: ModelMap,
+    folder: Path | None = None,
+    questions: int = 24,
+    seed: int = 0,
+    texts: Sequence[str] = (),
 ) -> Path:
     """Write a store of a model with drawn outcomes of all heads, on so many questions or those with the given texts."""
     heads = [f"{layer.label}H{head}" for layer in model_map.attention for head in range(layer.heads)]

@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
 from lmeval_prune.pruners.calibration import encode, read_calibration
+from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
+from lmeval_prune.tasks.splits import scored_splits
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
 
@@ -87,14 +91,17 @@ def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, t
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
 
-def task_of(folder: Path) -> str:
-    """Return the path to the YAML of an lm-eval task with a training split."""
+def task_of(folder: Path, **splits: str) -> str:
+    """Return the path to the YAML of an lm-eval task with a training split; its data has the splits train and held."""
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    splits = splits or {"training_split": "train", "test_split": "held"}
+    declared = "".join(f"{name}: {split}\n" for name, split in splits.items())
     path = folder / "sums.yaml"
     path.write_text(
-        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {folder}/rows.jsonl\n  cache_dir: {folder}\n"
-        "training_split: train\ntest_split: train\noutput_type: generate_until\n"
+        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  cache_dir: {folder}\n"
+        f"  data_files: {{train: {folder}/rows.jsonl, held: {folder}/rows.jsonl}}\n"
+        f"{declared}output_type: generate_until\n"
         'doc_to_text: "Asked: {{question}}"\ndoc_to_target: "{{answer}}"\n'
     )
     return str(path)
@@ -164,6 +171,44 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny_folder: Path, sums:
         InputError, match=r"the chat template fails .TemplateError: no user.; leave out --apply_chat_template"
     ):
         windows_of(tokenizer, None, sums, apply_chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("splits", "warns"),
+    [
+        ({"training_split": "train", "test_split": "held"}, False),
+        ({"training_split": "train", "test_split": "held", "validation_split": "train"}, False),
+        ({"training_split": "train", "validation_split": "train"}, True),
+        ({"training_split": "train", "test_split": "train"}, True),
+        ({"training_split": "held", "test_split": "train"}, False),
+        ({"training_split": "held", "test_split": "held"}, True),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_text_of_the_split_that_its_task_scores_is_warned_of(
+    tiny_folder: Path, tmp_path: Path, splits: dict[str, str], warns: bool, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the split is called; in one line, with the split and what to do."""
+    path = task_of(tmp_path, **splits)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    if own:
+        OwnText(tiny("llama"), tokenizer, TextOptions(calibrate_on="own", task=path, windows=2), tmp_path / "store")
+    else:
+        windows_of(tokenizer, None, path)
+    lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.splits"]
+    assert len(lines) == warns
+    for line in lines:
+        assert f"has questions of the split {splits['training_split']}, which" in line and "give --text FILE" in line
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("questions", "scored"),
+    [({}, ["test"]), ({"prune_test": "train"}, ["test", "train"]), ({"prune_test": "all"}, ["all", "test"])],
+)
+def test_a_packaged_task_scores_the_split_that_its_file_names(questions: dict[str, str], scored: list[str]) -> None:
+    settings = {"dataset_kwargs": {"prune_data": "x", **questions}, "test_split": "test"}
+    assert scored_splits(SimpleNamespace(get_config=settings.get)) == scored
 
 
 def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:

@@ -291,9 +291,11 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     result = sweep(tiny_folder, tmp_path / "s", **options)
     assert result.texts == [f"held {i}+{i}?" for i in range(4)]
     assert result.tasks["mine"]["metric"] == "exact_match,first" and result.tasks["mine"]["question_field"] == "ask"
+    assert result.tasks["mine"]["scored_splits"] == ["held"]
     assert np.isin(result.z, [0, 1]).all()
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
     assert more.texts == [*result.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
+    assert more.tasks["mine"]["scored_splits"] == ["held"]  # whichever split was swept
     with pytest.raises(InputError, match="no split 'test'"):
         sweep(tiny_folder, tmp_path / "s", split="test", **options)
 

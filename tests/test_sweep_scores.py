@@ -100,15 +100,35 @@ def test_content_identifies_the_scores_and_not_the_folder(tmp_path: Path) -> Non
     assert identity[first]["swept"] == {"toy": ["train"]}
 
 
-@pytest.mark.parametrize(("split", "warns"), [("train", False), ("test", True), ("fold0", True)])
-def test_a_sweep_of_another_split_than_training_is_warned_of(
-    tmp_path: Path, split: str, warns: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("split", "scored", "warns"),
+    [
+        ("train", ["test"], False),
+        ("train", ["train"], True),
+        ("fold0", ["all", "test"], False),
+        ("all", ["all", "test"], True),
+        ("validation", ["test"], False),
+        ("validation", ["validation"], True),
+        ("test", ["validation"], False),
+        ("test", None, True),  # a store that does not say what the task scores
+        ("fold0", None, False),
+    ],
+)
+def test_a_sweep_of_the_split_that_its_task_scores_is_warned_of(
+    tmp_path: Path, split: str, scored: list[str] | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """In one line, with the split and what to do."""
     model_map = map_model(tiny("llama"))
     z = {"dense": [1.0], **{head: [1.0] for head in HEADS_OF_TINY}}
-    write_outcomes(tmp_path / "z", z, {"name": model_map.name, "weights": model_map.weights}, split=split)
+    model = {"name": model_map.name, "weights": model_map.weights}
+    settings = {"scored_splits": scored} if scored else {}
+    write_outcomes(tmp_path / "z", z, model, split=split, settings=settings)
     scores_by(str(tmp_path / "z"))
-    assert ("heads are chosen on the test" in caplog.text) == warns
+    lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.splits"]
+    assert len(lines) == warns
+    for line in lines:
+        assert f"has questions of the split {split}, which toy scores: " in line and "--split" in line
+        assert "\n" not in line
 
 
 @pytest.mark.parametrize(

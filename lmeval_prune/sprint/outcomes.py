@@ -40,6 +40,8 @@ from lmeval_prune.models.variants import Records, VariantRecord
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 3  # 1: texts of answers in cells.parquet; 2: only pruned heads, cells.parquet has `head` for `attempt`
 
+LATER_SETTINGS = ("scoring", "scored_splits")  # settings of a task that earlier stores may lack
+
 _KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
 _QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
 _ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
@@ -47,12 +49,18 @@ _CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_AN
 _READ = ("attempt", "outcome", "extracted", "length", "cut_off", "logprob")
 
 
+class TaskSettings(TypedDict, total=False):
+    """Settings of a task; the outcomes depend on all others, which are any JSON."""
+
+    scored_splits: list[str]  # what the task scores, see `tasks/splits.py`
+
+
 class StoreContents(TypedDict):
     """Fields of `store.json`."""
 
     pool: list[str]
     model: dict[str, Any]
-    tasks: dict[str, dict[str, Any]]
+    tasks: dict[str, TaskSettings]
     variants: NotRequired[dict[str, VariantRecord]]
 
 
@@ -249,7 +257,8 @@ class OutcomeStore:
             content = self.check()
             model = _merge_models(self.folder, content["model"], model)
             for task in content["tasks"].keys() & tasks.keys():
-                before = {"scoring": tasks[task].get("scoring"), **content["tasks"][task]}  # version 2 lacks it
+                added = {key: tasks[task].get(key) for key in LATER_SETTINGS}
+                before = {**added, **content["tasks"][task]}
                 _refuse_difference(self.folder, f"task {task}", before, tasks[task])
             tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
             records = {**content.get("variants", {}), **records}

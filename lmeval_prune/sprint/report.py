@@ -33,7 +33,7 @@ from lmeval_prune.sprint.curves import (
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
@@ -165,7 +165,7 @@ def _check_same_settings(test: Outcomes, train: Outcomes) -> None:
         settings, others = test.tasks[task], train.tasks[task]
         for key in sorted(settings.keys() | others.keys()):
             if settings.get(key) != others.get(key) and not (
-                key == "scoring" and None in (settings.get(key), others.get(key))
+                key in LATER_SETTINGS and None in (settings.get(key), others.get(key))
             ):
                 raise InputError(f"the two stores have different settings of {task} ({key}); sweep both alike")
 

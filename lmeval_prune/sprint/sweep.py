@@ -33,6 +33,7 @@ from lmeval_prune.sprint.pools import SweepPool
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
+from lmeval_prune.tasks.splits import scored_splits
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -48,6 +49,7 @@ class Sweep:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self.store = OutcomeStore(options.output)
+        self.scored_splits: dict[str, list[str]] = {}  # by task
 
     def run(self) -> Outcomes | None:
         """Generate and score the missing answers, and return the outcomes (None on ranks other than 0).
@@ -109,6 +111,7 @@ class Sweep:
         tasks = load_tasks(task_manager(metadata), options.tasks)
         for name, task in tasks.items():
             self._check_task(name, task)
+            self.scored_splits[name] = scored_splits(task)  # before another one is chosen
             self._choose_split(name, task)
         swept_tasks = {}
         for name, task in sorted(tasks.items()):
@@ -214,7 +217,7 @@ class Sweep:
         failed = True
         try:
             if lm.rank == 0:
-                settings = {name: self._settings(task, lm) for name, task in tasks.items()}
+                settings = {name: self._settings(name, task, lm) for name, task in tasks.items()}
                 self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool, pool.records)
             failed = False
         finally:
@@ -222,7 +225,7 @@ class Sweep:
         if failed_anywhere:
             raise InputError("the first process could not prepare the store; its message has the reason")
 
-    def _settings(self, task: SweptTask, lm: Model) -> dict[str, Any]:
+    def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
         return {
@@ -234,6 +237,7 @@ class Sweep:
             "question_field": task.question_field,
             "version": str((task.get_config("metadata") or {}).get("version", "")),
             "scoring": _scoring(task),
+            "scored_splits": self.scored_splits[name],
         }
 
 

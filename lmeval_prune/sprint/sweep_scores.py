@@ -6,7 +6,6 @@ matrix Z. A head without which more questions are solved has a negative score, a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.norm_entropy import weight_norms
 from lmeval_prune.pruners.parts import Part, Removed
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-
-logger = logging.getLogger(__name__)
+from lmeval_prune.tasks.splits import warn_of_scored_splits
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,11 @@ class SweepScores(Pruner):
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Return the drops; see `Pruner.scores`."""
         self.check_model(model_map)
+        outcomes, remedy = self._read(), "sweep other questions (--split), e.g. those of training"
         for task, splits in self._swept().items():
-            if others := [split for split in splits if not split.startswith("train")]:
-                logger.warning(
-                    "the sweep %s asked questions of the split %s of %s: if accuracy is measured on it, heads are "
-                    "chosen on the test; sweep with --split train", self.outcomes, ", ".join(others), task
-                )  # fmt: skip
-        drops = drops_of(self._read())
+            scored = outcomes.tasks.get(task, {}).get("scored_splits", ["test"])  # earlier sweeps did not record them
+            warn_of_scored_splits(f"the sweep {self.outcomes}", task, splits, scored, remedy)
+        drops = drops_of(outcomes)
         values = {
             part.key: torch.tensor([drops.get(f"{part.label}H{head}", torch.nan) for head in range(part.size)]).double()
             for part in parts

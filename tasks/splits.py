@@ -1,0 +1,37 @@
+"""Which split of its data a task scores: its questions measure a model, so nothing should be chosen by them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def scored_splits(task: Any) -> list[str]:
+    """Return the names of the split that a loaded task scores: its test split, or its validation split without one.
+
+    In a task of this package the split has two names: lm-eval's, and that in the data set (`prune_test`).
+    """
+    arguments = task.get_config("dataset_kwargs") or {}
+    own = arguments.get("prune_test", "test") if "prune_data" in arguments else None
+    names = {task.get_config("test_split") or task.get_config("validation_split"), own}
+    return sorted(str(name) for name in names if name)
+
+
+def warn_of_scored_splits(source: str, task: str, splits: Iterable[str], scored: Iterable[str], remedy: str) -> None:
+    """Warn, in a line for each, of splits that a task scores and that a source of pruning has questions of.
+
+    Args:
+        source: what was computed from the questions, as the subject of the line.
+        task: name of the task.
+        splits: of the source's questions.
+        scored: what `scored_splits` returns.
+        remedy: end of the line.
+    """
+    for split in sorted({*splits} & {*scored}):
+        logger.warning(
+            "%s has questions of the split %s, which %s scores: what is pruned is chosen on the test; %s",
+            source, split, task, remedy
+        )  # fmt: skip

@@ -182,10 +182,11 @@ class Experiment:
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
         return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")
 
-    def removed_share(self, recipe: str) -> float:
+    def removed_share(self, recipe: str) -> float | None:
         """Return the share of the parameters in blocks that a recipe removes, from shapes alone; no weights are read.
 
-        Which units go depends on scores; how many does not, but for a composition, which removes at least so much.
+        Which units go depends on scores; how many does not, but for a composition, which removes at least so much; None
+        for a budget of latency.
         Norms are not counted.
         """
         from lmeval_prune.architectures import map_model
@@ -200,6 +201,8 @@ class Experiment:
         heads, channels = make_pruners(options, 1)
         once: Any = {"p_min": 0.0, "growth": 1.0, "steps": 1}
         pruning = resolve_options(replace(options.pruning(), **once), heads, model_map, channels)
+        if pruning.budget == "latency":
+            return None
         counting = replace(pruning, budget="parameters")
         pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, "", counting))
         if pruning.allocation == COMPOSITION:

@@ -114,7 +114,8 @@ def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
         parts = estimated_seconds(experiment, row, options.work / "estimate", options.device)
         details = ", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items())
         total = sum(parts.values())
-        removes = f"removes {experiment.removed_share(name):.1%} of the parameters in blocks, " if name != DENSE else ""
+        share = None if name == DENSE else experiment.removed_share(name)
+        removes = "" if share is None else f"removes {share:.1%} of the parameters in blocks, "
         print(
             f"{name}: {removes}about {total:.0f} s a row ({details}), {len(folds) * len(seeds) * total / 3600:.1f} h "
             f"for {len(folds)} folds and {len(seeds)} seeds",

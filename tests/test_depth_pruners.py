@@ -414,7 +414,11 @@ def test_the_parameters_of_a_composition_are_those_that_a_cut_removes(gone: Remo
 
 
 def table_of(
-    attention: dict[str, float], feed_forward: dict[str, float], rounds: int = 3, layers: int = 2
+    attention: dict[str, float],
+    feed_forward: dict[str, float],
+    rounds: int = 3,
+    layers: int = 2,
+    dtype: str = "float64",
 ) -> CostTable:
     """A table as measured: seconds of a small model, with noise that all sizes of a round share."""
     noise = [0.0, 5.0, 1.0][:rounds]
@@ -422,7 +426,7 @@ def table_of(
     def times(costs: dict[str, float]) -> dict[str, list[float]]:
         return {size: [7 + own + layers * cost for own in noise] for size, cost in {"0": 0.0, **costs}.items()}
 
-    shapes: Any = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float64"}
+    shapes: Any = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": dtype}
     work: Any = {"batch": 2, "prompt": 4, "new": 2, "clock": "wall", "layers": layers, "rounds": rounds}
     where: Any = {"device": "cpu: x", "threads": 1, "torch": "2", "transformers": "5"}
     seconds: Any = {"attention": times(attention), "feed_forward": times(feed_forward)}
@@ -447,6 +451,18 @@ def test_a_budget_of_latency_counts_measured_seconds(tmp_path: Path) -> None:
     )
     spent += sum(table.cost("feed_forward", str(n)) or 0 for key, n in kept.items() if key.startswith("channels") and n)
     assert note["kept_cost"] == pytest.approx(spent)
+
+
+def test_all_measured_sizes_of_a_block_are_levels(tmp_path: Path) -> None:
+    """Also those that are no 32nds of the block, as after an earlier cut; a Llama that was written as Mistral, too."""
+    table = table_of({"4/2": 0.01}, {"40": 0.5, "96": 1.0})
+    table.shapes["model_type"] = "mistral"
+    table.save(tmp_path / "costs.json")
+    latency: Any = {"allocation": "composition", "budget": "latency", "costs": str(tmp_path / "costs.json")}
+    options = PruneOptions(0.7, depth_method="random", **latency)  # of 2.02: no room for a block of 96 channels
+    (plan,) = stages(make_pruner("magnitude", {}), map_model(tiny("llama", intermediate_size=96)), options)
+    kept = plan.provenance["composition"]
+    assert sorted(count for key, (count, _) in kept.items() if key.startswith("channels")) == [0, 40]
 
 
 def test_no_block_is_cheaper_than_a_smaller_one() -> None:

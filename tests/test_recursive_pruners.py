@@ -19,6 +19,7 @@ from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.host import read_note
+from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
@@ -34,6 +35,7 @@ from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
 from tests.kills import killing_after
 from tests.swept_outcomes import drawn_outcomes
+from tests.test_depth_pruners import table_of
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -401,3 +403,72 @@ def test_stages_remove_whole_layers_and_compositions(options: DistillOptions, tm
     dense = sum(parameter.numel() for parameter in load_pretrained(options.pretrained).parameters())
     sizes = [stage["parameters"] for stage in distill(together)["stages"]]
     assert dense > sizes[0] > sizes[1]
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    """A table of costs of the model's blocks, 12 in all."""
+    table_of({"2/1": 0.9, "4/2": 1.0}, {"16": 1.0, "32": 1.5, "48": 2.0}).save(tmp_path / "costs.json")
+    return str(tmp_path / "costs.json")
+
+
+def test_stages_share_a_budget_of_latency(options: DistillOptions, costs: str) -> None:
+    """Stage t of T keeps at most 1 − ratio·t/T of the unpruned model's time, as plans made one after another."""
+    latency: Any = {"allocation": "composition", "budget": "latency", "costs": costs, "depth_method": "block_influence"}
+    options = replace(options, method="magnitude", ratio=0.5, **latency)
+    host: Any = make_host(options)
+    examples, model, left = host.examples(), host.read(options.pretrained), 12.0
+    for limit in (9.0, 6.0):
+        text = host.calibration(examples, model, None)
+        settings = PruneOptions(1 - limit / left, unit="group", **latency)
+        *_, plan = stages(make_pruner("magnitude", {}), map_model(model), settings, text)
+        model, left = cut(model, plan).model, plan.provenance["kept_cost"]
+    distill(options)
+    expected, actual = model.state_dict(), load_pretrained(options.output).state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    manifest = read_manifest(options.output)
+    assert manifest is not None
+    first, second = (stage["plan"]["made"] for stage in manifest["stages"])
+    assert first["whole_cost"] == pytest.approx(12.0) and 6.0 < first["kept_cost"] <= 9.0 + 1e-9
+    assert second["whole_cost"] == pytest.approx(first["kept_cost"]) and second["kept_cost"] <= 6.0 + 1e-9
+    table_of({"2/1": 0.8, "4/2": 1.0}, {"16": 1.0, "32": 1.5, "48": 2.0}).save(costs)
+    with pytest.raises(InputError, match=r"was made with other options \(costs=\w+\); name another output"):
+        distill(options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allocation": "composition"}, "needs measured costs, and only it reads them"),
+        ({"budget": "parameters", "costs": "c.json"}, "needs measured costs, and only it reads them"),
+        ({"costs": "c.json"}, "is met by --allocation composition"),
+        ({"allocation": "composition", "costs": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_a_budget_of_latency_needs_its_options(options: DistillOptions, changes: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        distill(replace(options, **{"budget": "latency", "method": "magnitude", **changes}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table", "message"),
+    [
+        ("float64", table_of({"2/1": 1.0}, {"48": 1.0}), "lacks the cost of heads.L0 with 2 units"),
+        ("float32", table_of({"4/2": 1.0}, {"48": 1.0}), "costs of other blocks .*dtype float64.*dtype float32"),
+        ("bfloat16", table_of({"4/2": 1.0}, {"48": 1.0}, dtype="bfloat16"), "distilled and written in float32, .*bfloat16"),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_fit_are_refused_before_weights_are_read(
+    options: DistillOptions, tmp_path: Path, dtype: str, table: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_pretrained(options.pretrained).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(options.pretrained).save_pretrained(tmp_path / "model")
+    table.save(tmp_path / "costs.json")
+    latency: Any = {"allocation": "composition", "budget": "latency", "costs": str(tmp_path / "costs.json")}
+    changed = replace(options, pretrained=str(tmp_path / "model"), method="magnitude", **latency)
+    monkeypatch.setattr(LanguageHost, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match=message) as error:
+        distill(changed)
+    assert "\n" not in str(error.value)

@@ -34,6 +34,7 @@ from lmeval_prune.distillation.stages import check_pruning, cut_stage
 from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments, stage_seed
 from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
@@ -78,6 +79,8 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
         settings[name] = host.identity(settings[name]) if settings[name] else None
     if options.corpus:
         settings["corpus"] = corpus_identity(options.corpus)
+    if options.costs:
+        settings["costs"] = CostTable.load(options.costs).record["sha256"]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         check_same_settings(settings, read_note(target)["options"], target, default_settings(DistillOptions))

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
@@ -13,6 +15,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import COMPOSITION, Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
+from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
@@ -41,6 +44,8 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "group or balanced"
         )
     if pruning.allocation == COMPOSITION:  # removes any share
+        if pruning.costs:
+            _check_costs(model_map, pruning)
         return
     before = count_removed({})
     pruners = {"heads": head_pruner, "channels": channel_pruner}
@@ -124,10 +129,10 @@ def stage_pruning(
 ) -> PruneOptions:
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
     once: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
-    if pruning.budget == "parameters":
-        before, left = (_removable(each, pruning, allocation) for each in (unpruned, model_map))
+    if pruning.budget != "heads":
+        before, left = (_counted(each, pruning, allocation) for each in (unpruned, model_map))
         due = pruning.shares(stage)[0] * before - (before - left)
-        return replace(pruning, ratio=max(0.0, due) / left, **once)
+        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **once)
     head_share, channel_share = pruning.shares(stage)
     ratios = []
     for share, sizes, remaining in (
@@ -140,6 +145,19 @@ def stage_pruning(
     return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **once)
 
 
-def _removable(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
-    """Return the number of parameters that a budget of parameters counts in a model."""
-    return sum(pool.total for pool in unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning)))
+def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
+    """Return what the budget counts in a model: parameters, or the measured seconds of its blocks."""
+    pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning))
+    costs, _ = block_costs(model_map, pruning, pools)
+    return costs.whole
+
+
+def _check_costs(model_map: ModelMap, pruning: PruneOptions) -> None:
+    """Raise an `InputError` if a table of costs lacks blocks of a model, or is of other weights than are distilled."""
+    dtype = model_map.model.dtype
+    if torch.promote_types(dtype, torch.float32) != dtype:
+        raise InputError(
+            f"weights are distilled and written in float32, and the costs of this model would be those of {dtype}; save "
+            f"the model in float32 and measure that by `lmeval-prune costs`, or leave out --budget latency"
+        )
+    _counted(model_map, pruning, COMPOSITION)

@@ -82,7 +82,11 @@ def block_costs(
 
 
 def choice_of(
-    pool: UnitPool, block_score: float, lowest: float, multiple: int, cost_of: Callable[[UnitPool, int], float | None]
+    pool: UnitPool,
+    block_score: float,
+    lowest: float,
+    multiple: int | None,
+    cost_of: Callable[[UnitPool, int], float | None],
 ) -> Choice:
     """Return the levels of a block.
 
@@ -92,15 +96,15 @@ def choice_of(
         pool: remaining units, lowest score first.
         block_score: S; a negative one counts as zero.
         lowest: subtracted from the units' scores, so that none is negative.
-        multiple: of numbers of channels that stay; 1: a 32nd of the block's.
-        cost_of: returns the cost of the pool with some units; None if it is not known.
+        multiple: of numbers of channels that stay; None: a 32nd of the block's.
+        cost_of: returns the cost of the pool with some units; None if it is not known: then it is no level.
     """
     count = len(pool.units)
     scores = (pool.scores - lowest).clamp(min=0.0).flip(0)
     total = float(scores.sum())
     kept_score = np.concatenate([[0.0], scores.cumsum(0).numpy()]) if total > 0 else np.arange(count + 1.0)
     share = kept_score / max(kept_score[-1], 1e-300)
-    step = 1 if pool.kind == HEADS else multiple if multiple > 1 else max(1, pool.size // _LEVELS)
+    step = 1 if pool.kind == HEADS else multiple or max(1, pool.size // _LEVELS)
     levels = [(k, cost) for k in (*range(0, count, step), count) if (cost := cost_of(pool, k)) is not None]
     kept, costs = zip(*levels, strict=True)
     return Choice(kept, tuple(max(0.0, block_score) * float(share[k]) for k in kept), costs)
@@ -155,7 +159,7 @@ def compose(
     scores: Mapping[str, Tensor],
     limit: float,
     before: Removed,
-    multiple: int,
+    multiple: int | None,
     cost_of: Callable[[UnitPool, int], float | None],
 ) -> tuple[Removed, dict[str, Any]]:
     """Choose what stays of each block; return everything removed so far, and the composition for the plan.

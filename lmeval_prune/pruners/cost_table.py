@@ -91,7 +91,7 @@ class CostTable:
     def check(self, model_map: ModelMap, path: str) -> None:
         """Refuse a table of other blocks than a model's, or an unfinished one."""
         own = block_shapes(model_map)
-        if own != self.shapes:
+        if _comparable(own) != _comparable(self.shapes):
             raise InputError(
                 f"{path} has costs of other blocks ({_listed(self.shapes)}) than this model's ({_listed(own)}); "
                 f"measure them by `lmeval-prune costs`"
@@ -130,6 +130,11 @@ class CostTable:
 
 def _listed(shapes: Shapes) -> str:
     return ", ".join(f"{name} {value}" for name, value in shapes.items())
+
+
+def _comparable(shapes: Shapes) -> dict[str, Any]:
+    """Return facts of blocks with one name for classes with the same blocks: a cut Llama may be written as Mistral."""
+    return {**shapes, "model_type": {"mistral": "llama"}.get(shapes["model_type"], shapes["model_type"])}
 
 
 def block_shapes(model_map: ModelMap) -> Shapes:

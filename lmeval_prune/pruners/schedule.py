@@ -136,10 +136,12 @@ def _remove_lowest(
 
 def _composed(model_map: ModelMap, budget: Budget, scores: Scores, removed: Removed) -> tuple[Removed, dict[str, Any]]:
     """Choose what stays of each block; return everything removed so far, and notes for the plan."""
-    pools = unit_pools(model_map, budget, scores.values, removed)
-    costs, notes = block_costs(model_map, budget.options, pools)
+    pools, options = unit_pools(model_map, budget, scores.values, removed), budget.options
+    costs, notes = block_costs(model_map, options, pools)
     limit = (1 - budget.ratio) * costs.whole
-    after, composition = compose(pools, scores.values, limit, removed, budget.options.ffn_multiple, costs.of)
+    # of a cut block, a 32nd is not among the sizes of a table: all of its sizes are levels
+    multiple = options.ffn_multiple if options.ffn_multiple > 1 or options.costs else None
+    after, composition = compose(pools, scores.values, limit, removed, multiple, costs.of)
     gone = {key: len(after.get(key, ())) for key in (pool.key for pool in pools)}
     # members of a unit; a block without units is gone already
     members = {pool.key: len(pool.units[0]) if pool.units else gone[pool.key] // pool.size for pool in pools}

@@ -25,6 +25,8 @@ from lmeval_prune.cards.command import command_line, remembered
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.sprint.card import router_card
+from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.hub import HubDataset, dataset_revision, hub_dataset
 from tests.athena_hosts import data_folder, encoder_folder, host, quick_training
@@ -107,7 +109,8 @@ def write_gguf(parent: Path, folder: Path) -> Path:
 
 def write_router(parent: Path, folder: Path) -> Path:
     encoder = encoder_folder(folder / "encoder", dtype=torch.float32)
-    outcomes = drawn_outcomes(map_model(load_pretrained(parent)), folder / "outcomes")
+    model_map, origin = map_model(load_pretrained(parent)), Origin.of(str(parent)).record
+    outcomes = drawn_outcomes(model_map, folder / "outcomes", origin=origin)
     words = [
         "--encoder",
         str(encoder),
@@ -144,7 +147,6 @@ KINDS: dict[str, Callable[[Path, Path], Path]] = {
     "athena": write_athena,
 }
 NO_PROGRAM = {"gguf"}  # llama.cpp loads it: `make test-llamacpp`
-SHORT_NAME = {"router"}  # all that a store of outcomes knows of its model
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -158,14 +160,11 @@ def read(path: Path) -> ModelCard:
 
 
 def test_front_matter_is_what_the_hub_reads(written: tuple[str, Path]) -> None:
-    kind, path = written
+    _, path = written
     data = read(path).data.to_dict()
     assert ModelCard(read(path).content).data.to_dict() == data
     assert data["library_name"] in ("transformers", "peft", "gguf", "lmeval-prune")
     assert "lmeval-prune" in data["tags"] and "theirs" not in data["tags"]
-    if kind in SHORT_NAME:
-        assert not {"base_model", "base_model_relation", "license"} & data.keys()
-        return
     assert data["base_model_relation"] in RELATIONS and data["base_model"] == "someone/tiny-base"
     assert (data["license"], data["license_name"]) == ("other", "tiny-license")
     assert "license_link" not in data  # a file of a local model, which no link reaches
@@ -173,14 +172,14 @@ def test_front_matter_is_what_the_hub_reads(written: tuple[str, Path]) -> None:
 
 
 def test_a_card_is_ours_and_says_what_a_stranger_needs(written: tuple[str, Path], parent: Path) -> None:
-    kind, path = written
+    _, path = written
     text = path.read_text(encoding="utf-8")
     assert "Their own words" not in text and (parent / "README.md").read_text(encoding="utf-8") == CARD
     assert str(parent.parent) not in text and str(path.parent.parent) not in text
     for heading in ("How it was made", "Limits", "License"):
         assert f"\n## {heading}\n" in text
     assert "lmeval-prune " in text.partition("## How it was made")[2].partition("## ")[0]
-    assert ("tiny-license" in text.partition("## License")[2]) == (kind not in SHORT_NAME)
+    assert "tiny-license" in text.partition("## License")[2]
     assert "nan" not in text.casefold().split() and "None" not in text
 
 
@@ -200,6 +199,52 @@ def test_a_distilled_model_says_what_it_learned_from(parent: Path, tmp_path: Pat
     card = read(write_distilled(parent, tmp_path))
     assert {"pruned", "distilled", "norm_entropy"} <= set(card.data.tags) and card.data.datasets is None
     assert "prune_asdiv_a_equation" in card.text and "mean KLD" in card.text and "validation task loss" in card.text
+
+
+def test_a_sweep_records_the_base_model_for_its_routers(parent: Path, tmp_path: Path) -> None:
+    """Where the model's own card names it; without the model's folder, and also where an earlier sweep did not."""
+    store = tmp_path / "store"
+    model_args = f"pretrained={parent},dtype=float64,device=cpu"
+    words = ["--tasks", "prune_tiny_words", "--heads", "L0H0", "--limit", "2", "--gen_kwargs", "max_gen_toks=4"]
+    command = ["sweep", "--model_args", model_args, *words, "--output", str(store)]
+    assert main(command) == 0
+    outcomes = OutcomeStore(store).read()
+    assert outcomes.origin == Origin.of(str(parent)).record == {
+        "ancestors": ["someone/tiny-base"],
+        "license": {"license": "other", "license_name": "tiny-license"},
+        "language": ["en", "de"],
+    }
+    assert str(parent.parent) not in (store / "store.json").read_text()
+    content = json.loads((store / "store.json").read_text())
+    del content["origin"]
+    (store / "store.json").write_text(json.dumps(content))
+    assert OutcomeStore(store).read().origin is None
+    assert main(command) == 0
+    assert OutcomeStore(store).read().origin == outcomes.origin
+
+
+@pytest.mark.parametrize(
+    ("about", "base_model", "license"),
+    [
+        ({"model": {"name": "tiny"}}, None, None),
+        ({"model": {"name": "tiny"}, "origin": {}}, None, None),
+        ({"model": {"name": "tiny"}, "origin": {"hub_id": "org/tiny", "license": {"license": "mit"}}}, "org/tiny", "mit"),
+        ({"model": {"name": "tiny"}, "origin": {"ancestors": ["a/b", "c/d"]}}, ["a/b", "c/d"], None),
+        ({"model": {"name": "smollm2-135m"}}, "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+        ({"model": {"name": "smollm2-135m"}, "origin": {}}, None, None),  # a folder of that name
+        ({}, None, None),
+    ],
+)
+def test_a_router_has_the_base_model_that_its_sweep_recorded(about: Any, base_model: Any, license: str | None) -> None:
+    data = ModelCard(router_card("router", "knn", "encoder", ["dense", "L0H0"], about).text).data.to_dict()
+    assert (data.get("base_model"), data.get("license")) == (base_model, license)
+    assert data.get("base_model_relation") == ("adapter" if base_model else None)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "", "nowhere/at-all"])
+def test_the_record_of_an_origin_gives_it_again(name: str) -> None:
+    origin = Origin.of(name)
+    assert Origin.recorded(origin.name, json.loads(json.dumps(origin.record))) == origin
 
 
 def test_sizes_are_those_of_the_files(tmp_path: Path, parent: Path) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.checkpoints import embedded
@@ -23,6 +24,16 @@ _logger = logging.getLogger(__name__)
 HUB = "https://huggingface.co"
 CARD = "README.md"
 _LICENSE = ("license", "license_name", "license_link")
+
+
+class OriginRecord(TypedDict, total=False):
+    """What an artefact stores of an `Origin`: the fields that are known, without the short name."""
+
+    hub_id: str
+    ancestors: list[str]
+    license: dict[str, str]
+    language: Any
+    conversion: str
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,18 @@ class Origin:
             {key: value for key, value in own.items() if value},
             fields.get("language") if _texts(fields.get("language")) else None,
         )
+
+    @classmethod
+    def recorded(cls, name: str, record: OriginRecord) -> Origin:
+        """Return the origin of a model of this short name from its record."""
+        known: dict[str, Any] = {key: value for key, value in record.items() if key in OriginRecord.__annotations__}
+        return cls(name, **{**known, "ancestors": tuple(known.get("ancestors", ()))})
+
+    @property
+    def record(self) -> OriginRecord:
+        """What an artefact stores; no path of this machine."""
+        known = {key: getattr(self, key) for key in OriginRecord.__annotations__ if getattr(self, key)}
+        return cast("OriginRecord", json.loads(json.dumps(known)))
 
     @property
     def base_model(self) -> str | list[str] | None:

@@ -29,7 +29,7 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
         pool: names of its variants.
         about: details of the fit, as in `router.json`.
     """
-    origin = Origin.of(model) if (model := _embedded(about)) else Origin(str(about.get("model", {}).get("name", "")))
+    origin = _origin(about)
     tasks = ", ".join(f"`{task}`" for task in about.get("tasks", {})) or "tasks that are not recorded"
     embedded_by = "the last hidden states of the model" if encoder == "last_hidden_state" else f"`{_shown(encoder)}`"
     chosen = ", ".join(f"{key} = {value}" for key, value in about.get("chosen", {}).items())
@@ -55,10 +55,12 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
     )
 
 
-def _embedded(about: Mapping[str, Any]) -> str:
-    """Return the name of the embedded model that was swept; empty for others, of which only a short name is stored."""
-    name = about.get("model", {}).get("name", "")
-    return name if name in MODELS else ""
+def _origin(about: Mapping[str, Any]) -> Origin:
+    """Return the origin of the swept model; sweeps of earlier versions recorded a short name only."""
+    name = str(about.get("model", {}).get("name", ""))
+    if "origin" in about:
+        return Origin.recorded(name, about["origin"])
+    return Origin.of(name) if name in MODELS else Origin(name)
 
 
 def _shown(encoder: str) -> str:

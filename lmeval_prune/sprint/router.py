@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import output_lock, read_artefact, read_tensors, write_artefact, write_bytes
+from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
@@ -50,6 +51,7 @@ class RouterContents(TypedDict):
     chosen: NotRequired[dict[str, Any]]
     encoder_fingerprint: NotRequired[str]
     model: NotRequired[dict[str, Any]]
+    origin: NotRequired[OriginRecord]  # of the model
     tasks: NotRequired[dict[str, dict[str, Any]]]
     options: NotRequired[dict[str, Any]]
     seen: NotRequired[list[str]]  # digests of the questions that it was fitted on

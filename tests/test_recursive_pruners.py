@@ -437,6 +437,15 @@ def test_stages_share_a_budget_of_latency(options: DistillOptions, costs: str) -
         distill(options)
 
 
+def test_a_stage_after_one_that_had_to_remove_more_only_trains(options: DistillOptions, costs: str) -> None:
+    """With whole blocks alone in the table: the first stage removes one, which is more than the share of both."""
+    table_of({"4/2": 1.0}, {"48": 2.0}).save(costs)
+    latency: Any = {"allocation": "composition", "budget": "latency", "costs": costs}
+    note = distill(replace(options, method="magnitude", ratio=0.08, **latency))
+    assert note["stages"][0]["parameters"] == note["stages"][1]["parameters"]
+    assert len(map_model(load_pretrained(options.output)).sublayers) == 7
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

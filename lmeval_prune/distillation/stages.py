@@ -81,7 +81,7 @@ def cut_stage(
     answering: str | None = None,
     work: Path | None = None,
 ) -> Cut:
-    """Score a model and cut the scheduled share of a stage; `InputError` if nothing is left to remove.
+    """Score a model and cut the scheduled share of a stage; `InputError` if no unit is left to remove.
 
     Args:
         host: host of the model.
@@ -102,11 +102,11 @@ def cut_stage(
     step = stage_pruning(replace(within, **_schedule(pruning)), stage, unpruned, model_map, _allocation(within, heads))
     step = replace(step, steps=options.steps)
     plan = Plan()
-    if step.ratio or step.ffn_ratio:
+    if step.ratio or step.ffn_ratio:  # 0: a composition of an earlier stage removed more than its share
         text = host.calibration(examples, model, answering)
         *_, plan = stages(heads, model_map, step, text, channels, work=work)
-    if not plan.heads and not plan.channels and not plan.blocks:
-        raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
+        if not plan.heads and not plan.channels and not plan.blocks:
+            raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
     return cut(backbone, plan)
 
 

@@ -209,11 +209,12 @@ def test_a_sweep_records_the_base_model_for_its_routers(parent: Path, tmp_path: 
     command = ["sweep", "--model_args", model_args, *words, "--output", str(store)]
     assert main(command) == 0
     outcomes = OutcomeStore(store).read()
-    assert outcomes.origin == Origin.of(str(parent)).record == {
+    expected = {
         "ancestors": ["someone/tiny-base"],
         "license": {"license": "other", "license_name": "tiny-license"},
         "language": ["en", "de"],
     }
+    assert outcomes.origin == Origin.of(str(parent)).record == expected
     assert str(parent.parent) not in (store / "store.json").read_text()
     content = json.loads((store / "store.json").read_text())
     del content["origin"]
@@ -228,7 +229,11 @@ def test_a_sweep_records_the_base_model_for_its_routers(parent: Path, tmp_path: 
     [
         ({"model": {"name": "tiny"}}, None, None),
         ({"model": {"name": "tiny"}, "origin": {}}, None, None),
-        ({"model": {"name": "tiny"}, "origin": {"hub_id": "org/tiny", "license": {"license": "mit"}}}, "org/tiny", "mit"),
+        (
+            {"model": {"name": "tiny"}, "origin": {"hub_id": "org/tiny", "license": {"license": "mit"}}},
+            "org/tiny",
+            "mit",
+        ),
         ({"model": {"name": "tiny"}, "origin": {"ancestors": ["a/b", "c/d"]}}, ["a/b", "c/d"], None),
         ({"model": {"name": "smollm2-135m"}}, "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
         ({"model": {"name": "smollm2-135m"}, "origin": {}}, None, None),  # a folder of that name

@@ -157,7 +157,7 @@ def _check_costs(model_map: ModelMap, pruning: PruneOptions) -> None:
     dtype = model_map.model.dtype
     if torch.promote_types(dtype, torch.float32) != dtype:
         raise InputError(
-            f"weights are distilled and written in float32, and the costs of this model would be those of {dtype}; save "
-            f"the model in float32 and measure that by `lmeval-prune costs`, or leave out --budget latency"
+            f"weights are distilled and written in float32, and the costs of this model would be those of {dtype}; "
+            f"save the model in float32 and measure that by `lmeval-prune costs`, or leave out --budget latency"
         )
     _counted(model_map, pruning, COMPOSITION)

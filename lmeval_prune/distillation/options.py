@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.options import Allocation, Parts, PruneOptions, check_samples
+from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 
 
@@ -135,7 +135,7 @@ class DistillOptions(Settings):
     corpus_texts: Count = 1000
     corpus_tokens: Annotated[int, Ge(2)] = 128
     ratio: float = 0.25
-    unit: Literal["head", "group", "balanced"] | None = None
+    unit: Unit | None = None
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
     allocation: Allocation | None = None
@@ -153,7 +153,7 @@ class DistillOptions(Settings):
     skip_first: Natural = 0
     skip_last: Natural = 0
     log_start: Share = 0.3125
-    compensation: Literal["none", "bias", "least_squares"] | None = None
+    compensation: Compensation | None = None
     damping: NonNegative = 0.01
     steps: Count = 1
     calibrate_on: Literal["task", "own"] = "task"

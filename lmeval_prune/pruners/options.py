@@ -13,6 +13,8 @@ from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Setting
 T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
 Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
+Unit = Literal["head", "group", "balanced"]
+Compensation = Literal["none", "bias", "least_squares"]
 WINDOW = 128  # tokens per calibration window
 _PARTS = {
     "both": "heads and channels",
@@ -65,7 +67,7 @@ class PruneOptions(Settings):
     """
 
     ratio: ShareBelowOne = 0.0
-    unit: Literal["head", "group", "balanced"] | None = None
+    unit: Unit | None = None
     ffn_ratio: ShareBelowOne = 0.0
     ffn_multiple: Count = 1
     allocation: Allocation | None = None
@@ -80,7 +82,7 @@ class PruneOptions(Settings):
     skip_first: Natural = 0
     skip_last: Natural = 0
     log_start: Share = 0.3125
-    compensation: Literal["none", "bias", "least_squares"] | None = None
+    compensation: Compensation | None = None
     damping: NonNegative = 0.01
 
     def __post_init__(self) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
 import re
 import shutil
+import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +19,24 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.card import athena_card
 from lmeval_prune.cards import hub
-from lmeval_prune.cards.card import Card
+from lmeval_prune.cards.card import Card, code, is_unchanged, quoted
+from lmeval_prune.cards.checkpoint import plans
 from lmeval_prune.cards.command import command_line, remembered
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.sprint.card import router_card
 from lmeval_prune.sprint.outcomes import OutcomeStore
+from lmeval_prune.sprint.router import FILES
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.hub import HubDataset, dataset_revision, hub_dataset
 from tests.athena_hosts import data_folder, encoder_folder, host, quick_training
@@ -321,7 +331,12 @@ def test_a_model_that_was_never_saved_has_no_origin(tmp_path: Path, monkeypatch:
         (["cut", "--plan=/a/b.json", "out/x"], "cut --plan=b.json out/x"),
         (["x", "name=/a/b,other=~/c/d"], "x name=b,other=d"),
         (["x", "https://host/a/b"], "x https://host/a/b"),
-        (["x", "two words", "1/2"], "x 'two words' 1/2"),
+        (["x", "two words", "1/2", "and/or", "a / b"], "x 'two words' 1/2 and/or 'a / b'"),
+        (["x", '{"a":"/home/me/b","c":["/d/e"]}'], """x '{"a":"b","c":["e"]}'"""),
+        (["x", "[/home/me/b,/c/d]", "/a/b.json+/c/d.json", "mask:/a/b"], "x '[b,d]' b.json+d.json mask:b"),
+        (["x", "file:///home/me/b", "~me/a/b", "a=C:\\Users\\me\\b"], "x b b a=b"),
+        (["x", "./a/b", "../a/b", "http://host:80/v1", "s3://a/b"], "x ./a/b ../a/b http://host:80/v1 s3://a/b"),
+        (["x", "see /home/me/b"], "x 'see b'"),
     ],
 )
 def test_a_command_is_shown_without_the_folders_of_a_machine(words: list[str], shown: str) -> None:
@@ -350,15 +365,87 @@ def test_front_matter_of_any_text_is_read_as_it_was_meant(
     assert data.get("base_model_relation") == ("finetune" if ancestors else None)
 
 
-def test_a_readme_of_others_beside_a_router_stays(tmp_path: Path) -> None:
-    card = Card("router", Origin("m"), "adapter", "lmeval-prune", [], "It.", {})
-    (tmp_path / "README.md").write_text("my notes")
-    card.write(tmp_path, keep_foreign=True)
-    assert (tmp_path / "README.md").read_text() == "my notes"
+def test_a_readme_that_is_not_a_card_or_was_changed_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a router or a GGUF file; the tags of a card do not make it ours again."""
+    path, made = tmp_path / "README.md", Origin("m")
+    first, second = (Card(title, made, "adapter", "lmeval-prune", [], "It.", {}) for title in ("first", "second"))
+    path.write_text("my notes")
+    first.write(tmp_path)
+    assert path.read_text() == "my notes" and f"{path} is not replaced" in caplog.text
+    path.unlink()
+    first.write(tmp_path)
+    caplog.clear()
+    second.write(tmp_path)
+    assert "# second" in path.read_text() and not caplog.text
+    changed = path.read_text().replace("It.", "It is for counting sheep.")
+    path.write_text(changed)
+    first.write_file(path)
+    assert path.read_text() == changed and "is not replaced" in caplog.text
+
+
+def test_a_changed_card_of_a_gguf_file_stays(parent: Path, tmp_path: Path) -> None:
+    card = write_gguf(parent, tmp_path)
+    card.write_text(card.read_text().replace("## Limits", "## My limits"))
+    shutil.rmtree(tmp_path / "tiny-parent")
+    assert write_gguf(parent, tmp_path) == card and "## My limits" in card.read_text()
+
+
+# ---------------------------------------------------------------------- texts of strangers
+
+
+HOSTILE = "a`` b` <script>x</script> ](javascript:alert(1)) [t](u)\n# Heading"
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("https://example.org/a (b) <c>", "https://example.org/a%20%28b%29%20%3Cc%3E"),
+        ("javascript://x/%0aalert(1)", None),
+        ("javascript:alert(1)", None),
+        ("//[not an address", None),
+        ("LICENSE", None),
+    ],
+)
+def test_a_link_to_a_license_is_an_address_or_left_out(link: str, shown: str | None, tmp_path: Path) -> None:
+    fields = yaml.safe_dump({"license": "other", "license_name": HOSTILE, "license_link": link})
+    (tmp_path / "README.md").write_text(f"---\n{fields}---\n")
+    origin = Origin.of(str(tmp_path))
+    assert origin.license.get("license_link") == shown
+    assert_harmless(origin.license_text, {shown} if shown else set())
+
+
+def assert_harmless(markdown: str, links: set[str]) -> None:
+    """There are no tags and no headings in it, and only these links."""
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(markdown)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert {str(child.attrs["href"]) for child in inline if child.type == "link_open"} == links
+    assert not [token for token in (*tokens, *inline) if token.type in ("html_block", "html_inline", "heading_open")]
+
+
+def test_the_record_of_an_origin_may_be_a_strangers() -> None:
+    license = {"license": "other", "license_name": HOSTILE, "license_link": "javascript://x"}
+    record: Any = {"hub_id": HOSTILE, "ancestors": [HOSTILE], "license": license, "conversion": HOSTILE}
+    origin = Origin.recorded(HOSTILE, record)
+    assert origin.base_model is None
+    assert_harmless(f"{origin.text}\n\n{origin.license_text}", set())
+    assert_harmless(Origin.recorded("m", {**record, "hub_id": "org/m"}).text, {"https://huggingface.co/org/m"})
+
+
+def test_texts_of_a_plan_are_only_shown() -> None:
+    stage = {"plan": {"made": {"method": HOSTILE, "removes": HOSTILE, "calibration": {"text": HOSTILE}}}}
+    assert_harmless(plans({"stages": [stage, stage]}), set())
+
+
+def test_no_text_ends_a_block_of_code() -> None:
+    (token,) = MarkdownIt("commonmark").parse(code("bash", "echo '\n```\n````x\n# Heading'"))
+    assert token.type == "fence" and token.content == "echo '\n```\n````x\n# Heading'\n"
+
+
+def test_the_name_of_a_folder_may_be_no_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    card = Card(name, Origin(name), "finetune", "transformers", [name], "It.", {"Load": quoted(name)})
     card.write(tmp_path)
-    again = Card("other", Origin("m"), "adapter", "lmeval-prune", [], "It.", {})
-    again.write(tmp_path, keep_foreign=True)
-    assert "# other" in (tmp_path / "README.md").read_text()
+    assert is_unchanged(tmp_path / "README.md") and "# caf" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- upload
@@ -368,15 +455,17 @@ class StubApi:
     """The two calls of huggingface_hub that an upload makes."""
 
     calls: list[tuple[str, Any]] = []  # noqa: RUF012 - emptied by the test
+    options: dict[str, Any] = {}  # noqa: RUF012 - of the last upload
     error: Exception | None = None
 
     def create_repo(self, repo_id: str, exist_ok: bool) -> Any:
         self.calls.append(("create", repo_id))
         return type("Url", (), {"repo_id": f"me/{repo_id}" if "/" not in repo_id else repo_id})
 
-    def upload_folder(self, repo_id: str, folder_path: str, **_: Any) -> Any:
+    def upload_folder(self, repo_id: str, folder_path: str, **options: Any) -> Any:
         if self.error:
             raise self.error
+        self.options.update(options)
         self.calls.append(("upload", (repo_id, sorted(path.name for path in Path(folder_path).iterdir()))))
         return type("Commit", (), {"commit_url": "https://hub/commit"})
 
@@ -399,6 +488,23 @@ def test_an_upload_is_one_folder_and_a_failed_one_loses_nothing(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "is complete, but could not be uploaded to me/cut" in error and "hf upload me/cut" in error
     assert path.is_file() and path.with_name("model.safetensors").is_file()
+
+
+def test_of_a_routers_folder_only_the_router_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of an earlier upload no weights stay that transformers would load in place of the new ones."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(hub, "HfApi", StubApi)
+    monkeypatch.setattr(StubApi, "calls", [])
+    monkeypatch.setattr(StubApi, "options", options)
+    hub.push(str(tmp_path), "me/router", FILES)
+    local = [*FILES, "private.txt", ".lmeval-prune-router.lock"]
+    kept = filter_repo_objects(local, allow_patterns=options["allow_patterns"])
+    assert list(filter_repo_objects(kept, ignore_patterns=options["ignore_patterns"])) == list(FILES)
+    remote = ["model.safetensors", "model-00001-of-00002.safetensors", "modeling_pruned.py", "README.md", "a.yaml"]
+    assert list(filter_repo_objects(remote, allow_patterns=options["delete_patterns"])) == remote[:3]
+    hub.push(str(tmp_path), "me/checkpoint")
+    assert list(filter_repo_objects(local, ignore_patterns=options["ignore_patterns"])) == local[:-1]
+    assert options["allow_patterns"] is None
 
 
 @pytest.mark.parametrize(
@@ -455,13 +561,22 @@ def test_the_revision_is_that_of_the_files_that_were_read() -> None:
     assert dataset_revision(object()) is None
 
 
-def grid_for_the_hub(path: Path, config: dict[str, Any], asked: int = 4, **cell: Any) -> Path:
+def grid_for_the_hub(
+    path: Path,
+    config: dict[str, Any],
+    asked: int = 4,
+    value: float = 0.75,
+    entry: dict[str, Any] | None = None,
+    **cell: Any,
+) -> Path:
     """A grid whose task has this configuration, with what lm-eval writes of a run."""
-    write_grid(path, {"dense": {"gsm": [1, 0, 1, 0]}, "cut": {"gsm": [1, 1, 1, 0]}})
-    for variant, value in (("dense", 0.5), ("cut", 0.75)):
+    write_grid(
+        path, {"dense": {"gsm": [1, 0, 1, 0]}, "cut": {"gsm": [1, 1, 1, 0]}}, **({"cut": entry} if entry else {})
+    )
+    for variant, mean in (("dense", 0.5), ("cut", value)):
         folder = path / "cells" / f"{variant}-gsm"
         results = json.loads((folder / "results.json").read_text())
-        results["results"]["gsm"] = {"alias": "gsm", "exact_match,none": value}
+        results["results"]["gsm"] = {"alias": "gsm", "exact_match,none": mean}
         results["configs"]["gsm"] = config
         results |= {"n-samples": {"gsm": {"original": 4, "effective": asked}}, "n-shot": {"gsm": 5}}
         results |= {"date": 1.7e9, "lm_eval_version": "0.4.13"}
@@ -500,19 +615,39 @@ def test_the_id_of_a_task_is_that_of_the_benchmarks_own_file(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("config", "asked", "note"),
+    ("config", "asked", "value", "note"),
     [
-        ({"dataset_path": "json", "dataset_kwargs": {"data_files": "x"}}, 4, "its data set is not on the Hub"),
-        (GSM8K, 2, "2 of its 4 questions were asked"),
+        ({"dataset_path": "json", "dataset_kwargs": {"data_files": "x"}}, 4, 0.5, "its data set is not on the Hub"),
+        (GSM8K, 2, 0.5, "2 of its 4 questions were asked"),
+        (GSM8K, 4, math.nan, "its compared metric is no figure"),
     ],
 )
 def test_what_is_no_result_for_the_hub_is_left_out_with_one_line(
-    config: dict[str, Any], asked: int, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], asked: int, value: float, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = grid_for_the_hub(tmp_path / "grid", config, asked)
+    path = grid_for_the_hub(tmp_path / "grid", config, asked, value)
     assert main(["grid", "compare", str(path), "--eval_results", f"cut={tmp_path / 'model'}"]) == 0
     printed = capsys.readouterr().out
     assert note in printed and "nothing is written" in printed and not (tmp_path / "model").exists()
+
+
+def test_results_of_another_model_than_that_of_the_folder_are_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another folder, and of a mask, a preparation or a router, which the model in the folder does not have."""
+    own = str(tmp_path / "model")
+    for number, (arguments, prepare, shown) in enumerate(
+        [
+            ({"pretrained": own, "dtype": "float32"}, {}, ""),
+            ({"pretrained": "other"}, {}, "pretrained=other"),
+            ({"pretrained": own, "heads": "L0H1"}, {}, f"pretrained={own}, heads=L0H1"),
+            ({"pretrained": own}, {"random_heads": {"share": 0.1}}, f"pretrained={own}, random_heads="),
+        ]
+    ):
+        path = grid_for_the_hub(tmp_path / f"grid{number}", GSM8K, entry={"model_args": arguments, "prepare": prepare})
+        assert main(["grid", "compare", str(path), "--eval_results", f"cut={own}"]) == 0
+        printed = capsys.readouterr().out
+        assert ("see to it that" in printed) == bool(shown) and f"was evaluated with {shown}" * bool(shown) in printed
 
 
 @pytest.mark.parametrize("text", ["cut", "=folder", "cut=", "none=folder"])
@@ -527,38 +662,114 @@ def test_a_target_that_names_no_variant_or_folder_is_refused(
 # ---------------------------------------------------------------------- trackers
 
 
-def test_cells_are_logged_by_lm_evals_own_loggers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from lm_eval import loggers
+class Tracker(types.ModuleType):
+    """What lm-eval's loggers use of wandb and trackio; `logged` has what arrives."""
+
+    __version__ = "0.20.0"
+    run = None
+
+    def __init__(self, name: str, logged: list[Any], error: Exception | None = None) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.logged, self.error, self.config, self.summary = logged, error, {}, {}
+
+    def init(self, **arguments: Any) -> Tracker:
+        if self.error:
+            raise self.error
+        self.logged.append(("init", arguments))
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append(("log", values))
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.logged.append(("artifact", artifact.name))
+
+    def finish(self) -> None:
+        self.logged.append("finished")
+
+    class Table:
+        def __init__(self, columns: list[str]) -> None:
+            self.columns, self.rows = columns, list[tuple[Any, ...]]()
+
+        def add_data(self, *row: Any) -> None:
+            self.rows.append(row)
+
+    class Artifact:
+        def __init__(self, name: str, type: str) -> None:
+            self.name = name
+
+        def new_file(self, *_: Any, **__: Any) -> io.StringIO:
+            return io.StringIO()
+
+    class Trace(dict[str, Any]):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(fields)
+
+
+def install_tracker(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception | None = None) -> list[Any]:
+    """Put a tracker in the place of a package; return what will be logged to it."""
+    from lm_eval.loggers import wandb_logger
 
     logged: list[Any] = []
+    monkeypatch.setitem(sys.modules, name, Tracker(name, logged, error))
+    monkeypatch.setattr(wandb_logger, "get_wandb_printer", lambda: None)
+    return logged
 
-    class Logger:
-        def __init__(self, arguments: dict[str, Any]) -> None:
-            self.run, self.name = self, arguments
-            logged.append(("init", arguments))
 
-        def post_init(self, results: dict[str, Any]) -> None:
-            logged.append(("results", list(results["results"])))
+GENERATED = {**GSM8K, "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
 
-        def log_eval_result(self) -> None:
-            pass
 
-        def log_eval_samples(self, samples: dict[str, list[Any]]) -> None:
-            logged.append(("samples", {task: len(rows) for task, rows in samples.items()}))
+def test_cells_are_logged_to_wandb_by_lm_evals_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = install_tracker(monkeypatch, "wandb")
+    path = grid_for_the_hub(tmp_path / "grid", GENERATED)
+    assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 0
+    assert [each[1] for each in logged if each[0] == "init"] == [
+        {"name": f"{variant} on gsm", "project": "mine"} for variant in ("dense", "cut")
+    ]
+    values = {key: value for each in logged if each[0] == "log" for key, value in each[1].items()}
+    assert values["gsm/exact_match"] == 0.75 and list(values["gsm_eval_results"]["exact_match"]) == [1, 1, 1, 0]
+    assert logged.count("finished") == 2
 
-        def finish(self) -> None:
-            logged.append("finished")
 
+def test_cells_are_logged_to_trackio_by_lm_evals_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = install_tracker(monkeypatch, "trackio")
+    path = grid_for_the_hub(tmp_path / "grid", GENERATED)
+    assert main(["grid", "compare", str(path), "--trackio_args", "project=mine"]) == 0
+    values = [each[1] for each in logged if each[0] == "log"]
+    assert [each["gsm/exact_match"] for each in values if "gsm/exact_match" in each] == [0.5, 0.75]
+    traces = [each["gsm/sample"] for each in values if "gsm/sample" in each]
+    assert len(traces) == 8 and traces[0]["messages"][0]["content"] == "prompt 0"
+    assert logged.count("finished") == 2
+
+
+def test_samples_that_the_logger_cannot_read_are_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task with a metric of some questions only, as prune_math500 has them by subject."""
+    logged = install_tracker(monkeypatch, "wandb")
+    config = {**GENERATED, "metric_list": [{"metric": "exact_match"}, {"metric": "algebra"}]}
+    path = grid_for_the_hub(tmp_path / "grid", config)
+    assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 0
+    assert "dense on gsm: the samples are not logged to wandb (KeyError: 'algebra')" in caplog.text
+    assert logged.count("finished") == 2 and [each for each in logged if each[0] == "log"]
+
+
+def test_a_tracker_that_refuses_is_one_line_after_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_tracker(monkeypatch, "wandb", RuntimeError("no API key\nconfigured"))
+    path = grid_for_the_hub(tmp_path / "grid", GENERATED)
+    assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 2
+    printed = capsys.readouterr()
+    assert "page.html" in printed.out and "dense on gsm could not be logged" in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = grid_for_the_hub(tmp_path / "grid", GSM8K)
-    words = ["grid", "compare", str(path), "--wandb_args", "project=mine"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(words) == 2
-    assert "needs the package wandb" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(loggers, "WandbLogger", Logger)
-    assert main(words) == 0
-    first = [("init", {"name": "dense on gsm", "project": "mine"}), ("results", ["gsm"]), ("samples", {"gsm": 4})]
-    assert logged[:4] == [*first, "finished"] and logged[4] == ("init", {"name": "cut on gsm", "project": "mine"})
-    assert len(logged) == 8
+    assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 2
+    assert "needs the package wandb" in capsys.readouterr().err and not (path / "compare").exists()

@@ -735,6 +735,8 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"trainer": {"max_steps": 3}}, "max_steps does not suit distillation"),
         ({"trainer": {"ignore_data_skip": True}}, "ignore_data_skip does not suit distillation"),
         ({"trainer": {"label_smoothing_factor": 0.5}}, "label_smoothing_factor does not suit distillation"),
+        ({"trainer": {"push_to_hub": True}}, "push_to_hub does not suit distillation"),
+        ({"trainer": {"hub_token": "secret"}}, "hub_token does not suit distillation"),
         ({"trainer": {"lr_scheduler_type": "nonsense"}}, "transformers refuses .*nonsense"),
         ({"trainer": {"optim": "adamm"}}, "transformers refuses .*adamm"),
         ({"trainer": {"bf16": "maybe"}}, "bf16=maybe is neither true nor false"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, Literal
 import pandas as pd
 from huggingface_hub import ModelCard, ModelCardData
 
-from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.cards.command import command_line
-from lmeval_prune.cards.origin import CARD, Origin, fields_of
-from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.cards.origin import CARD, Origin
+from lmeval_prune.reporting.documents import backticks, escape_markdown
 from lmeval_prune.reporting.tables import markdown
 
+_logger = logging.getLogger(__name__)
 LIBRARY = "lmeval-prune"
 Relation = Literal["adapter", "finetune", "quantized"]  # of the Hub's; it has none for pruned models
 
@@ -71,19 +73,32 @@ class Card:
         parts += [f"## {heading}\n\n{text.strip()}" for heading, text in sections.items() if text.strip()]
         parts.append(f"Written by {CREATED_BY}.")
         body = "\n\n".join(parts)
-        return str(ModelCard(f"---\n{self.data.to_yaml()}\n---\n\n{body}\n"))
+        text = str(ModelCard(f"---\n{self.data.to_yaml()}\n---\n\n{body}\n"))
+        text = text.encode("utf-8", "backslashreplace").decode()  # the name of a folder may be no text
+        return f"{text}\n{_mark(text)}\n"
 
-    def write(self, folder: Path, keep_foreign: bool = False) -> None:
-        """Write the README.md of a folder; `keep_foreign`: a README.md that is not a card of this package stays."""
-        if keep_foreign and (folder / CARD).exists() and LIBRARY not in _tags(folder / CARD):
+    def write(self, folder: Path) -> None:
+        """Write the README.md of a folder; see `write_file`."""
+        self.write_file(folder / CARD)
+
+    def write_file(self, path: Path) -> None:
+        """Write the card; a file that this package did not write, or that was changed since, stays, with a warning."""
+        if path.is_file() and not is_unchanged(path):
+            _logger.warning("%s is not replaced by a new card: it was written or changed by hand", path)
             return
-        write_text(folder / CARD, self.text)
+        write_text(path, self.text)
 
 
-def _tags(path: Path) -> Any:
-    """Return the tags of a card; empty if it has none."""
-    tags = fields_of(path).get("tags")
-    return tags if isinstance(tags, list) else ()
+def is_unchanged(path: Path) -> bool:
+    """Return whether a file is a card as this package wrote it."""
+    content = path.read_bytes().decode("utf-8", "replace").rstrip("\n")
+    text, _, mark = content.rpartition("\n")
+    return mark == _mark(text)
+
+
+def _mark(text: str) -> str:
+    """Return the last line of a card, by which a later change of its text is recognised; Markdown does not show it."""
+    return f"<!-- lmeval-prune card {digest(text)} -->"
 
 
 def how_it_was_made(text: str = "") -> str:
@@ -95,7 +110,8 @@ def how_it_was_made(text: str = "") -> str:
 
 def code(language: str, text: str) -> str:
     """Return a block of code."""
-    return f"```{language}\n{text.strip()}\n```"
+    fence = backticks(text, 3)
+    return f"{fence}{language}\n{text.strip()}\n{fence}"
 
 
 def quoted(text: str) -> str:

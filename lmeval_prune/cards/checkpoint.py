@@ -11,7 +11,7 @@ from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class
 from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns
-from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.reporting.documents import escape_markdown, inline_code
 
 # The Hub's task by the end of a class's name; the auto class of that end loads it.
 PIPELINES = {
@@ -147,7 +147,7 @@ def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:
     lines = []
     for stage in manifest["stages"]:
         made = stage["plan"].get("made", {})
-        chosen = f"by the method `{made['method']}`" if made.get("method") else "by hand"
+        chosen = f"by the method {inline_code(made['method'])}" if made.get("method") else "by hand"
         wanted = f": {escape_markdown(made['removes'])}" if made.get("removes") else ""
         text = (made.get("calibration") or {}).get("text")
         lines.append(f"chosen {chosen}{wanted}{f'; calibrated on {escape_markdown(text)}' if text else ''}")

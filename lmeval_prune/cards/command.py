@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _words: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
-# the folders of an absolute path, which begins a word or follows `=`, `,` or `:`
-_FOLDERS = re.compile(r"(?<![^=,:])(?:~|[A-Za-z]:)?[/\\](?:[^/\\=,:]*[/\\])*(?=[^/\\=,:])")
+# the folders of an absolute path; what stands before it is not a part of a relative path or of a URL
+_FOLDERS = re.compile(
+    r"(?<![\w.~/\\)\]*-])(?:~\w*|[A-Za-z]:)?(?:/|\\\\?)(?=[^\s/\\])"
+    r"""(?:[^/\\=,:+"']*[/\\]+)*(?=[^/\\=,:])"""
+)
 
 
 @contextmanager
@@ -25,5 +28,10 @@ def remembered(words: Sequence[str]) -> Iterator[None]:
 
 def command_line() -> str:
     """Return the running command, absolute paths by their last part; empty in a Python program of one's own."""
-    words = [word if "://" in word else _FOLDERS.sub("", word) for word in _words.get()]
-    return shlex.join(["lmeval-prune", *words]) if words else ""
+    words = _words.get()
+    return shlex.join(["lmeval-prune", *map(without_folders, words)]) if words else ""
+
+
+def without_folders(text: str) -> str:
+    """Return a text with the absolute paths in it by their last part."""
+    return _FOLDERS.sub("", re.sub(r"\bfile:/+", "/", text))

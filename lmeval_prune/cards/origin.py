@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import yaml
 from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cache
@@ -18,7 +19,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.reporting.documents import escape_markdown, inline_code
 
 _logger = logging.getLogger(__name__)
 HUB = "https://huggingface.co"
@@ -56,6 +57,14 @@ class Origin:
     language: Any = None
     conversion: str = ""
 
+    def __post_init__(self) -> None:
+        """Leave out what is no name on the Hub and no address of a license; a record may be a stranger's."""
+        object.__setattr__(self, "hub_id", _hub_id(self.hub_id))
+        object.__setattr__(self, "ancestors", tuple(name for name in self.ancestors if _hub_id(name)))
+        link = _license_link(self.license.get("license_link", ""), self.hub_id)
+        known = {**self.license, "license_link": link}
+        object.__setattr__(self, "license", {key: value for key, value in known.items() if value})
+
     @classmethod
     def of(cls, pretrained: str, revision: str | None = None) -> Origin:
         """Describe a model by its folder, its name on the Hub or its embedded name; nothing is invented.
@@ -76,14 +85,11 @@ class Origin:
             hub_id, fields = _hub_id(pretrained), fields_of(_card_on_hub(pretrained, revision))
         ancestors = [] if hub_id else _texts(fields.get("base_model"))
         own = {key: str(fields[key]) for key in _LICENSE if isinstance(fields.get(key), str)}
-        link = own.get("license_link", "")
-        if link and "://" not in link:  # a file of the model
-            own["license_link"] = f"{HUB}/{hub_id}/blob/main/{link}" if hub_id else ""
         return cls(
             model_name(pretrained),
             hub_id,
-            tuple(each for each in ancestors if _hub_id(each)),
-            {key: value for key, value in own.items() if value},
+            tuple(ancestors),
+            own,
             fields.get("language") if _texts(fields.get("language")) else None,
         )
 
@@ -109,7 +115,7 @@ class Origin:
     def text(self) -> str:
         """Name the model in Markdown, with links."""
         if self.hub_id:
-            return f"{_link(self.hub_id)}{f', from {self.conversion}' if self.conversion else ''}"
+            return f"{_link(self.hub_id)}{f', from {escape_markdown(self.conversion)}' if self.conversion else ''}"
         name = escape_markdown(self.name) or "a model without a name"
         if self.ancestors:
             return f"{name}, a local model that derives from {' and '.join(map(_link, self.ancestors))}"
@@ -126,12 +132,20 @@ class Origin:
                 f"matter before you share these files."
             )
         link = self.license.get("license_link")
-        shown = f"[{escape_markdown(name)}]({link})" if link else f"`{escape_markdown(name)}`"
+        shown = f"[{escape_markdown(name)}]({link})" if link else inline_code(name)
         return f"{shown}, the license of {model}."
 
 
 def _link(hub_id: str) -> str:
     return f"[{escape_markdown(hub_id)}]({HUB}/{hub_id})"
+
+
+def _license_link(link: str, hub_id: str) -> str:
+    """Return the address of a license, also of a file of the model on the Hub; empty for anything else."""
+    if re.match("https?://", link):
+        return quote(link, safe=":/?#@!$&*+,;=%~", errors="replace")
+    is_file = link and hub_id and not re.match(r"[\w+.-]+:", link)
+    return f"{HUB}/{hub_id}/blob/main/{quote(link.removeprefix('./'), errors='replace')}" if is_file else ""
 
 
 def _hub_id(name: str) -> str:

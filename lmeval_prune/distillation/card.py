@@ -7,6 +7,7 @@ from typing import Any
 
 from lmeval_prune.cards.card import table
 from lmeval_prune.cards.checkpoint import Training
+from lmeval_prune.cards.command import without_folders
 from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.reporting.documents import escape_markdown
@@ -36,10 +37,11 @@ def _training(options: DistillOptions, material: Mapping[str, Any]) -> str:
     terms = ("response", "feature", "hidden") if options.distill_weight else ()
     learned = [name for name in terms if getattr(options, name)] + (["task"] if options.task_weight else [])
     sources = [f"the task `{options.task}`"] if options.task else []
-    sources += [f"the corpus {escape_markdown(material['corpus']['name'])}"] if "corpus" in material else []
+    if "corpus" in material:
+        sources.append(f"the corpus {escape_markdown(without_folders(material['corpus']['name']))}")
     data = material.get("splits", {}).get("data")
     source = " and ".join(sources) or (f"the data set `{data}`" if data else "texts")
-    teacher = "the unpruned model" if options.teacher is None else escape_markdown(options.teacher)
+    teacher = "the unpruned model" if options.teacher is None else escape_markdown(without_folders(options.teacher))
     later = "" if options.stages == 1 else ", and each stage's model by the one before"
     later = ", as in all stages" if options.teachers == "first" and later else later
     lines = [f"On {material['train']} texts of {source}; {material['validation']} others for validation."]

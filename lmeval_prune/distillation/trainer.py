@@ -284,6 +284,8 @@ UNSUITABLE_ARGUMENTS = {
     *("train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha"),
     *("auto_find_batch_size", "average_tokens_across_devices", "data_seed", "use_liger_kernel"),
     "resume_from_checkpoint",
+    # they upload the states of an unfinished training, and their values, a token too, would stand in the results
+    *(each.name for each in fields(TrainingArguments) if each.name.startswith(("hub_", "push_to_hub"))),
 }
 
 

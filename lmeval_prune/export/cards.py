@@ -17,6 +17,7 @@ from lmeval_prune.cards.checkpoint import (
     what_was_removed,
     without,
 )
+from lmeval_prune.cards.command import without_folders
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
 
@@ -81,7 +82,7 @@ def adapter_card(
 
 
 def _with_peft(name: str, pretrained: str, model: Any, dtype: str) -> str:
-    shown = Path(pretrained).name if Path(pretrained).is_absolute() else pretrained
+    shown = without_folders(pretrained)
     if embedded.name_of(pretrained) == pretrained:
         lines = [
             "import torch",

@@ -143,7 +143,7 @@ def _write_gguf(
 ) -> None:
     """Write a model as a GGUF file, cut by a plan if there is one."""
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable, write_text
+    from lmeval_prune.artefacts import check_writable
     from lmeval_prune.cards.origin import Origin
     from lmeval_prune.checkpoints.pruned import manifest_of
     from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
@@ -179,7 +179,7 @@ def _write_gguf(
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
     written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
     card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype)
-    write_text(gguf_card_path(output), card.text)
+    card.write_file(gguf_card_path(output))
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:
         print(f"  {note}")

@@ -120,9 +120,9 @@ def compare(
         table, notes, paths = write(folder, baseline, output, seed, without_texts, eval_results)
     if lm_eval:
         paths.append(write_lm_eval(folder, lm_eval))
-    log_to_trackers(folder, trackers)
     print(table)
     for note in notes:
         print(f"note: {one_line(note)}")
     print(*paths, sep="\n")
+    log_to_trackers(folder, trackers)
     return 0

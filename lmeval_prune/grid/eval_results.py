@@ -6,6 +6,7 @@ on the network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +19,12 @@ from lmeval_prune.artefacts import file_name, read_json, write_text
 from lmeval_prune.comparison.rows import Comparison
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name
+from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.tasks.hub import HubDataset, hub_dataset
 
 FOLDER = ".eval_results"
 PREFIX = "lmeval_prune_"  # of file names, so that no file of others is replaced
+MODEL = ("pretrained", "mask", "router", "adapters", "base_url", *METHODS)  # model_args that say which model answered
 
 
 def parse_targets(texts: Sequence[str], variants: list[str]) -> list[tuple[str, Path]]:
@@ -52,24 +55,34 @@ def write_eval_results(
         The written files, and notes on what was left out or has to be checked, a line each.
     """
     folder, written, notes = GridFolder(path), list[Path](), list[str]()
-    cells = {(entry["variant"], entry["task"]): entry["key"] for entry in folder.read()["cells"]}
+    cells = {(entry["variant"], entry["task"]): entry for entry in folder.read()["cells"]}
     for variant, target in parse_targets(targets, comparison.variants):
         count = len(written)
-        for (name, task), key in cells.items():
-            if name != variant or not folder.has_cell(key) or task not in comparison.tables:
+        for (name, task), entry in cells.items():
+            if name != variant or not folder.has_cell(entry["key"]) or task not in comparison.tables:
                 continue
             if comparison.rows[variant, task].chosen_on:
                 notes.append(f"{variant} on {task} is left out: the variant was selected on questions of this task")
                 continue
-            entries = list(_entries(folder.cell(key), comparison.tables[task].metrics, notes))
+            entries = list(_entries(folder.cell(entry["key"]), comparison.tables[task].metrics, notes))
             if entries:
                 file = target / FOLDER / f"{PREFIX}{file_name(task)}.yaml"
                 content = eval_result_entries_to_yaml(entries)
                 write_text(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
                 written.append(file)
+                notes += _other_model(entry, target)
         if len(written) == count:
             notes.append(f"{variant}: there is no result for the Hub, and nothing is written to {target}")
     return written, list(dict.fromkeys(notes))
+
+
+def _other_model(entry: Mapping[str, Any], target: Path) -> list[str]:
+    """Return a note if a cell was evaluated with another model than that of a folder, as far as its arguments show."""
+    arguments = {name: entry["model_args"][name] for name in MODEL if name in entry["model_args"]} | entry["prepare"]
+    if list(arguments) == ["pretrained"] and Path(arguments["pretrained"]).resolve() == target.resolve():
+        return []
+    evaluated = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return [f"{entry['variant']} was evaluated with {evaluated}; see to it that {target} holds this model"]
 
 
 def _entries(cell: Path, metrics: Mapping[str, Any], notes: list[str]) -> Iterator[EvalResultEntry]:
@@ -85,7 +98,7 @@ def _entries(cell: Path, metrics: Mapping[str, Any], notes: list[str]) -> Iterat
         elif counts.get("effective") != counts.get("original"):
             asked = f"{counts.get('effective')} of its {counts.get('original')} questions were asked"
             notes.append(f"{task} is left out: {asked}, and the Hub shows whole runs")
-        elif not isinstance(value, int | float):
+        elif not isinstance(value, int | float) or not math.isfinite(value):
             notes.append(f"{task} is left out: its compared metric is no figure of lm-eval")
         else:
             revision = source.revision or revisions.get(task)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.command import without_folders
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.embedded import MODELS
-from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.reporting.documents import escape_markdown, inline_code
 
 LIMITS = (
     "It chooses among the heads of the model whose answers it was fitted to; with another model it is refused. "
@@ -30,8 +30,9 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
         about: details of the fit, as in `router.json`.
     """
     origin = _origin(about)
-    tasks = ", ".join(f"`{task}`" for task in about.get("tasks", {})) or "tasks that are not recorded"
-    embedded_by = "the last hidden states of the model" if encoder == "last_hidden_state" else f"`{_shown(encoder)}`"
+    tasks = ", ".join(inline_code(task) for task in about.get("tasks", {})) or "tasks that are not recorded"
+    own = encoder == "last_hidden_state"
+    embedded_by = "the last hidden states of the model" if own else inline_code(without_folders(encoder))
     chosen = ", ".join(f"{key} = {value}" for key, value in about.get("chosen", {}).items())
     settings = f" ({escape_markdown(chosen)})" if chosen else ""
     how = (
@@ -61,11 +62,6 @@ def _origin(about: Mapping[str, Any]) -> Origin:
     if "origin" in about:
         return Origin.recorded(name, about["origin"])
     return Origin.of(name) if name in MODELS else Origin(name)
-
-
-def _shown(encoder: str) -> str:
-    """Return an encoder's name without the folders of this machine."""
-    return Path(encoder).name if Path(encoder).is_absolute() else encoder
 
 
 def _how_to_use(name: str, encoder: str) -> str:

@@ -61,13 +61,14 @@ def fit(
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
-        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
+        push_to_hub: name on the Hub, USER/NAME, to which the router is uploaded when it is complete; needs a login
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
+    from lmeval_prune.sprint.router import FILES
 
     check_push(push_to_hub)
 
@@ -82,7 +83,7 @@ def fit(
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if details["held_out"]:
         print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    push(output, push_to_hub)
+    push(output, push_to_hub, FILES)
     return 0
 
 

@@ -35,6 +35,7 @@ from lmeval_prune.sprint.routers.calibration import rescale
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, router_class
 
 SCHEMA = "lmeval-prune/router"
+FILES = ("router.json", "router.safetensors", "README.md")  # of a router's folder, which may hold other files
 SCHEMA_VERSION = 2  # version 1 had no `router`: all were contrastive, with p and lambda in place of `chosen`
 
 
@@ -162,7 +163,7 @@ class Router:
             write_bytes(Path(folder) / "router.safetensors", data)
             write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, {**content, **self.about})
             card = router_card(Path(folder).resolve().name, self.method, self.encoder, self.pool, self.about)
-            card.write(Path(folder), keep_foreign=True)
+            card.write(Path(folder))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:

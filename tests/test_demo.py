@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune.cli import main
+from lmeval_prune import preflight
+from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.demo import run
+from lmeval_prune.demo.commands import next_steps
 from lmeval_prune.demo.figures import curves
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.options import read_options
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
 
@@ -90,20 +95,57 @@ def test_the_engine_gives_the_texts_of_generate(output: Path) -> None:
 def test_the_cut_model_is_smaller_and_loads(output: Path) -> None:
     cut = strict_json(output / "demo.json")["cut"]
     before, after = cut["parameters"]
+    assert cut["bytes"][0] == 4 * before and 4 * after <= cut["bytes"][1] < cut["bytes"][0]
     assert after < before and len(cut["accuracy"]) == 24 and (output / "cut" / "config.json").is_file()
 
 
 def test_the_page_is_self_contained_and_has_every_head(output: Path) -> None:
     page = (output / "page.html").read_text()
     assert not re.search(r"<script|https?://|src=", page)
+    assert re.findall(r"<h1>(.*?)</h1>", page) == ["tiny-llama with pruned heads"]  # without the folders of the machine
     results = strict_json(output / "demo.json")
     for layer, scores in enumerate(results["scores"].values()):
         for head, score in enumerate(scores):
             assert f"L{layer}H{head}: norm + entropy {score:.2f}, rank" in page
+    framed = re.findall(r'class="cell first".*?<title>(L\d+H\d+): .*?; pruned from (\d+)% on<', page)
+    least = {share: results["masks"][run.ranked_name(share)] for share in results["shares"]}
+    assert sorted(name for name, _ in framed) == sorted(least[0.5])
+    assert sorted(name for name, share in framed if share == "25") == sorted(least[0.25])
     assert all(item["question"] in page for item in results["answers"]["shown"])
 
 
 def test_only_tables_and_next_commands_are_printed(output: Path) -> None:
     printed = (output / "printed.txt").read_text()
-    assert len(printed.splitlines()) <= 40 and "lmeval-prune distance" in printed and "page.html" in printed
-    assert (output / "demo.log").is_file()
+    assert len(printed.splitlines()) <= 40 and "page.html" in printed and (output / "demo.log").is_file()
+
+
+def test_the_next_commands_suit_the_model(tiny_folder: Path, output: Path) -> None:
+    """Their options can be read, and the heads that they name are heads of the model."""
+    lines = (output / "printed.txt").read_text().splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith("  lm")]
+    assert [words[:2] for words in commands] == [
+        ["lmeval-prune", "distance"],
+        ["lm_eval", "--model"],
+        ["lmeval-prune", "prune"],
+    ]
+    for _, name, *rest in commands[::2]:
+        options = read_options(name, resolve_name(COMMANDS[name]), rest, COMMANDS)
+        preflight.check(options)
+    heads = commands[0][commands[0].index("--heads") + 1]
+    arguments = commands[1][commands[1].index("--model_args") + 1]
+    assert arguments == f"pretrained={tiny_folder},heads={heads}" and len(heads.split("+")) == 2
+
+
+def test_the_next_commands_are_quoted() -> None:
+    lines = next_steps("a folder/model", ["L0H1"]).splitlines()[1:]
+    assert all(any("a folder/model" in word for word in shlex.split(line)) for line in lines)
+
+
+def test_a_foreign_file_in_the_cut_model_is_found_before_the_work(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "notes.txt").write_text("mine")
+    monkeypatch.setattr(run.Subject, "load", lambda *_: pytest.fail("the model is loaded"))
+    assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(tmp_path)]) == 2
+    assert "holds files that do not belong to a checkpoint" in capsys.readouterr().err

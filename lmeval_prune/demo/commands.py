@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 MODEL = "smollm2-135m"
-NEXT_STEPS = """Next, with a model of your own:
-  lmeval-prune distance {model} --heads L5H3 --task prune_gsm8k --limit 8 --apply_chat_template
-  lm_eval --model pruned-hf --model_args pretrained={model},heads=L5H3+L15H0 --tasks gsm8k
-  lmeval-prune importance --pretrained {model} --task prune_gsm8k --output out/scores.json"""
 
 
 def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
@@ -29,11 +26,14 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
         output: folder of the page, the figures and the cut model
     """
     from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints import embedded
 
     folder = Path(output)
     page = folder / "page.html"
     check_writable(page)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if pretrained in embedded.MODELS or Path(pretrained).is_dir():  # nothing is to be downloaded
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # set before torch starts: idle OpenMP threads sleep soon
     from rich.console import Console
 
@@ -42,15 +42,25 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
     with _messages_to(folder / "demo.log"):
         from lmeval_prune.demo.figures import tables
         from lmeval_prune.demo.page import write_page
-        from lmeval_prune.demo.run import run
+        from lmeval_prune.demo.run import ranked_name, run
 
         results = run(pretrained, folder, errors)
         write_page(results, page)
     for table in tables(results):
         screen.print(table)
     screen.print(f"The curves, the map of heads and the answers: {page}", highlight=False)
-    print(NEXT_STEPS.format(model=pretrained))
+    print(next_steps(pretrained, results["masks"][ranked_name(results["shares"][0])][:2]))
     return 0
+
+
+def next_steps(pretrained: str, heads: Sequence[str]) -> str:
+    """Return commands that go on with the model and heads of it; none of them needs a download."""
+    model, names = shlex.quote(pretrained), "+".join(heads)
+    arguments = shlex.quote(f"pretrained={pretrained},heads={names}")
+    return f"""Next, also with a model of your own (a folder, or a name on the Hub) in place of {model}:
+  lmeval-prune distance {model} --heads {names} --task prune_tiny_choice
+  lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_choice
+  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/plan.json --cut out/smaller"""
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     answers, cut = results["answers"], results["cut"]
     before, after = cut["parameters"]
     slow, fast = cut["tokens_per_second"]
-    size = 4 * before  # bytes in float32, in which the cut model is written
+    size, smaller_size = cut["bytes"]
     dense, smaller = results["accuracy"]["dense"], cut["accuracy"]
     ratio = answers["generate_seconds"] / answers["engine_seconds"]
     return [
@@ -125,10 +125,10 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             f"{after / before - 1:+.0%}",
         ),
         (
-            "  size of the file",
+            "  size of the weights in float32",
             f"{size / 1e6:.0f} MB",
-            f"{cut['bytes'] / 1e6:.0f} MB",
-            f"{cut['bytes'] / size - 1:+.0%}",
+            f"{smaller_size / 1e6:.0f} MB",
+            f"{smaller_size / size - 1:+.0%}",
         ),
         ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
         ("  problems solved, not trained since", _share(dense), _share(smaller), ""),

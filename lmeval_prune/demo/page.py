@@ -8,6 +8,7 @@ from typing import Any
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.demo.figures import Curve, Point, costs, curves
+from lmeval_prune.demo.run import ranked_name
 from lmeval_prune.reporting.documents import render
 
 WIDTH, HEIGHT = 320, 190  # of a plot, without its margins
@@ -82,13 +83,16 @@ def _number(curve: Curve, value: float) -> str:
 
 def _head_map(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the cells of the map, layers from left to right: colour by rank, and the share at which a head goes."""
+    labels = [key.partition(".")[2] for key in results["scores"]]
     layers = list(results["scores"].values())
     ranked = sorted((score, i, j) for i, heads in enumerate(layers) for j, score in enumerate(heads))
+    pruned = {share: set(results["masks"][ranked_name(share)]) for share in results["shares"]}
     cells = []
     for rank, (score, layer, head) in enumerate(ranked):
-        first = next((share for share in results["shares"] if rank < round(share * len(ranked))), None)
+        name = f"{labels[layer]}H{head}"
+        first = next((share for share, heads in pruned.items() if name in heads), None)
         when = f"pruned from {first:.0%} on" if first else "not pruned here"
-        label = f"L{layer}H{head}: norm + entropy {score:.2f}, rank {rank + 1} of {len(ranked)}; {when}"
+        label = f"{name}: norm + entropy {score:.2f}, rank {rank + 1} of {len(ranked)}; {when}"
         cells.append(
             {
                 "x": LEFT + layer * CELL,
@@ -104,7 +108,7 @@ def _head_map(results: Mapping[str, Any]) -> dict[str, Any]:
         "size": CELL - 2,
         "width": LEFT + len(layers) * CELL + 10,
         "height": heads * CELL + 30,
-        "layers": [{"x": LEFT + n * CELL + CELL / 2 - 1, "label": n} for n in range(0, len(layers), 5)],
+        "layers": [{"x": LEFT + n * CELL + CELL / 2 - 1, "label": labels[n]} for n in range(0, len(layers), 5)],
         "heads": [{"y": 6 + n * CELL + CELL - 4, "label": f"head {n}"} for n in range(0, heads, 4)],
         "bottom": heads * CELL + 22,
     }

@@ -17,9 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.checkpoints.pruned import check_folder
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
@@ -60,7 +62,7 @@ class Subject:
         model = load_pretrained(path, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path)
         model_map = map_model(model)
-        return cls(pretrained, model, tokenizer, model_map, Engine(model, tokenizer, model_map=model_map))
+        return cls(model_name(pretrained), model, tokenizer, model_map, Engine(model, tokenizer, model_map=model_map))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text without special tokens."""
@@ -123,6 +125,7 @@ class Steps:
 
 def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
     """Measure everything, write `demo.json`, and return it."""
+    check_folder(folder / "cut", [pretrained])
     began = time.perf_counter()
     columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -135,7 +138,7 @@ def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
         steps.advance(1)
         results: dict[str, Any] = {
             "created_by": CREATED_BY,
-            "model": pretrained,
+            "model": subject.name,
             "threads": torch.get_num_threads(),
             "heads": subject.model_map.total_heads,
             "problems": len(second),
@@ -283,7 +286,8 @@ def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any
     requests = [
         Request(prompt, mask, params, tag=(name, i)) for i, prompt in enumerate(prompts) for name, mask in masks.items()
     ]
-    list(subject.engine.decode(requests[:2]))  # what is slow only once
+    list(subject.engine.decode(requests[:2]))  # what is slow only once, of both
+    list(_generate(subject, prompts[:1], None))
     began = time.perf_counter()
     texts = {request.tag: subject.tokenizer.decode(tokens) for request, tokens in subject.engine.decode(requests)}
     engine = time.perf_counter() - began
@@ -358,7 +362,10 @@ def cut_quarter(
         "folder": str(folder),
         "removed": CUT,
         "parameters": [parameters(model)[0] for model in (subject.model, smaller)],
-        "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        "bytes": [
+            sum(parameter.nbytes for parameter in subject.model.parameters()),
+            sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        ],
         "tokens_per_second": _speeds(subject, smaller),
         "accuracy": accuracies(cut, {"cut": None}, problems)["cut"],
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.errors import InputError, check_exists, first_line
 from lmeval_prune.options import first_argument
 
 # The file of a folder that names its schema.
@@ -74,29 +74,53 @@ def _outcomes(path: Path, output: Path) -> str:
 
     The new answers have no versions of the code, which were not recorded: they are read, but no run reuses them.
     """
-    from lmeval_prune.artefacts import new_folder, parse_json, read_artefact, read_table
+    from lmeval_prune.artefacts import new_folder, read_artefact
     from lmeval_prune.models.answer_store import AnswerStore
     from lmeval_prune.sprint.outcomes import SCHEMA, SCHEMA_VERSION, OutcomeStore, StoreContents
 
     content = read_artefact(path / "store.json", SCHEMA, SCHEMA_VERSION, StoreContents)[0]
-    questions = read_table(path / "questions.parquet", "the store is damaged").to_pylist()
-    cells = read_table(path / "cells.parquet", "the store is damaged").to_pylist()
-    cells += _unfinished(path, {_place(cell) for cell in cells})
-    for row in questions:
-        row["attributes"] = parse_json(row["attributes"], path / "questions.parquet")
+    questions, cells, answers = _first_tables(path)
     with new_folder(output) as folder:
-        answers, store = AnswerStore(folder), OutcomeStore(folder)
+        new_answers, store = AnswerStore(folder), OutcomeStore(folder)
         try:
-            for cell in cells:
-                cell |= {"answer": _key(cell), "length": len(cell["tokens"]), "cut_off": None}
-                answers.add(cell["answer"], cell.pop("text"), _about(cell))
-                cell["attempt"] = cell.pop("head")
-            answers.compact()
+            for answer in answers:
+                new_answers.add(*answer)
+            new_answers.compact()
         finally:
-            answers.close()
+            new_answers.close()
         store.begin(content["model"], content["tasks"], questions, content["pool"])
         store.add(cells)
     return f"an outcome store of {len(questions)} questions and {len(cells)} answers"
+
+
+Tables = tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[str, str, dict[str, Any]]]]
+
+
+def _first_tables(path: Path) -> Tables:
+    """Read the tables of an outcome store of version 1: its questions, its cells as they are now, and its answers."""
+    import pyarrow as pa
+
+    from lmeval_prune.artefacts import parse_json, read_table
+
+    key = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
+    asked = pa.schema({**key, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
+    text = {"extracted": pa.string(), "text": pa.string(), "tokens": pa.list_(pa.uint32())}
+    scored = pa.schema({**key, "head": pa.string(), "outcome": pa.bool_(), **text})
+    remedy, file = "the store is damaged: sweep again into a new folder", path / "cells.parquet"
+    answers = []
+    try:
+        questions = read_table(path / "questions.parquet", remedy, schema=asked).to_pylist()
+        cells = read_table(file, remedy, schema=scored).to_pylist() if file.is_file() else []
+        cells = [*cells, *_unfinished(path, {_place(cell) for cell in cells})]
+        for row in questions:
+            row["attributes"] = parse_json(row["attributes"], path / "questions.parquet")
+        for cell in cells:
+            cell |= {"answer": _key(cell), "length": len(cell["tokens"]), "cut_off": None}
+            answers.append((cell["answer"], cell.pop("text"), _about(cell)))
+            cell["attempt"] = cell.pop("head")
+    except (FileNotFoundError, TypeError) as error:  # a missing file, or a missing value
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
+    return questions, cells, answers
 
 
 def _place(cell: dict[str, Any]) -> tuple[Any, ...]:

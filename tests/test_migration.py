@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.artefacts import read_json
@@ -84,3 +86,31 @@ def test_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             migrate(path, str(output if output == mask else tmp_path / output))
+
+
+@pytest.mark.parametrize("damage", ["no questions", "a column less", "a missing text", "a text for a number"])
+def test_a_damaged_outcome_store_is_one_line(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(FORMATS / "outcomes_1", old)
+    table = parquet.read_table(old / "cells.parquet")
+    column = {"a missing text": "tokens", "a text for a number": "doc_id"}.get(damage, "text")
+    index = table.column_names.index(column)
+    empty = pa.nulls(len(table), table.schema.field(index).type)
+    values = empty if damage == "a missing text" else pa.array(["x"] * len(table))
+    less = table.remove_column(index)
+    table = less if damage == "a column less" else less.add_column(index, column, values)
+    parquet.write_table(table, old / "cells.parquet")
+    if damage == "no questions":
+        (old / "questions.parquet").unlink()
+    assert main(["migrate", str(old), "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "the store is damaged" in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_store_whose_sweep_was_killed_before_it_was_scored(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(FORMATS / "outcomes_1", old)
+    (old / "cells.parquet").unlink()
+    assert main(["migrate", str(old), "--output", str(tmp_path / "new")]) == 0
+    assert [cell["outcome"] for cell in OutcomeStore(tmp_path / "new").cells()] == [None]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import lmeval_prune
 from lmeval_prune import InputError, Intervention, decoding, map_model
@@ -35,12 +38,23 @@ PAGES = [
     *sorted((ROOT / "docs/guides").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMES = {path: str(path.relative_to(ROOT)) for path in PAGES}
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "tasks").glob("*/README.md")),
+    *sorted((ROOT / "docs/results").rglob("*.md")),
+    *sorted((ROOT / "docs/notebooks").glob("*.ipynb")),
+]
+NAMES = {path: str(path.relative_to(ROOT)) for path in LINKED}
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
-    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+    """A page without its blocks of code; of a notebook the cells of text."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return BLOCK.sub("", text)
 
 
 def anchors(page: Path) -> set[str]:
@@ -60,7 +74,7 @@ def blocks(page: Path, language: str) -> Iterator[str]:
     return (text for name, text in BLOCK.findall(page.read_text(encoding="utf-8")) if name == language)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+@pytest.mark.parametrize("page", LINKED, ids=NAMES.get)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^()\s]+)\)", prose(page)):
         if re.match(r"https?:", link):
@@ -223,6 +237,24 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     first = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[:2]
     assert first[0] == "Unreleased" and (first[1] == version) != (".dev" in version)
+
+
+def test_the_pythons_of_the_package_are_those_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    named = [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert named == workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert project["requires-python"] == f">={named[0]}"
+
+
+def test_no_page_and_no_result_names_a_folder_of_a_machine() -> None:
+    results = [*(ROOT / "benchmarks/results").glob("*.json"), *(ROOT / "docs/results").rglob("*.*")]
+    texts = [path for path in results if path.suffix in (".json", ".csv", ".svg", ".html")]
+    assert len(texts) > 30
+    for path in (*LINKED, *texts):
+        found = re.search(r"(?<![\w.])/(?:home|root|work|Users|tmp)/[\w.]+", path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: {found[0]}"
 
 
 def templates() -> set[str]:

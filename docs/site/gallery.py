@@ -14,7 +14,10 @@ FOLDERS = {
     "sprint_race": ("A race against sampling, planned", "python benchmarks/sprint_race.py"),
     "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report"),
     "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py"),
-    "grid": ("A grid", "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2"),
+    "grid": (
+        "A grid",
+        "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2; lmeval-prune grid compare out/smollm2",
+    ),
     "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py"),
     "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py"),
     "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py"),

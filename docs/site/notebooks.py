@@ -85,9 +85,11 @@ def plain_table(html: str) -> str:
 
 def main(names: list[str]) -> None:
     """Run the notebooks that are named, or all."""
+    from lmeval_prune.artefacts import write_text
+
     for path in sorted(FOLDER.glob("*.ipynb")):
         if not names or path.stem in names:
-            path.write_text(json.dumps(execute(path), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(execute(path), indent=1, ensure_ascii=False) + "\n")
             print(path.name)
 
 

@@ -1,11 +1,13 @@
 """Tests run on one thread, offline, and keep everything they write in temporary folders."""
 
+import copy
 import functools
 import gc
 import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,70 @@ if not torch.cuda.is_available():  # kernels run in the interpreter; before trit
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
+# folders of lm-eval's own tasks that tests of this process name
+LM_EVAL_TASKS = {"aime", "arc", "gpqa", "gsm8k", "hellaswag", "minerva_math", "openbookqa", "piqa", "super_glue",
+                 "wikitext", "winogrande"}  # fmt: skip
+
+
+def pytest_collection() -> None:
+    """Import modules and collect tests without garbage collections, which took longer than all else of it."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and collected tests out of garbage collections, which lm-eval asks for again and again."""
+    """Prepare what all tests share."""
+    read_few_tasks()
+    read_problems_once()
+    freeze()
+    gc.set_threshold(50_000, 20, 100)
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free what a file of tests has left."""
+    if nextitem is None or nextitem.path != item.path:
+        freeze()
+
+
+def freeze() -> None:
+    """Leave what is there now out of further garbage collections: lm-eval asks for one again and again."""
     gc.collect()
     gc.freeze()
+
+
+def read_few_tasks() -> None:
+    """Let lm-eval's index of tasks read this package's files once, and few of its own 14,000, which take seconds.
+
+    Tests that start lm-eval in a process of its own read them all.
+    """
+    index: Any = sys.modules.get("lm_eval.tasks._index")
+    if not hasattr(index, "load_yaml"):
+        return
+    load, theirs = index.load_yaml, Path(index.__file__).parent
+    once = functools.cache(load)
+
+    def load_few(path: Path, **options: Any) -> Any:
+        if path.is_relative_to(theirs) and path.relative_to(theirs).parts[0] not in LM_EVAL_TASKS:
+            raise LookupError(path)  # which the index passes over
+        return copy.deepcopy(once(path, **options)) if path.is_relative_to(ROOT) else load(path, **options)
+
+    index.load_yaml = load_few
+
+
+def read_problems_once() -> None:
+    """Keep each split of the real problems, which no test changes; all of Math23K takes a second to read."""
+    data: Any = sys.modules.get("lmeval_prune.tasks.data")
+    if data is None:
+        return
+    load = data.load
+    once = functools.cache(load)
+
+    @functools.wraps(load)
+    def load_once(name: str, split: str = "test", data_dir: Any = None) -> Any:
+        return once(name, split, str(SHARED)) if str(data_dir) == str(SHARED) else load(name, split, data_dir)
+
+    data.load = load_once
 
 
 def pytest_unconfigure() -> None:

@@ -81,7 +81,7 @@ def test_gold_answers_and_solutions_score_one(name: str, step: int, shared_data:
     score = {"math500": results.mathematics, "asdiv": results.text_or_number}.get(name, results.number)
     forms = MATHEMATICS_FORMS if name == "math500" else [*FORMS, "答案是%s。", LAST_NUMBER]
     exceptions: set[str] = set()
-    for row in list(data.load(name, split, shared_data))[::step]:
+    for row in data.load(name, split, shared_data).to_list()[::step]:
         responses = [form.replace("%s", row["target"]) for form in forms]
         responses += [row["solution"]] if name == "math500" else []
         exceptions |= {text for text in responses if score(row, [text])["exact_match"] != 1}
@@ -115,7 +115,7 @@ DISPLAYS = [
 @pytest.mark.parametrize(("name", "forms"), [("gsm8k", NUMBER_FORMS), ("math500", DISPLAYS)])
 def test_gold_answers_in_the_forms_that_models_use(name: str, forms: list[str], step: int, shared_data: Path) -> None:
     score = results.number if name == "gsm8k" else results.mathematics
-    rows = list(data.load(name, "test", shared_data))[::step]
+    rows = data.load(name, "test", shared_data).to_list()[::step]
     texts = [(form, row, form.replace("%s", row["target"])) for row in rows for form in forms]
     missed = [(form, row["target"]) for form, row, text in texts if score(row, [text])["exact_match"] != 1]
     print(f"{name}: {len(missed)} exceptions in {len(texts)} texts: {missed[:20]}")
@@ -125,7 +125,7 @@ def test_gold_answers_in_the_forms_that_models_use(name: str, forms: list[str], 
 @THINNED
 @pytest.mark.parametrize("prefix", ["", "Answer: ", "**Answer:** ", "Answer:\n", "#### Solution\n"])
 def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, step: int, shared_data: Path) -> None:
-    rows = list(data.load("gsm8k", "test", shared_data))[::step]
+    rows = data.load("gsm8k", "test", shared_data).to_list()[::step]
     texts = [prefix + row["answer"].partition("####")[0] for row in rows]
     right = sum(results.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
     print(f"{prefix!r}: {right / len(rows):.4f}")
@@ -187,7 +187,7 @@ UNMARKED_NUMBERS = [
 
 @THINNED
 def test_unmarked_gold_answers_of_math500_in_the_forms_that_models_use(step: int, shared_data: Path) -> None:
-    rows = list(data.load("math500", "test", shared_data))[::step]
+    rows = data.load("math500", "test", shared_data).to_list()[::step]
     texts = [
         (form, row)
         for row in rows
@@ -249,7 +249,7 @@ def test_a_chinese_full_stop_is_a_decimal_point_only_between_digits(response: st
 
 
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
-    rows = list(data.load("math500", "test", shared_data))
+    rows = data.load("math500", "test", shared_data).to_list()
     pairs = [(row["target"], other["target"]) for row, other in itertools.pairwise(rows)]
     equal = [(gold, answer) for gold, answer in pairs if same_mathematics(answer, gold)]
     print(f"math500: equal neighbours {equal}")
@@ -465,7 +465,7 @@ def test_gold_equations_have_the_gold_value(shared_data: Path) -> None:
             wrong.append((row["equation"], row["numbers"], row["answer"]))
     print(f"math23k: {len(wrong)} of 23160 equations do not give the gold answer, e.g. {wrong[:5]}")
     assert len(wrong) < 60
-    rows = list(data.load("asdiv_a", "all", shared_data))
+    rows = data.load("asdiv_a", "all", shared_data).to_list()
     wrong = [r["formula"] for r in rows if not results.equation(r, ["\\boxed{" + r["formula"] + "}"])["exact_match"]]
     print(f"asdiv_a: {len(wrong)} of 1218 formulas do not give the gold answer: {wrong}")
     assert all("r" in formula for formula in wrong) and len(wrong) == 28
@@ -525,7 +525,7 @@ def test_attempts_and_majority() -> None:
 
 def test_folds_are_disjoint_and_splits_reproducible(shared_data: Path) -> None:
     for name, ratios in (("math23k", (7, 1, 2)), ("asdiv_a", (8, 1, 1))):
-        whole = list(data.load(name, "all", shared_data))
+        whole = data.load(name, "all", shared_data).to_list()
         part_of = data.DATA[name].parts
         key = "segmented_text" if name == "math23k" else "id"
         folds = [[row[key] for row in part_of[f"fold{k}"](whole)] for k in range(5)]

@@ -250,7 +250,7 @@ def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
     def some(request, _: int) -> str:
         return f"\\boxed{{{request.doc['target']}}}" if len(request.doc["question"]) % 3 else "no idea"
 
-    rows = list(data.load("math500", "test", shared_data))
+    rows = data.load("math500", "test", shared_data).to_list()
     right = [bool(len(row["question"]) % 3) for row in rows]
     out = run(Scripted(some), "prune_math500", limit=None, data_dir=str(shared_data))
     got = figures(out, "prune_math500")

@@ -42,7 +42,7 @@ def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
 
 @pytest.mark.parametrize(("name", "split"), SIZES)
 def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest) -> None:
-    rows = data.load(name, split, folder_of(name, request))
+    rows = data.load(name, split, folder_of(name, request)).to_list()
     assert len(rows) == SIZES[name, split]
     assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
 
@@ -58,7 +58,7 @@ def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])  # of the rows
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
 def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, request: pytest.FixtureRequest) -> None:
-    rows = list(data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)))[::step]
+    rows = data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)).to_list()[::step]
     score = results.mathematics if name == "math500" else results.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}

@@ -619,7 +619,7 @@ def test_every_setting_is_part_of_the_identity() -> None:
 def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: Any, shared_data: Path) -> None:
     """Within a point over 2,000 tokens, with the defaults."""
     model, tokenizer = smollm2
-    rows = list(data.load("gsm8k", "test", shared_data))[:30]
+    rows = data.load("gsm8k", "test", shared_data).to_list()[:30]
     ids = tokenizer("\n\n".join(row["question"] + row["answer"] for row in rows), return_tensors="pt")["input_ids"][
         :, :2000
     ]

@@ -27,6 +27,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import ROOT
+from tests.covers import crossed
 from tests.test_command_line import call, lm_eval
 from tests.test_docs import section
 from tests.test_grid import described
@@ -416,25 +417,30 @@ cli_evaluate()
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}], ids=str
+@crossed(
+    {
+        "dtype": ["float32", "float64"],
+        "arguments": [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}],
+        "heads": [{}, {"heads": HEADS}],
+    },
+    together=2,
+    ids=str,
 )
 def test_the_command_gives_the_same_texts(
-    tiny_folder: Path, tmp_path: Path, dtype: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_folder: Path, tmp_path: Path, dtype: str, arguments: dict[str, Any], heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Stop texts, a delimiter of thoughts as a text and as a token, prompts that are cut; without and with heads."""
     counts: list[int] = []
     decode = Engine.decode
     monkeypatch.setattr(Engine, "decode", lambda engine, each: counts.append(len(each)) or decode(engine, each))
-    for heads in ({}, {"heads": HEADS}):
-        texts = [
-            evaluated(tiny_folder, tmp_path, f"{engine}{bool(heads)}", ("--gen_kwargs", UNTIL, "--batch_size", "4"),
-                      dtype=dtype, engine=engine, **arguments, **heads)
-            for engine in ("generate", "auto")
-        ]  # fmt: skip
-        assert texts[0] == texts[1] and len(texts[0]) == 6
-    assert counts == [6, 6]
+    texts = [
+        evaluated(tiny_folder, tmp_path, engine, ("--gen_kwargs", UNTIL, "--batch_size", "4"), dtype=dtype,
+                  engine=engine, **arguments, **heads)
+        for engine in ("generate", "auto")
+    ]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) == 6
+    assert counts == [6]
 
 
 def test_the_cache_of_lm_eval_has_answers_of_both(

@@ -30,6 +30,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
+from tests.covers import crossed
 
 
 def doubles(family: str, **changes: Any) -> nn.Module:
@@ -107,22 +108,13 @@ def test_every_family_scores_as_each_text_alone(family: str, small_passes: Any) 
     check(Engine(doubles(family)), tree_requests(doubles(family), seed=1))
 
 
-@pytest.mark.parametrize("block", [0, 6, 128])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("mistral", {"sliding_window": 6}),
-        ("gemma2", {"sliding_window": 5}),
-        ("gemma3_text", {"sliding_window": 5}),
-        ("olmo3", {"sliding_window": 3}),
-        ("cohere2", {"sliding_window": 5}),
-    ],
+@crossed(
+    {"block": [0, 6, 128], "window": [("mistral", 6), ("gemma2", 5), ("gemma3_text", 5), ("olmo3", 3), ("cohere2", 5)]},
+    ids=str,
 )
-def test_sliding_windows_shorter_than_the_context(
-    family: str, changes: dict[str, Any], block: int, small_passes: Any
-) -> None:
+def test_sliding_windows_shorter_than_the_context(block: int, window: tuple[str, int], small_passes: Any) -> None:
     small_passes(30, block, 1 << 25)
-    model = doubles(family, **changes)
+    model = doubles(window[0], sliding_window=window[1])
     check(Engine(model), tree_requests(model, seed=2, longest=30))
 
 
@@ -145,7 +137,7 @@ def check_any_tree(family: str, seed: int, tokens: int, block: int, rows: int, m
         check(Engine(model, memory=memory), tree_requests(model, seed))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**CASES)
 def test_any_tree_in_any_passes(**case: Any) -> None:
     check_any_tree(**case)
@@ -257,9 +249,13 @@ def assert_close(kind: str, responses: list[Any], expected: list[Any], tolerance
     assert responses == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "arguments", [{}, {"heads": HEADS}, {"max_length": 13}, {"add_bos_token": True}, {"logits_cache": False}], ids=str
+@crossed(
+    {
+        "kind": KINDS,
+        "arguments": [{}, {"heads": HEADS}, {"max_length": 13}, {"add_bos_token": True}, {"logits_cache": False}],
+    },
+    times=2,
+    ids=str,
 )
 def test_the_engine_scores_as_hf(tiny_folder: Path, kind: str, arguments: dict[str, Any]) -> None:
     expected = getattr(lm_of(tiny_folder, **arguments), kind)(instances(kind))

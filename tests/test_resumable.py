@@ -1,5 +1,6 @@
 """Any lm-eval model with the answer store: killed and resumed with equal tables, kept apart by arguments, refused in one line."""
 
+import functools
 import multiprocessing
 import random
 import shutil
@@ -45,12 +46,12 @@ TASKS = {
 }
 
 
-@pytest.fixture
-def evaluate(tmp_path: Path) -> Callable[..., dict]:
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
     """Evaluate a model by name; returns the tables."""
-    (tmp_path / "yaml").mkdir()
-    (tmp_path / "yaml" / "rolling.yaml").write_text(yaml.safe_dump(ROLLING))
-    manager = TaskManager(include_path=[str(ROOT / "tasks"), str(tmp_path / "yaml")], include_defaults=False)
+    folder = tmp_path_factory.mktemp("yaml")
+    (folder / "rolling.yaml").write_text(yaml.safe_dump(ROLLING))
+    manager = TaskManager(include_path=[str(ROOT / "tasks"), str(folder)], include_defaults=False)
 
     def run(name: str, tasks: Any = TASKS, limit: int = LIMIT, **arguments: Any) -> dict:
         settings: dict = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0, "device": "cpu"}
@@ -79,19 +80,28 @@ def stored(folder: Path) -> int:
     return len({record["key"] for record in read_answers(folder)})
 
 
+@pytest.fixture(scope="module")
+def undisturbed(
+    evaluate: Callable, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], tuple[dict[str, Any], dict, int]]]:
+    """Evaluate `hf` or a server once; returns model_args, the tables and the number of stored answers."""
+    with Stub(tiny_folder) as server:
+
+        @functools.cache
+        def run(lm: str) -> tuple[dict[str, Any], dict, int]:
+            arguments = {"lm": lm.split()[0], **arguments_of(lm, tiny_folder, server)}
+            folder = tmp_path_factory.mktemp("whole") / "store"
+            return arguments, evaluate("resumable", responses=str(folder), **arguments), stored(folder)
+
+        yield run
+
+
 @pytest.mark.parametrize("lm", ["hf", "local-completions 1", "local-completions 2"])
 @pytest.mark.parametrize("count", [2, 9, 27])
 def test_killed_and_resumed_with_equal_tables(
-    lm: str,
-    count: int,
-    evaluate: Callable,
-    server: Stub,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    lm: str, count: int, evaluate: Callable, undisturbed: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = {"lm": lm.split()[0], **arguments_of(lm, tiny_folder, server)}
-    whole = evaluate("resumable", responses=str(tmp_path / "whole"), **arguments)
+    arguments, whole, answers = undisturbed(lm)
     again = {**arguments, "responses": str(tmp_path / "killed")}
 
     def child() -> None:
@@ -106,7 +116,7 @@ def test_killed_and_resumed_with_equal_tables(
     add = AnswerStore.add
     monkeypatch.setattr(AnswerStore, "add", lambda self, key, *rest: added.append(key) or add(self, key, *rest))
     assert evaluate("resumable", **again) == whole
-    assert len(set(added)) == len(added) == stored(tmp_path / "whole") - count
+    assert len(set(added)) == len(added) == answers - count
     added.clear()
     assert evaluate("resumable", **again) == whole and not added
 

@@ -86,7 +86,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 def _curves_table(results: Mapping[str, Any]) -> Table:
     shown = curves(results)
-    title = f"{results['model']}, {results['problems']} problems: the least important or random heads pruned"
+    title = f"{results['model']}, {results['problems']} problems: least important, random heads pruned"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("heads\npruned")
     for curve in shown:
@@ -112,26 +112,26 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     ratio = answers["generate_seconds"] / answers["engine_seconds"]
     return [
         (
-            f"{answers['prompts']} prompts × {answers['masks']} masks: generate, engine",
+            f"{answers['texts']} answers: generate, engine",
             f"{answers['generate_seconds']:.1f} s",
             f"{answers['engine_seconds']:.1f} s",
             f"{ratio:.1f} × as fast",
         ),
-        ("texts that are equal", f"{answers['texts']}", f"{answers['identical']}", ""),
+        ("  of them equal", "", f"{answers['identical']}", ""),
         (
-            f"{cut['removed']:.0%} of heads and channels cut: parameters",
+            f"{cut['removed']:.0%} cut out: parameters",
             f"{before / 1e6:.1f} million",
             f"{after / 1e6:.1f} million",
             f"{after / before - 1:+.0%}",
         ),
         (
-            "  size of the weights in float32",
+            "  weights in float32",
             f"{size / 1e6:.0f} MB",
             f"{smaller_size / 1e6:.0f} MB",
             f"{smaller_size / size - 1:+.0%}",
         ),
         ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
-        ("  problems solved, not trained since", _share(dense), _share(smaller), ""),
+        ("  problems solved, untrained", _share(dense), _share(smaller), ""),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import string
 from collections.abc import Iterator
@@ -118,14 +117,13 @@ def quick_training() -> Iterator[None]:
 
     from lmeval_prune.athena import training
     from lmeval_prune.distillation import recursion
+    from tests.conftest import freeze
 
-    gc.collect()
-    gc.freeze()
+    freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recursion, "draw", lambda *_: None)
         patch.setattr(training, "draw", lambda *_: None)
         yield
-    gc.unfreeze()
 
 
 def without_mask_token(encoder: Path) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from threading import Event
@@ -970,14 +971,14 @@ def test_figures_that_were_not_measured_may_be_null(tmp_path: Path) -> None:
     assert refused_or(kind, path, json.dumps({**json.loads(path.read_text()), "parameters": None}).encode())
 
 
-@pytest.mark.parametrize("field", ["answers", "unknown", "cut_off", "mean_tokens"])
-@pytest.mark.parametrize("damaged", [..., "x", -1, [5], math.nan])
-def test_lengths_of_a_cell_are_whole_or_absent(field: str, damaged: Any, tmp_path: Path) -> None:
-    kind, path = _grid(tmp_path), tmp_path / "grid" / "cells" / "a-t" / "results.json"
-    content = json.loads(path.read_text())
-    location = ("config", "pruning", "answers", "t", field)
-    assert refused_or(kind, path, json.dumps(changed(content, location, damaged)).encode()) is None
-    assert refused_or(kind, path, json.dumps(changed(content, location[:3], ...)).encode()) is not None
+@pytest.mark.parametrize("kind", ["grid"], indirect=True)
+def test_lengths_of_a_cell_are_whole_or_absent(kind: tuple[Kind, Any]) -> None:
+    (path,) = (path for path in kind[0].files if path.name == "results.json")
+    content, location = json.loads(path.read_text()), ("config", "pruning", "answers", "t")
+    for field, damaged in product(["answers", "unknown", "cut_off", "mean_tokens"], [..., "x", -1, [5], math.nan]):
+        damage = json.dumps(changed(content, (*location, field), damaged)).encode()
+        assert refused_or(kind[0], path, damage) is None, (field, damaged)
+    assert refused_or(kind[0], path, json.dumps(changed(content, location[:3], ...)).encode()) is not None
 
 
 @pytest.mark.parametrize("response", [5, None, ["a"], {"a": 1}, True])

@@ -57,7 +57,7 @@ def alone(model: nn.Module, request: LikelihoodRequest) -> tuple[list[float], bo
     for position in range(len(request.context), len(tokens)):
         before = logits[position - 1]
         logprobs.append(float(before[tokens[position]] - before.exp().sum().log()))
-        greedy &= max(range(len(before)), key=lambda i, before=before: float(before[i])) == tokens[position]
+        greedy &= max(range(len(before)), key=before.tolist().__getitem__) == tokens[position]
     return logprobs, greedy
 
 

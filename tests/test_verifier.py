@@ -84,7 +84,7 @@ def test_nothing_is_started_before_it_is_needed(verifier: Verifier) -> None:
 def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier) -> None:
     assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
     (before,) = workers()
-    verifier.seconds = 5.0  # enough for the one that ends, on a machine that is busy
+    verifier.seconds = 3.0  # enough for the one that ends, on a machine that is busy
     assert verifier.verify_many([HANGING, ("2x", "x+x"), HANGING]) == ["timeout", "equal", "timeout"]
     verifier.seconds = 20.0
     assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
@@ -100,7 +100,7 @@ def test_a_part_of_what_is_no_whole_formula_is_not_compared(verifier: Verifier) 
 def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
     """In the middle of a comparison, which is then asked again; and while it waits."""
     assert verifier.verify("2x", "x+x") == "equal"
-    verifier.seconds = 5.0
+    verifier.seconds = 3.0
     (worker,) = workers()
     killer = meanwhile(worker.kill)
     assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["timeout", "equal"]

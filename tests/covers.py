@@ -13,8 +13,8 @@ import pytest
 def cover(sizes: Sequence[int], together: int, times: int = 1) -> set[tuple[int, ...]]:
     """Choose cases of a cross so that each choice of values for any `together` of its axes is in one.
 
-    Greedily, and the same ones each time: the next case has the most choices that are in none so far, then the values
-    that were used least.
+    Greedily, and the same ones each time: the next case has the most choices that are in none so far, then the most new
+    pairs of values, then the values that were used least.
 
     Args:
         sizes: the number of values of each axis.
@@ -26,13 +26,13 @@ def cover(sizes: Sequence[int], together: int, times: int = 1) -> set[tuple[int,
     """
     together = min(together, len(sizes))
     cases = list(itertools.product(*map(range, sizes)))
-    groups = list(itertools.combinations(range(len(sizes)), together))
 
-    def choices(case: tuple[int, ...]) -> list[tuple[Any, ...]]:
-        return [(group, tuple(case[axis] for axis in group)) for group in groups]
+    def choices(case: tuple[int, ...], size: int = together) -> list[tuple[Any, ...]]:
+        return list(itertools.combinations(enumerate(case), size))
 
     chosen: dict[tuple[int, ...], None] = {}
     used: Counter[tuple[int, int]] = Counter()
+    paired: set[tuple[Any, ...]] = set()
     for _ in range(times):
         missing = {choice for case in cases if case not in chosen for choice in choices(case)}
         while missing:
@@ -40,10 +40,12 @@ def cover(sizes: Sequence[int], together: int, times: int = 1) -> set[tuple[int,
                 (case for case in cases if case not in chosen),
                 key=lambda case: (
                     sum(choice in missing for choice in choices(case)),
+                    sum(pair not in paired for pair in choices(case, 2)),
                     -sum(used[place] for place in enumerate(case)),
                 ),
             )
             missing.difference_update(choices(best))
+            paired.update(choices(best, 2))
             used.update(enumerate(best))
             chosen[best] = None
     return set(chosen)

@@ -30,6 +30,7 @@ from lmeval_prune.kernels.decode_attention import ops as attention
 from lmeval_prune.kernels.decode_attention import triton as triton_attention
 from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
+from tests.covers import crossed
 from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -305,18 +306,9 @@ def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
 
 STEP_SHAPES = [((6, 2), (8, 12)), ((3, 3), (20, 20)), ((2, 1), (64, 16)), ((20, 1), (5, 7))]
 STEP_TYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
-STEP_CASES = [
-    (name, shape, products, splits)
-    for products, splits in product(("dot", "sums"), (1, 4))
-    for name in STEPS
-    for shape in range(4)
-]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "products", "splits"),
-    [pytest.param(*case, marks=[] if i % 9 == 0 else pytest.mark.long) for i, case in enumerate(STEP_CASES)],
-)
+@crossed({"name": STEPS, "shape": range(4), "products": ("dot", "sums"), "splits": (1, 4)})
 def test_a_step_in_the_kernel_is_the_one_in_pytorch(
     name: str, shape: int, products: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,10 +35,23 @@ class DiskError(InputError):
 
 def check_exists(path: str | os.PathLike[str], *, file: bool = False) -> None:
     """Refuse a path that does not exist; with `file`, also a folder."""
-    if not Path(path).exists():
-        raise InputError(f"no such file: {path}")
+    if not os.path.exists(path):  # noqa: PTH110 - also of a name that is too long
+        raise InputError(f"no such file: {path}{similar_path(path)}")
+    if file and Path(path, "config.json").is_file():
+        raise InputError(f"{path} is a folder with a checkpoint; give it as pretrained=, or name a file")
     if file and not Path(path).is_file():
         raise InputError(f"{path} is a folder; name a file in it")
+
+
+def similar_path(path: str | os.PathLike[str]) -> str:
+    """Return `; did you mean 'FOLDER/NAME'?` for the neighbour of a missing path with the most similar name, if any."""
+    path = Path(path)
+    try:
+        neighbours = [each.name for each in path.expanduser().parent.iterdir()]
+    except (OSError, ValueError, RuntimeError):  # no folder, no path, or no home
+        return ""
+    match = closest_match(path.name, neighbours, 0.7)
+    return f"; did you mean {str(path.with_name(match))!r}?" if match else ""
 
 
 _RETRY = "and run the same command again"
@@ -87,7 +100,16 @@ def first_line(error: BaseException, length: int = 150) -> str:
     """Return an exception's type and the first line of its message, with the second one if that ends in a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return f"{type(error).__name__}: {text[:length]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {brief(text, length)}" if text else type(error).__name__
+
+
+def brief(text: str, length: int) -> str:
+    """Return a text in one line of at most `length` characters; a longer one is cut after a word and ends in `…`."""
+    text = " ".join(text.split())
+    if len(text) <= length:
+        return text
+    words, space, _ = text[: length - 1].rpartition(" ")
+    return f"{words} …" if space else f"{text[: length - 1]}…"
 
 
 def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +323,25 @@ def test_malformed_heads_are_refused_in_one_line(text) -> None:
 def test_heads_that_do_not_exist_are_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message), HeadMask(text).applied_to(tiny("llama")):
         pass
+
+
+def test_a_path_instead_of_heads_is_a_file_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("smaller").mkdir()
+    Path("smaller/config.json").write_text("{}")
+    Path("L0H1").mkdir()
+    Path("mask").touch()
+    for text, message in (
+        ("./smallr", r"no such file: ./smallr; did you mean 'smaller'\?"),
+        ("other/mask", r"no such file: other/mask$"),
+        (f"{tmp_path}/nope", "no such file: .*/nope$"),
+        ("smaller", "smaller is a folder with a checkpoint; give it as pretrained="),
+        ("./mask", r"./mask does not end in .json"),
+        ("x/" * 3000, "no such file: x/"),
+    ):
+        with pytest.raises(InputError, match=message):
+            HeadMask(text)
+    assert HeadMask("L0H1").heads == ("L0H1",)
 
 
 def test_encoder_decoders_need_the_stack_named() -> None:

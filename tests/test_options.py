@@ -20,7 +20,9 @@ import yaml
 
 from lmeval_prune import InputError
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune.errors import brief, first_line
 from lmeval_prune.options import mutually_exclusive, read_options
 from tests.conftest import ROOT
 from tests.test_command_line import call
@@ -267,6 +269,28 @@ def test_mistakes_end_the_command(words: str, message: str, capsys: pytest.Captu
     assert main(words.split()) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"lmeval-prune: error: {message}") and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("length", [12, 13, 20, 40])
+def test_a_foreign_text_is_cut_after_a_word(length: int) -> None:
+    text = "Cannot reach the hub:\n offline mode is enabled"
+    shown = brief(text, length)
+    words = " ".join(text.split())
+    assert len(shown) <= length and shown.endswith(" …")
+    kept = shown.removesuffix(" …")
+    assert words.startswith(f"{kept} ") and len(f"{kept} {words[len(kept) + 1 :].split()[0]} …") > length
+    assert brief(text, len(words)) == words and brief("x" * 50, length) == "x" * (length - 1) + "…"
+    assert first_line(OSError(text), length) == f"OSError: {brief(text, length)}"
+
+
+def test_a_missing_model_is_named_beside_a_similar_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out/smaller").mkdir(parents=True)
+    for name in ("out/smallr", "./out/smallr", str(tmp_path / "out/smallr")):
+        with pytest.raises(InputError, match=r"there is no such folder.*; did you mean '.*out/smaller'\?$"):
+            check_name(name)
+    with pytest.raises(InputError, match=r"there is no such folder, and the cache .* \(HF_HUB_OFFLINE is set\)$"):
+        check_name("nobody/nothing")
 
 
 # --------------------------------------------------------------------------- models --get

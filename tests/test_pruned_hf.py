@@ -258,7 +258,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": "L0H9"}, "L0H9: layer 0 has 4 heads, 0 to 3"),
+        ({"heads": "L0H9"}, "L0H9: layer 0 has 4 heads, 0 to 3, counted from 0; `lmeval-prune heads` lists them"),
         ({"heads": "L7H0"}, "no attention in layer 7"),
         ({"heads": "5:3"}, "head '5:3' cannot be read"),
         ({"heads": '["not valid JSON"]'}, "head 'not valid JSON' cannot be read"),
@@ -268,6 +268,8 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": {"head": "L0H1"}}, "heads has no setting 'head'; did you mean 'heads'"),
         ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
         ({"mask": "/"}, "is a folder; name a file in it"),
+        ({"plan": "nowhere/nope"}, "no such file: nowhere/nope"),
+        ({"heads": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
         ({"dtype": "floaty"}, "dtype=floaty is not a torch dtype"),
         ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmeval_prune.architectures.blocks import AttentionLayer, label_of
 from lmeval_prune.artefacts import parse_json
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, check_exists
 
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
@@ -76,6 +77,9 @@ def head_names(heads: Any) -> tuple[str, ...]:
                 text = text.strip("[]").replace("'", "").replace('"', "")
             else:
                 return head_names(parsed)
+        if "/" in text or (not _NAME.match(text) and os.path.isdir(text)):  # noqa: PTH112 - as in `check_exists`
+            check_exists(text, file=True)
+            raise InputError(f"{text} does not end in .json, as artefacts do; rename it, or {_HELP}")
         items = re.split(r"\s*[+,;]\s*|\s+", text)
     elif not isinstance(heads, list | tuple):
         raise InputError(f"heads={heads!r} cannot be read; {_HELP}")
@@ -146,7 +150,10 @@ def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer])
 def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head]:
     begin, end = _bounds(numbers, 0, layer.heads - 1)
     if end >= layer.heads:
-        raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
+        raise InputError(
+            f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}, counted from 0; "
+            "`lmeval-prune heads` lists them"
+        )
     return [Head(layer.stack, layer.index, head) for head in range(begin, end + 1)]
 
 

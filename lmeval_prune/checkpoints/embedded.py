@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.artefacts import new_folder, output_lock
-from lmeval_prune.errors import InputError, closest_match, first_line
+from lmeval_prune.errors import InputError, closest_match, first_line, similar_path
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     if suggestion := closest_match(name, MODELS):
         raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(f"pretrained={name}: there is no such folder")
+        raise InputError(f"pretrained={name}: there is no such folder{similar_path(name)}")
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
         why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
@@ -116,10 +116,12 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         return
     except HFValidationError:
         why = "this is no name on the model hub"
+    except OfflineModeIsEnabled:
+        why = "the cache of the model hub has none of this name (HF_HUB_OFFLINE is set)"
     except Exception as error:  # error types of the hub's HTTP client differ between versions
         why = f"the model hub cannot be reached ({first_line(error, 80)})"
     if why:
-        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
+        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}{similar_path(name)}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.errors import InputError, brief, first_few
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -43,7 +43,7 @@ def as_input_error(problem: str) -> Iterator[None]:
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
                 f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
             ) from error
-        reason = " ".join(str(error).split())[:300]  # its first line may name only a field, not the fault
+        reason = brief(str(error), 300)  # its first line may name only a field, not the fault
         raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 

@@ -94,7 +94,10 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
     chosen, notes = _named_tasks(names, base), []
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
-            raise InputError(f"{run.name} has none of the tasks {first_few(chosen)}; it has {first_few(run.tasks)}")
+            raise InputError(
+                f"{run.name} has none of the tasks {first_few(chosen)}; it has {first_few(run.tasks)}: evaluate it on "
+                f"those of the baseline, {base.name}, or leave it out"
+            )
         if extra := [task for task in run.tasks if task not in base.tasks]:
             notes.append(f"{run.name}: {first_few(extra)} left out, which the baseline lacks")
     shared = [task for task in chosen if any(task in run.tasks for run in others)]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, brief, first_line
 
 MAX_RESPONSE_BYTES = 32 * 2**20  # twice the size of the log-probabilities of a prompt of 128,000 tokens
 MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
@@ -66,7 +66,7 @@ class Response(NamedTuple):
             error = body.get("error", body) if isinstance(body, dict) else body
             text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
         hint = "; give the server's key in OPENAI_API_KEY" if self.status in (401, 403) else ""
-        return f"status {self.status}, {' '.join(str(text).split())[:200] or 'no message'}{hint}"
+        return f"status {self.status}, {brief(str(text), 200) or 'no message'}{hint}"
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import shlex
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 import torch
+from markupsafe import escape
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import preflight
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.demo import run
-from lmeval_prune.demo.commands import next_steps
-from lmeval_prune.demo.figures import curves
+from lmeval_prune.demo.commands import YOURS, next_steps
+from lmeval_prune.demo.figures import costs, curves, decoding
+from lmeval_prune.demo.page import write_page
+from lmeval_prune.demo.steps import INTERVAL, STAGES, Steps, lines
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.options import read_options
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
+from tests.test_command_line import lm_eval
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +42,11 @@ def output(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(run, "SHARES", (0.25, 0.5))
         patch.setattr(run, "SHOWN", 0.5)
         patch.setattr(run, "NEW_TOKENS", 5)
-        printed = io.StringIO()
-        with redirect_stdout(printed):
+        printed, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(errors):
             assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(folder)]) == 0
     (folder / "printed.txt").write_text(printed.getvalue())
+    (folder / "errors.txt").write_text(errors.getvalue())
     return folder
 
 
@@ -119,26 +128,123 @@ def test_only_tables_and_next_commands_are_printed(output: Path) -> None:
     assert len(printed.splitlines()) <= 40 and "page.html" in printed and (output / "demo.log").is_file()
 
 
-def test_the_next_commands_suit_the_model(tiny_folder: Path, output: Path) -> None:
-    """Their options can be read, and the heads that they name are heads of the model."""
-    lines = (output / "printed.txt").read_text().splitlines()
-    commands = [shlex.split(line) for line in lines if line.startswith("  lm")]
-    assert [words[:2] for words in commands] == [
+def test_a_redirected_run_says_what_it_does_and_how_far_it_is(output: Path) -> None:
+    opening, first, *_ = (output / "errors.txt").read_text().splitlines()
+    assert "minutes" in opening and "heads" in opening
+    assert first.split() == ["0", "s", "0%", "loading"]
+
+
+def test_lines_of_progress_are_apart_and_name_every_long_step() -> None:
+    text, now = io.StringIO(), 0.0
+    steps = Steps(lines(Console(file=text), clock=lambda: now))
+    for stage in STAGES:
+        steps.begin(stage)
+        for part in range(1, 11):
+            now += 2
+            steps.advance(part / 10)
+    rows = [line.split(maxsplit=3) for line in text.getvalue().splitlines()]
+    seconds = [int(row[0]) for row in rows]
+    assert all(INTERVAL <= after - before <= INTERVAL + 2 for before, after in pairwise(seconds))
+    assert [*dict.fromkeys(row[3] for row in rows)] == ["loading", *STAGES]
+    shares = [int(row[2].rstrip("%")) for row in rows]
+    assert shares == sorted(shares) and shares[0] == 0 and set(steps.seconds) == set(STAGES)
+
+
+def test_an_answer_that_is_not_complete_is_marked(tiny_folder: Path, output: Path) -> None:
+    subject = run.Subject.load(str(tiny_folder))
+    assert run._plain(subject, " seven</s>") == "seven" and run._plain(subject, " seven") == "seven…"
+    page = (output / "page.html").read_bytes().decode()  # with the line ends of random texts
+    shown = strict_json(output / "demo.json")["answers"]["shown"]
+    assert all(escape(answer) in page for item in shown for answer in item["answers"].values())
+
+
+def test_the_decoding_is_one_sentence_and_the_cut_one_table(output: Path) -> None:
+    results = strict_json(output / "demo.json")
+    answers = results["answers"]
+    sentence = decoding(results)
+    assert f"{answers['prompts']} prompts under {answers['masks']} masks" in sentence
+    assert sentence.endswith("and all texts are equal.")
+    some = {**results, "answers": {**answers, "identical": answers["texts"] - 1}}
+    assert f"{answers['texts'] - 1} of {answers['texts']} texts are equal" in decoding(some)
+    assert all(before and after and change for _, before, after, change in costs(results))
+    for file in "printed.txt", "page.html":
+        text = " ".join(html.unescape((output / file).read_text()).split())
+        assert sentence in text and all(name in text for name, *_ in costs(results))
+        assert str(results["problems"]) in text and results["task"] == "prune_tiny_cloze" and results["task"] in text
+
+
+def next_commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the words of the commands for the same model, and of those for one of one's own."""
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  lm")]
+    mine = [any(YOURS in word for word in words) for words in commands]
+    assert mine == sorted(mine) and {*mine} == {False, True}
+    return [w for w, m in zip(commands, mine, strict=True) if not m], [
+        w for w, m in zip(commands, mine, strict=True) if m
+    ]
+
+
+def test_the_next_commands_run(
+    tiny_folder: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are printed, without a hub and without data."""
+    same, _ = next_commands((output / "printed.txt").read_text())
+    assert [words[:2] for words in same] == [
         ["lmeval-prune", "distance"],
         ["lm_eval", "--model"],
         ["lmeval-prune", "prune"],
     ]
-    for _, name, *rest in commands[::2]:
-        options = read_options(name, resolve_name(COMMANDS[name]), rest, COMMANDS)
-        preflight.check(options)
-    heads = commands[0][commands[0].index("--heads") + 1]
-    arguments = commands[1][commands[1].index("--model_args") + 1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LMEVAL_PRUNE_DATA", raising=False)
+    for program, *words in same:
+        assert (lm_eval(*words, cwd=tmp_path) if program == "lm_eval" else main(words)) == 0
+    assert (tmp_path / "out" / "smaller" / "config.json").is_file()
+    heads = same[0][same[0].index("--heads") + 1]
+    arguments = same[1][same[1].index("--model_args") + 1]
     assert arguments == f"pretrained={tiny_folder},heads={heads}" and len(heads.split("+")) == 2
 
 
+def test_the_next_commands_for_a_model_of_ones_own_can_be_read(tiny_folder: Path, output: Path) -> None:
+    _, own = next_commands((output / "printed.txt").read_text())
+    for program, name, *rest in own:
+        words = [word.replace(YOURS, str(tiny_folder)) for word in rest]
+        assert program == "lmeval-prune" and words != rest
+        preflight.check(read_options(name, resolve_name(COMMANDS[name]), words, COMMANDS))
+
+
 def test_the_next_commands_are_quoted() -> None:
-    lines = next_steps("a folder/model", ["L0H1"]).splitlines()[1:]
-    assert all(any("a folder/model" in word for word in shlex.split(line)) for line in lines)
+    same, _ = next_commands(next_steps("a folder/model", ["L0H1"]))
+    assert all(any("a folder/model" in word for word in words) for words in same)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_phone(browser: Any, output: Path, width: int) -> None:
+    """Nothing is cut off: what is too wide scrolls by itself and says so; labels are large enough to read."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto((output / "page.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('svg text')]"
+        ".map(text => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"
+    )
+    assert len(sizes) > 20 and min(sizes) >= 11.5
+    wide = page.evaluate(
+        "[...document.querySelectorAll('.scroll:has(svg)')].map(e => [e.scrollWidth > e.clientWidth, "
+        "getComputedStyle(document.querySelector('.hint')).display != 'none'])"
+    )
+    assert all(not scrolls or hinted for scrolls, hinted in wide)
+    page.close()
+
+
+def test_a_map_of_many_layers_says_that_it_scrolls(browser: Any, output: Path, tmp_path: Path) -> None:
+    results = strict_json(output / "demo.json")
+    scores = next(iter(results["scores"].values()))
+    write_page(results | {"scores": {f"layers.L{n}": scores for n in range(40)}}, tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator(".scroll:has(svg)").evaluate("e => e.scrollWidth > e.clientWidth")
+    assert page.locator(".hint").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.close()
 
 
 def test_a_foreign_file_in_the_cut_model_is_found_before_the_work(

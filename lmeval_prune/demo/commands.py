@@ -12,6 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 MODEL = "smollm2-135m"
+YOURS = "YOUR_MODEL"
 
 
 def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
@@ -39,28 +40,41 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
 
     screen, errors = Console(file=sys.stdout), Console(file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
+    errors.print(opening(pretrained), markup=False, highlight=False, soft_wrap=True)
     with _messages_to(folder / "demo.log"):
-        from lmeval_prune.demo.figures import tables
+        from lmeval_prune.demo.figures import summary
         from lmeval_prune.demo.page import write_page
         from lmeval_prune.demo.run import ranked_name, run
 
-        results = run(pretrained, folder, errors)
+        results = run(pretrained, folder, errors, bar=screen.is_terminal and errors.is_terminal)
         write_page(results, page)
-    for table in tables(results):
-        screen.print(table)
-    screen.print(f"The curves, the map of heads and the answers: {page}", highlight=False)
+    for part in summary(results):
+        screen.print(part, markup=False, highlight=False)
+    screen.print(f"The curves, the map of heads and the answers: {page}", markup=False, highlight=False, soft_wrap=True)
     print(next_steps(pretrained, results["masks"][ranked_name(results["shares"][0])][:2]))
     return 0
 
 
+def opening(pretrained: str) -> str:
+    """Return what the demo does and how long it takes."""
+    longer = "" if pretrained == MODEL else f"; that is with {MODEL}, a larger model takes longer"
+    return (
+        f"Prunes heads of {pretrained}, measures distance, accuracy and speed, and cuts a smaller model out: some "
+        f"minutes on two cores{longer}"
+    )
+
+
 def next_steps(pretrained: str, heads: Sequence[str]) -> str:
-    """Return commands that go on with the model and heads of it; none of them needs a download."""
+    """Return commands that go on with the model and heads of it, and commands for a model of one's own."""
     model, names = shlex.quote(pretrained), "+".join(heads)
     arguments = shlex.quote(f"pretrained={pretrained},heads={names}")
-    return f"""Next, also with a model of your own (a folder, or a name on the Hub) in place of {model}:
+    return f"""Next, with the same model; data sets are not needed:
   lmeval-prune distance {model} --heads {names} --task prune_tiny_choice
-  lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_choice
-  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/plan.json --cut out/smaller"""
+  lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_cloze
+  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/plan.json --cut out/smaller
+With one of your own, a folder or a name on the Hub in place of {YOURS}:
+  lmeval-prune heads --pretrained {YOURS}
+  lmeval-prune demo --pretrained {YOURS} --output out/yours"""
 
 
 @contextmanager

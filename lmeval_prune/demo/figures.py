@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ def curves(results: Mapping[str, Any]) -> list[Curve]:
 
     kld, same_top = (partial(distance, key=key) for key in ("mean_kld", "same_top"))
     return [
-        _curve(results, ("KL divergence to the dense model, nats", "KL"), kld, (0.0, 0.0), False),
+        _curve(results, ("KL divergence from the dense model, nats", "KL, nats"), kld, (0.0, 0.0), False),
         _curve(results, ("same top token as the dense model", "same top"), same_top, (1.0, 0.0), True),
         _curve(results, ("problems solved", "solved"), accuracy, accuracy("dense"), True),
     ]
@@ -79,16 +79,20 @@ def _curve(
     return Curve(*titles, ranked, random, percent)
 
 
-def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Return the tables that the command prints."""
-    return [_curves_table(results), _costs_table(results)]
+def summary(results: Mapping[str, Any]) -> list[Table | str]:
+    """Return the tables and sentences that the command prints."""
+    legend = (
+        f"Least: the least important heads; random: mean of {DRAWS} draws. KL and same top: from the dense model, "
+        f"{results['texts']} sentences. Solved: {results['problems']} problems of {results['task']}."
+    )
+    return [_curves_table(results), legend, "", decoding(results), "", _costs_table(results)]
 
 
 def _curves_table(results: Mapping[str, Any]) -> Table:
     shown = curves(results)
-    title = f"{results['model']}, {results['problems']} problems: least important, random heads pruned"
+    title = f"{results['model']}: the least important heads pruned, or random ones"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("heads\npruned")
+    table.add_column("heads\npruned", no_wrap=True)
     for curve in shown:
         for kind in ("least", "random"):
             table.add_column(f"{curve.short}\n{kind}", justify="right", no_wrap=True)
@@ -102,45 +106,34 @@ def _cell(curve: Curve, point: Point) -> str:
     return f"{point.value:.0%}" if curve.percent else f"{point.value:.2f}"
 
 
+def decoding(results: Mapping[str, Any]) -> str:
+    """Return how long both ways of decoding took, and whether their answers are equal."""
+    answers = results["answers"]
+    slow, fast, texts = answers["generate_seconds"], answers["engine_seconds"], answers["texts"]
+    equal = "all texts are" if answers["identical"] == texts else f"{answers['identical']} of {texts} texts are"
+    return (
+        f"{texts} answers of at most {answers['new_tokens']} tokens, {answers['prompts']} prompts under "
+        f"{answers['masks']} masks: {slow:.1f} s by transformers' generate, one mask after another; {fast:.1f} s by "
+        f"the decoding engine, all masks together: {slow / fast:.1f} × as fast, and {equal} equal."
+    )
+
+
 def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return rows of what was measured of the engine and of the cut model: name, before, after, and change."""
-    answers, cut = results["answers"], results["cut"]
-    before, after = cut["parameters"]
-    slow, fast = cut["tokens_per_second"]
-    size, smaller_size = cut["bytes"]
-    dense, smaller = results["accuracy"]["dense"], cut["accuracy"]
-    ratio = answers["generate_seconds"] / answers["engine_seconds"]
+    """Return rows about the cut model: name with its unit, before the cut, after it, and change."""
+    cut, dense = results["cut"], results["accuracy"]["dense"]
+    (before, after), (slow, fast), (size, smaller) = cut["parameters"], cut["tokens_per_second"], cut["bytes"]
+    solved, still = (100 * sum(right) / len(right) for right in (dense, cut["accuracy"]))
     return [
-        (
-            f"{answers['texts']} answers: generate, engine",
-            f"{answers['generate_seconds']:.1f} s",
-            f"{answers['engine_seconds']:.1f} s",
-            f"{ratio:.1f} × as fast",
-        ),
-        ("  of them equal", "", f"{answers['identical']}", ""),
-        (
-            f"{cut['removed']:.0%} cut out: parameters",
-            f"{before / 1e6:.1f} million",
-            f"{after / 1e6:.1f} million",
-            f"{after / before - 1:+.0%}",
-        ),
-        (
-            "  weights in float32",
-            f"{size / 1e6:.0f} MB",
-            f"{smaller_size / 1e6:.0f} MB",
-            f"{smaller_size / size - 1:+.0%}",
-        ),
-        ("  tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
-        ("  problems solved, untrained", _share(dense), _share(smaller), ""),
+        ("parameters, million", f"{before / 1e6:.1f}", f"{after / 1e6:.1f}", f"{after / before - 1:+.0%}"),
+        ("weights in float32, MB", f"{size / 1e6:.0f}", f"{smaller / 1e6:.0f}", f"{smaller / size - 1:+.0%}"),
+        ("speed, tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
+        ("problems solved, %", f"{solved:.0f}", f"{still:.0f}", f"{still - solved:+.0f} points"),
     ]
 
 
-def _share(right: Sequence[bool]) -> str:
-    return f"{sum(right) / len(right):.0%}"
-
-
 def _costs_table(results: Mapping[str, Any]) -> Table:
-    table = Table(title="Speed and size", title_justify="left", box=SIMPLE_HEAD)
+    title = f"{results['cut']['removed']:.0%} of heads and channels cut out, not trained since"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("", "before", "after", "change"):
         table.add_column(name, justify="left" if not name else "right")
     for row in costs(results):

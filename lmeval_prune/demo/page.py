@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.artefacts import write_text
-from lmeval_prune.demo.figures import Curve, Point, costs, curves
-from lmeval_prune.demo.run import ranked_name
+from lmeval_prune.demo.figures import Curve, Point, costs, curves, decoding
+from lmeval_prune.demo.run import DRAWS, ranked_name
 from lmeval_prune.reporting.documents import render
 
-WIDTH, HEIGHT = 320, 190  # of a plot, without its margins
-LEFT, BOTTOM = 44, 26
-CELL = 14  # of the map of heads
+WIDTH, HEIGHT = 250, 160  # of a plot, without its margins, with which it fits a phone unscaled
+LEFT, BOTTOM = 46, 42
+CELL = 16  # of the map of heads
 
 
 def write_page(results: Mapping[str, Any], path: Path) -> None:
@@ -25,6 +25,8 @@ def write_page(results: Mapping[str, Any], path: Path) -> None:
         plots=[_plot(curve, results["shares"]) for curve in curves(results)],
         map=_head_map(results),
         costs=costs(results),
+        decoding=decoding(results),
+        draws=DRAWS,
     )
     write_text(path, page)
 

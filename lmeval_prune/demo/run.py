@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -23,6 +22,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import check_folder
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
+from lmeval_prune.demo.steps import Steps, show_steps
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
 from lmeval_prune.interventions import HeadMask, Plan
@@ -35,6 +35,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks import data
 
+PROBLEMS, QUESTIONS = "tiny_cloze", "tiny_words"  # packaged data: what is counted, and what is answered freely
 SHARES = (0.03, 0.1, 0.2)  # of all heads
 DRAWS = 3  # of random heads
 SHOWN = 0.1  # the share of the answers that the page shows
@@ -42,7 +43,6 @@ WINDOWS, WINDOW = 16, 64  # of the text that the scores of heads read, and their
 TEXTS = 64  # completed problems over which distances are measured
 PROMPTS, MASKS, NEW_TOKENS = 8, 9, 16
 CUT = 0.25  # of the parameters of heads and channels
-STAGES = {"scores of heads": 2, "distances": 21, "accuracy": 11, "answers": 29, "cut": 22}  # rough seconds
 
 
 @dataclass
@@ -100,38 +100,20 @@ def drawn_name(share: float, draw: int) -> str:
     return f"{share:.0%} random, draw {draw + 1}"
 
 
-class Steps:
-    """One progress line over the stages of the demo, whose weights are rough seconds."""
+def run(pretrained: str, folder: Path, console: Console, bar: bool = True) -> dict[str, Any]:
+    """Measure everything, write `demo.json`, and return it.
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._bar = progress.add_task("loading", total=sum(STAGES.values()))
-        self._done = 0.0
-        self._began = 0.0
-        self.seconds: dict[str, float] = {}  # of each complete stage
-
-    def begin(self, stage: str) -> None:
-        """Show the name of a stage."""
-        self._stage, self._began, self._weight = stage, time.perf_counter(), STAGES[stage]
-        self._progress.update(self._bar, description=stage)
-
-    def advance(self, share: float) -> None:
-        """Set the share of the stage that is complete."""
-        self._progress.update(self._bar, completed=self._done + share * self._weight)
-        if share >= 1:
-            self._done += self._weight
-            self.seconds[self._stage] = round(time.perf_counter() - self._began, 1)
-
-
-def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
-    """Measure everything, write `demo.json`, and return it."""
+    Args:
+        pretrained: a causal language model, as for lm_eval.
+        folder: folder of `demo.json` and of the cut model.
+        console: where progress is shown.
+        bar: whether it is shown as a bar, else as lines.
+    """
     check_folder(folder / "cut", [pretrained])
     began = time.perf_counter()
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        steps = Steps(progress)
+    with show_steps(console, bar) as steps:
         subject = Subject.load(pretrained)
-        first, second = (data.load("tiny_cloze", split).to_list() for split in ("train", "test"))
+        first, second = (data.load(PROBLEMS, split).to_list() for split in ("train", "test"))
         steps.begin("scores of heads")
         text = calibration(subject, [sentence(problem) for problem in first])
         variants = make_variants(subject, text)
@@ -141,6 +123,7 @@ def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
             "model": subject.name,
             "threads": torch.get_num_threads(),
             "heads": subject.model_map.total_heads,
+            "task": f"prune_{PROBLEMS}",
             "problems": len(second),
             "texts": min(TEXTS, len(second)),
             "shares": SHARES,
@@ -154,8 +137,7 @@ def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
         steps.begin("answers")
         results["answers"] = answers(subject, variants, steps)
         steps.begin("cut")
-        results["cut"] = cut_quarter(subject, text, folder / "cut", second)
-        steps.advance(1)
+        results["cut"] = cut_quarter(subject, text, folder / "cut", second, steps)
     results["stage_seconds"] = steps.seconds
     results["seconds"] = round(time.perf_counter() - began, 1)
     write_text(folder / "demo.json", json.dumps(without_nan(results), indent=1) + "\n")
@@ -238,7 +220,7 @@ def distances(
 def _text(subject: Subject, problem: Mapping[str, Any], number: int) -> Text:
     """Return a completed problem, all tokens of which but the first are compared."""
     ids = subject.encode(sentence(problem))
-    return Text(ids[:1], ids[1:], ("tiny_cloze", number))
+    return Text(ids[:1], ids[1:], (PROBLEMS, number))
 
 
 def _summary(texts: Sequence[torch.Tensor]) -> dict[str, float | None]:
@@ -276,7 +258,7 @@ def accuracies(
 
 def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any]:
     """Decode prompts under nine masks by the engine, and by `generate` one mask at a time, and compare the texts."""
-    questions = data.load("tiny_words", "test")["question"][:PROMPTS]
+    questions = data.load(QUESTIONS, "test")["question"][:PROMPTS]
     prompts = [_chat(subject, question) for question in questions]
     masks: dict[str, HeadMask | None] = {"dense": None}
     masks |= {ranked_name(share): variants.ranked[share] for share in SHARES}
@@ -303,6 +285,7 @@ def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any
         "prompts": len(prompts),
         "masks": len(masks),
         "new_tokens": NEW_TOKENS,
+        "task": f"prune_{QUESTIONS}",
         "identical": sum(texts[key] == others[key] for key in others),
         "texts": len(others),
         "engine_seconds": engine,
@@ -315,10 +298,9 @@ def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any
 
 
 def _plain(subject: Subject, text: str) -> str:
-    """Return an answer without its end token."""
-    for token in subject.tokenizer.all_special_tokens:
-        text = text.removesuffix(token)
-    return text.strip()
+    """Return an answer without its end token; one that has none was cut, and ends with `…`."""
+    end = next((token for token in subject.tokenizer.all_special_tokens if text.endswith(token)), "")
+    return text.removesuffix(end).strip() if end else f"{text.strip()}…"
 
 
 def _chat(subject: Subject, question: str) -> tuple[int, ...]:
@@ -350,14 +332,20 @@ def _generate(subject: Subject, prompts: Sequence[tuple[int, ...]], mask: HeadMa
 
 
 def cut_quarter(
-    subject: Subject, text: CalibrationText, folder: Path, problems: Sequence[Mapping[str, Any]]
+    subject: Subject, text: CalibrationText, folder: Path, problems: Sequence[Mapping[str, Any]], steps: Steps
 ) -> dict[str, Any]:
     """Cut a quarter of the parameters of heads and channels, and measure the smaller checkpoint."""
     pruning = PruneOptions(ratio=CUT, parts="both")
     plan = list(stages(make_pruner("flap", {}), subject.model_map, pruning, text))[-1]
+    steps.advance(0.3)
     cut_to(folder, subject.model, plan, subject.tokenizer)
     smaller = load_pretrained(str(folder), dtype=torch.float32)
+    steps.advance(0.5)
     cut = replace(subject, model=smaller, engine=Engine(smaller, subject.tokenizer))
+    right = accuracies(cut, {"cut": None}, problems)["cut"]
+    steps.advance(0.6)
+    rates = _speeds(subject, smaller)
+    steps.advance(1)
     return {
         "folder": str(folder),
         "removed": CUT,
@@ -366,8 +354,8 @@ def cut_quarter(
             sum(parameter.nbytes for parameter in subject.model.parameters()),
             sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         ],
-        "tokens_per_second": _speeds(subject, smaller),
-        "accuracy": accuracies(cut, {"cut": None}, problems)["cut"],
+        "tokens_per_second": rates,
+        "accuracy": right,
     }
 
 

@@ -194,6 +194,13 @@ def test_figures_are_better_or_worse_not_right(open_page: Open, tmp_path: Path) 
     page = open_page(path)
     labels = [button.inner_text() for button in page.query_selector_all("#counts button")]
     assert labels == ["answers differ: 6", "A better: 6", "B better: 0", "all: 6"]
+    assert page.get_attribute("[data-kind=differ]", "aria-pressed") == "true"
+    page.select_option("#b", "dense")  # nothing differs: all questions are shown
+    assert page.inner_text("[data-kind=differ]") == "answers differ: 0"
+    assert page.get_attribute("[data-kind=all]", "aria-pressed") == "true"
+    assert len(page.query_selector_all("#questions .item")) == 6
+    page.click("[data-kind=differ]")
+    assert page.get_attribute("[data-kind=differ]", "aria-pressed") == "true"
     assert page.query_selector_all(".answer.right") == []
 
 
@@ -223,7 +230,7 @@ def test_only_a_choice_that_differs_is_an_answer_that_differs(open_page: Open, t
     def choice(i: int, best: int, worse_by: float) -> dict[str, Any]:
         scores = [[[-1.0 - worse_by, False]], [[-1.0 - worse_by, False]]]
         scores[best] = [[-0.5 - worse_by, True]]
-        own = question("choice", i, float(best == 0), metric="acc")
+        own = question("choice", i, float(best == 0), metric="acc") | {"target": "0"}
         return own | {"arguments": [["q", " red"], ["q", " blue"]], "resps": scores}
 
     def single(i: int, right: bool, score: float) -> dict[str, Any]:
@@ -249,6 +256,7 @@ def test_only_a_choice_that_differs_is_an_answer_that_differs(open_page: Open, t
         page.click("[data-kind=all]")
         if not withheld:
             assert "red" in page.inner_text(".answer.right") and "log-likelihood -0.50" in page.inner_text("#questions")
+            assert "gold: red" in page.inner_text("#questions")
         page.select_option("#question_task", "single")
         ready(page)
         assert page.inner_text("[data-kind=differ]") == "outcomes differ: 2"

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.costs import COSTS, cost_range
-from lmeval_prune.comparison.rows import Comparison
+from lmeval_prune.comparison.rows import DETECTABLE, Comparison
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.documents import render
 
@@ -52,6 +52,7 @@ def write_page(comparison: Comparison, path: Path, report: str, without_texts: S
         "pooled": POOLED,
         "parts": [task for task, table in comparison.tables.items() if table.is_part],
         "metrics": {task: table.columns for task, table in comparison.tables.items()},
+        "detectable": DETECTABLE,
         "created_by": f"Made by {CREATED_BY}.",
         "missing": comparison.missing,
         "notes": comparison.notes,

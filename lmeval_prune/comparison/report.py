@@ -13,7 +13,7 @@ import pandas as pd
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.page import write_page
-from lmeval_prune.comparison.rows import Comparison, Row
+from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.distance.summary import cells as distance_cells
 from lmeval_prune.errors import InputError, did_you_mean
@@ -100,6 +100,7 @@ def _report_markdown(
         has_choices=_any_has(rows, "choice_kld"),
         has_own_distances=any(row.same_answers is not None for row in rows if row.variant == comparison.baseline),
         units={row.unit for row in rows},
+        detectable=DETECTABLE,
         marked=any(row.chosen_on for row in rows),
         distances=_any_has(rows, "mean_kld"),
         costs=_costs_table(comparison, costs) if costs else "",

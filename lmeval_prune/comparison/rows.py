@@ -19,6 +19,11 @@ from lmeval_prune.reporting.statistics import (
 )
 
 LEVEL = 0.05  # significance level of all tests of a comparison together
+DETECTABLE = (
+    "the smallest difference that is significant after this correction with a power of 0.8, if the share of differing "
+    "questions is that of this sample; if they are too few for this power, even with all in favour of one variant, the "
+    "smallest sufficient number is assumed. It is a bound for planning: a single result below it can be significant"
+)
 # Shares are shown in percentage points, other values as they are. The difference of perplexities is relative: their
 # ratio minus 1.
 Unit = Literal["points", "value", "perplexity"]

@@ -62,16 +62,19 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
     answers, likelihood, key = [text for responses in row["resps"] for text in responses], "", digest(question)
+    target = str(row["target"])
     if scores := log_likelihoods(row):
         best = max(range(len(scores)), key=lambda i: scores[i])
         choices, likelihood = _choices(row), f"log-likelihood {scores[best]:.2f}"
         answers, key = choices[best : best + 1], f"{key}/{digest(choices)}" if choices else key
+        if target.isdecimal() and int(target) < len(choices):  # lm-eval's number of the choice
+            target = choices[int(target)].strip()
     return {
         "task": task,
         "doc_id": int(row["doc_id"]),
         "question": question,
         "text_key": key,
-        "target": str(row["target"]),
+        "target": target,
         "answer": NEXT_TRY.join(map(str, answers)),
         "likelihood": likelihood,
         "extracted": str(row.get("extracted", "")),

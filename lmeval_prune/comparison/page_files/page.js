@@ -42,7 +42,7 @@ function prepare(unpacked) {
   const names = data.variants.map((v) => v.name), other = names.find((name) => name !== data.baseline) ?? data.baseline;
   const costs = data.costs.filter((one) => one.varies), cost = costs.find((one) => !one.key.endsWith("per_second")) ?? costs[0] ?? data.costs[0];
   defaults = { variant: other, tasks: "", task: data.tasks.at(-1), order: "-mean", filter: "", significant: "", open: [], cost: cost?.key ?? "",
-    a: data.baseline, b: other, question_task: data.question_tasks[0] ?? "", show: "differ", find: "", page: "1", question: "" };
+    a: data.baseline, b: other, question_task: data.question_tasks[0] ?? "", show: "", find: "", page: "1", question: "" };
   allowed = { variant: names, task: data.tasks, cost: data.costs.map((one) => one.key), a: names, b: names, question_task: data.question_tasks, open: names };
 }
 

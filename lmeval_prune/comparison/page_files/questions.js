@@ -63,8 +63,9 @@ function select(questions, u, w) {
   const words = state.find.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (i) => [questions.shown[i].id, questions.shown[i].question, questions.shown[i].target, answerOf(questions, a, i), answerOf(questions, b, i)].join("\n").toLowerCase();
   const found = u.map((_, i) => i).filter((i) => !words.length || words.every((word) => text(i).includes(word)));
-  const show = kinds.some(([key]) => key === state.show) ? state.show : "differ";
-  return { show, chosen: found.filter(is[show]), counts: Object.fromEntries(kinds.map(([key]) => [key, found.filter(is[key]).length])), differ: hasAnswers ? "answers differ" : "outcomes differ" };
+  const counts = Object.fromEntries(kinds.map(([key]) => [key, found.filter(is[key]).length])), first = counts.differ ? "differ" : "all";
+  const show = kinds.some(([key]) => key === state.show) ? state.show : first;
+  return { show, chosen: found.filter(is[show]), counts, differ: hasAnswers ? "answers differ" : "outcomes differ" };
 }
 
 const hasTexts = (questions) => Boolean(questions.texts?.some(Boolean) && questions.answers[state.a] && questions.answers[state.b]);  // a single scored text has a log-likelihood only

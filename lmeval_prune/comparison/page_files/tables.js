@@ -24,7 +24,7 @@ function drawLegend() {
     p_holm: "corrected for all tests of tasks, groups and all tasks, and on their own for those of parts; a difference is coloured if it is below 0.05",
     better: "number of questions on which the variant is better, or the baseline",
     p: "exact McNemar test for right and wrong answers, otherwise sign flips",
-    detectable: "the smallest difference that is significant after this correction with a power of 0.8, if the share of differing questions is that of this sample",
+    detectable: data.detectable,
     same_answers: "percentage of questions with the same answer as the baseline, or the same likeliest choice; of several seeds the mean over pairs of answers, in the baseline's row of its own seeds with each other",
     choice_kld: "mean KL divergence of the choices' normalised likelihoods from the baseline's, in nats, with its standard error",
     mean_kld: "KL divergence of next-token distributions from the same model without interventions, with its standard error over documents",

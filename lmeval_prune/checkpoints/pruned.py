@@ -18,7 +18,7 @@ from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder,
 from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.identity import weight_files
 from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
@@ -121,8 +121,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
     digests = (read_manifest(folder) or {}).get("files", {})
     if foreign := sorted(set(_files(folder)) - set(digests)):
         raise InputError(
-            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({foreign[0]}), which would be "
-            f"lost; name another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({first_few(foreign, most=3)}), "
+            f"which would be lost; name another folder"
         )
     for name, digest in digests.items():
         if (folder / name).is_file() and content_digest(folder / name) != digest:

@@ -131,7 +131,8 @@ def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> n
     """Return the smallest mean differences that the paired tests detect with a power of 0.8.
 
     This is the power of McNemar's exact test for the observed share of differing questions. If they are too few for
-    this power even with all of them in favour of one variant, the smallest sufficient number is assumed. Sign flips of other metrics count as McNemar's test of (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
+    this power even with all of them in favour of one variant, the smallest sufficient number is assumed. Sign
+    flips of other metrics count as McNemar's test of (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
 
     Args:
         differences: differences of paired questions, shape (questions, tests).

@@ -839,6 +839,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
     first, second = ([*drawn, str(tmp_path / f"{name}.txt")] for name in ("Ann", "Bob"))
 
     def made(*words: str) -> dict[str, Any]:
+        (tmp_path / "plan.json").unlink(missing_ok=True)
         assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
         return dict(Plan.load(tmp_path / "plan.json").provenance)
 

@@ -219,9 +219,9 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
     actual = []
     for more in ([], ["--add_bos_token", "false"]):
         words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
-                 "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
+                 "--tokens", "32", "--output", str(tmp_path / f"{len(more)}.json"), *more]  # fmt: skip
         assert main(words) == 0
-        actual.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
+        actual.append(Plan.load(tmp_path / f"{len(more)}.json").provenance["calibration"])
     assert [value["special_tokens"]["before"] for value in actual] == [["<s>"], []]
     assert actual[0]["sha256"] != actual[1]["sha256"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
     assert prune(prunable, path, "--ffn_ratio", 0.25, "--ffn_method", "random", "--ffn_options", "seed=3",
                  "--ratio", 0.25, "--budget", "heads", "--scores", scores) == 0  # fmt: skip
     plan = Plan.load(path)
+    path.unlink()
     assert (
         prune(prunable, path, "--budget", "heads", "--ffn_ratio", 0.25, "--method", "random", "--options", "seed=3")
         == 0
@@ -178,8 +180,8 @@ def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
 ) -> None:
     words = ("--ratio", 0.4, "--text", "text.txt", "--windows", 2, "--tokens", 16)
     for more, kinds in (((), "heads"), (("--parts", "both"), "heads and channels")):
-        assert prune(prunable, tmp_path / "plan.json", *words, *more) == 0
-        plan, shown = Plan.load(tmp_path / "plan.json"), capsys.readouterr().out
+        assert prune(prunable, tmp_path / f"{kinds}.json", *words, *more) == 0
+        plan, shown = Plan.load(tmp_path / f"{kinds}.json"), capsys.readouterr().out
         assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
 
@@ -201,6 +203,37 @@ def test_the_model_is_put_on_the_device(
     words = ("--method", "magnitude", "--device", "cpu:0", *more)
     assert run(command, "--pretrained", prunable / "model", "--output", tmp_path / "plan.json", *words) == 0
     assert torch.device("cpu:0") in put
+
+
+def test_what_other_settings_made_is_not_replaced(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Neither the plan nor the checkpoint, nor files of others; with the same settings, both are."""
+    plan, folder = tmp_path / "plan.json", tmp_path / "cut"
+    words = ("--method", "magnitude", "--ratio", 0.25)
+    for _ in range(2):
+        assert prune(prunable, plan, *words, "--cut", folder) == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = ("--method", "magnitude", "--ratio", 0.5)
+    option = "was made with other options (ratio=0.25); name another output, or delete it"
+    shutil.copy(prunable / "heads.json", tmp_path / "scores.json")
+    (tmp_path / "mine.json").write_text("{}")
+    capsys.readouterr()
+    for name, more, message in (
+        ("plan.json", other, f"plan.json {option}"),
+        ("other.json", (*other, "--cut", folder), f"cut {option}"),
+        ("plan.json", ("--method", "random", "--ratio", 0.25), "(method={'method': 'magnitude'"),
+        ("mine.json", words, "mine.json was not made by `prune`, and would be lost; name another output"),
+        ("scores.json", words, "scores.json was not made by `prune`, and would be lost; name another output"),
+    ):
+        assert prune(prunable, tmp_path / name, *more) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert {path: path.read_bytes() for path in files} == files and not (tmp_path / "other.json").exists()
+    content = json.loads(plan.read_text())
+    del content["made"]["command"]  # as an earlier version wrote it
+    plan.write_text(json.dumps(content))
+    assert prune(prunable, plan, *other) == 0
 
 
 def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -152,6 +152,7 @@ def test_from_importance_to_profile(
               "--ffn_ratio", 0.25)  # fmt: skip
     assert run("prune", *shared, *drawn, "--cut", folder) == 0
     first = json.loads(plan.read_text())
+    plan.unlink()
     assert run("prune", *shared, "--scores", scores) == 0
     second = json.loads(plan.read_text())
     assert second["settings"] == first["settings"] and second["made"]["calibration"] == first["made"]["calibration"]

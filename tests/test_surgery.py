@@ -598,8 +598,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
 def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     """Foreign files, also beside a checkpoint; changed checkpoints; and the model that is cut."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("…")
-    with pytest.raises(InputError, match="do not belong to a checkpoint"):
+    for name in ("thesis.tex", "notes", "a", "b"):
+        (tmp_path / "mine" / name).write_text("…")
+    with pytest.raises(InputError, match=r"do not belong to a checkpoint .*\(a, b, notes, … \(4 in all\)\)"):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))

@@ -184,5 +184,5 @@ def test_the_command_reads_what_sweep_wrote(
     model.model.layers[0].mlp.up_proj.weight.data += 1
     model.save_pretrained(tmp_path / "other")
     words[2] = str(tmp_path / "other")
-    assert main([*words, "--ratio", "0.5", "--output", str(tmp_path / "plan.json")]) == 2
+    assert main([*words, "--ratio", "0.5", "--output", str(tmp_path / "others.json")]) == 2
     assert "other weights" in capsys.readouterr().err

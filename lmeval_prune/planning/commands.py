@@ -117,7 +117,7 @@ def prune(
 
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
-        output: path of the plan, a JSON file; an existing file is replaced
+        output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
         method: METHODS; default: norm_entropy
         options: options of the method, e.g. alpha=0.5,entropy=raw
         outcomes: folder of a sweep, for --method sweep
@@ -125,7 +125,7 @@ def prune(
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
-        cut: folder for the smaller checkpoint
+        cut: folder for the smaller checkpoint; replaced as the plan is
         push_to_hub: with cut: name on the Hub, USER/NAME, to which that folder is uploaded when it is complete; needs a
             login
         revision: revision of the model
@@ -140,6 +140,7 @@ def prune(
     from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.surgery.cut import cut_to
     from lmeval_prune.surgery.writing import print_cut
@@ -154,6 +155,8 @@ def prune(
     stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
+    record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
+    check_replaceable(output, cut, record)
     uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
     text = _calibration(skeleton, pretrained, revision, text_options, output, bool(uses), scores)
     model_map = _load(skeleton, pretrained, revision, torch_device)
@@ -164,7 +167,7 @@ def prune(
     progress = partial(print, flush=True)
     renew = text.renewed(model_map.model) if text else None
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, layers_folder, renew)
-    plan = _with_provenance(plan, scored_plan, stored, uses, calibration)
+    plan = _with_provenance(plan, scored_plan, stored, uses, calibration, {RECORD: record})
     plan.save(output, model_map)
     rmtree(layers_folder, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
@@ -364,11 +367,17 @@ def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, store
 
 
 def _with_provenance(
-    plan: Any, scored_plan: Any, stored: Mapping[str, Any], uses: Sequence[str], calibration: Any
+    plan: Any,
+    scored_plan: Any,
+    stored: Mapping[str, Any],
+    uses: Sequence[str],
+    calibration: Any,
+    record: Mapping[str, Any],
 ) -> Any:
-    """Record which calibration texts were used, each under the key of its purpose, if stored scores were used."""
+    """Add a record, and if stored scores were used the calibration texts, each under the key of its purpose."""
     from lmeval_prune.pruners.schedule import has_scores_of
 
+    plan = replace(plan, provenance={**plan.provenance, **record})
     if not scored_plan:
         return plan
     provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}

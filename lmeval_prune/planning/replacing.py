@@ -1,0 +1,63 @@
+"""Refuse to replace plans and checkpoints that `prune` made with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.artefacts import content_digest, read_artefact
+from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.base import SCHEMA_VERSION
+from lmeval_prune.interventions.plan import Plan, PlanContents
+from lmeval_prune.pruners.base import Pruner
+from lmeval_prune.pruners.options import PruneSettings
+from lmeval_prune.training.resuming import check_same_settings, default_settings, result_settings
+
+RECORD = "command"  # the settings, in the provenance of a plan
+
+
+def command_settings(
+    options: PruneSettings, pretrained: str, revision: str | None, pruners: tuple[Pruner, Pruner], scores: str | None
+) -> dict[str, Any]:
+    """Return what a plan of `prune` depends on, as JSON; of the model and other files, digests of their contents.
+
+    `pruners` are those of heads and of channels, `scores` a file of stored scores.
+    """
+    files = {"text": options.text, "costs": options.costs, "scores": scores}
+    return {
+        "pretrained": checkpoint_identity(pretrained, revision),
+        "method": pruners[0].identity,
+        "ffn_method": pruners[1].identity,
+        **result_settings(options),
+        **{name: content_digest(path) if path else None for name, path in files.items()},
+    }
+
+
+def check_replaceable(output: str, cut: str | None, settings: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a plan or checkpoint stands at a path that `prune` did not make with these settings.
+
+    Of those of earlier versions, which did not record their settings, any is replaced.
+    """
+    if Path(output).exists():
+        _check_made(output, _made(output), settings)
+    if cut and (manifest := read_manifest(cut)):
+        made = manifest["stages"][-1]["plan"].get("made", {})
+        _check_made(cut, {} if "trained_on" in manifest else made, settings)
+
+
+def _made(path: str) -> Mapping[str, Any]:
+    """Return the provenance of a plan; empty for a file that is no plan."""
+    try:
+        return read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0].get("made", {})
+    except InputError:
+        return {}
+
+
+def _check_made(path: str, made: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    if RECORD in made:
+        check_same_settings(settings, made[RECORD], Path(path), default_settings(PruneSettings))
+    elif "removes" not in made:
+        raise InputError(f"{path} was not made by `prune`, and would be lost; name another output, or delete it")

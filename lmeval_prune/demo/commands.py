@@ -71,7 +71,7 @@ def next_steps(pretrained: str, heads: Sequence[str]) -> str:
     return f"""Next, with the same model; data sets are not needed:
   lmeval-prune distance {model} --heads {names} --task prune_tiny_choice
   lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_cloze
-  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/plan.json --cut out/smaller
+  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/fifth.json --cut out/fifth
 With one of your own, a folder or a name on the Hub in place of {YOURS}:
   lmeval-prune heads --pretrained {YOURS}
   lmeval-prune demo --pretrained {YOURS} --output out/yours"""

@@ -197,7 +197,7 @@ def test_the_next_commands_run(
     monkeypatch.delenv("LMEVAL_PRUNE_DATA", raising=False)
     for program, *words in same:
         assert (lm_eval(*words, cwd=tmp_path) if program == "lm_eval" else main(words)) == 0
-    assert (tmp_path / "out" / "smaller" / "config.json").is_file()
+    assert (tmp_path / same[2][same[2].index("--cut") + 1] / "config.json").is_file()
     heads = same[0][same[0].index("--heads") + 1]
     arguments = same[1][same[1].index("--model_args") + 1]
     assert arguments == f"pretrained={tiny_folder},heads={heads}" and len(heads.split("+")) == 2

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,15 @@ def browser() -> Any:
         chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def split_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return what was warned of the splits of calibration questions so far; each warning is one line."""
+
+    def warnings() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.splits"]
+        assert not any("\n" in line for line in lines)
+        return lines
+
+    return warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_content_identifies_the_scores_and_not_the_folder(tmp_path: Path) -> Non
     ],
 )
 def test_a_sweep_of_the_split_that_its_task_scores_is_warned_of(
-    tmp_path: Path, split: str, scored: list[str] | None, warns: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, split: str, scored: list[str] | None, warns: bool, split_warnings: Callable[[], list[str]]
 ) -> None:
     """In one line, with the split and what to do."""
     model_map = map_model(tiny("llama"))
@@ -124,11 +125,10 @@ def test_a_sweep_of_the_split_that_its_task_scores_is_warned_of(
     settings = {"scored_splits": scored} if scored else {}
     write_outcomes(tmp_path / "z", z, model, split=split, settings=settings)
     scores_by(str(tmp_path / "z"))
-    lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.splits"]
+    lines = split_warnings()
     assert len(lines) == warns
     for line in lines:
         assert f"has questions of the split {split}, which toy scores: " in line and "--split" in line
-        assert "\n" not in line
 
 
 @pytest.mark.parametrize(

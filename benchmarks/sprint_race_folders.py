@@ -12,7 +12,7 @@ from typing import Any
 
 from _record import timed
 
-from lmeval_prune.artefacts import digest, read_json, write_text
+from lmeval_prune.artefacts import digest, output_lock, read_json, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.sprint import race
 from lmeval_prune.sprint.registration import RacePlan, code_state
@@ -152,12 +152,12 @@ class Folders:
             return
         self.note_code(name)
         is_whole = name not in self.seconds
-        self.note_down("seconds", name, None)
+        self.note_down("seconds", [name], None)
         if cost:
             print(f"{name}: {cost()}", flush=True)
         _, took = timed(run)
         if is_whole:
-            self.note_down("seconds", name, round(took, 1))
+            self.note_down("seconds", [name], round(took, 1))
         write_text(marker, content)
         print(f"{name}: {took:.1f} s" + ("" if is_whole else ", after an interruption"), flush=True)
 
@@ -165,9 +165,15 @@ class Folders:
         """Keep the commit and the uncommitted changes of the code of a stage."""
         state, before = code_state(Path(__file__).parent, CODE), self.code.get(name, [])
         if state not in before:
-            self.note_down("code", name, [*before, state])
+            self.note_down("code", [name], [*before, state])
 
-    def note_down(self, file: str, name: str, value: Any) -> None:
-        content = getattr(self, file)
-        content[name] = value
-        write_text(self.work / f"{file}.json", json.dumps(content, indent=1) + "\n")
+    def note_down(self, file: str, names: Sequence[str], value: Any) -> None:
+        """Set one entry, e.g. `rates.json`, `("train", "0")`, and keep those that another process has written."""
+        path = self.work / f"{file}.json"
+        with output_lock(path, timeout=-1):
+            setattr(self, file, read_json(path) if path.exists() else {})
+            entries = getattr(self, file)
+            for name in names[:-1]:
+                entries = entries.setdefault(name, {})
+            entries[names[-1]] = value
+            write_text(path, json.dumps(getattr(self, file), indent=1) + "\n")

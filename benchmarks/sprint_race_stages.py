@@ -100,7 +100,7 @@ class Race(Folders):
         log = distill(DistillOptions(**settings))["stages"][-1]["log"]
         first = next((entry for entry in log if "seconds" in entry), None)
         if first:
-            self.note_down("rates", "finetune", {"seconds": first["seconds"], "steps": first["step"]})
+            self.note_down("rates", ["finetune"], {"seconds": first["seconds"], "steps": first["step"]})
 
     def finetune_cost(self, number: int) -> str:
         """Count the steps; their time is that of a rehearsal's."""
@@ -157,15 +157,15 @@ class Race(Folders):
         """Sweep a fold, and note the cost."""
         from lmeval_prune.sprint.sweep import Sweep
 
-        options, known = self.options(number, part, attempts), self.rates.get(part, {})
+        options = self.options(number, part, attempts)
         before = stored(Path(options.output))
-        entry = noted(known.get(str(number)), before, before, 0.0, len(attempts))
+        entry = noted(self.rates.get(part, {}).get(str(number)), before, before, 0.0, len(attempts))
         if before == entry["start"]:
-            self.note_down("rates", part, {**known, str(number): entry})  # a killed run's answers count from here
+            self.note_down("rates", [part, str(number)], entry)  # a killed run's answers count from here
         _, seconds = timed(lambda: Sweep(options).run())
         after = stored(Path(options.output))
         if after > before:
-            self.note_down("rates", part, {**known, str(number): noted(entry, before, after, seconds, len(attempts))})
+            self.note_down("rates", [part, str(number)], noted(entry, before, after, seconds, len(attempts)))
 
     def sweep_cost(self, number: int, part: str, attempts: Attempts) -> str:
         """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""

@@ -239,6 +239,16 @@ def test_a_work_folder_has_one_race(repository: tuple[Path, Any]) -> None:
     assert ran == [1]
 
 
+def test_processes_that_share_a_race_keep_each_others_entries(tmp_path: Path) -> None:
+    first, second = (Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu") for _ in range(2))
+    first.stage("finetune 0", lambda: second.stage("plans 1", lambda: None))
+    second.note_down("rates", ["train", "0"], {"seconds": 1})
+    first.note_down("rates", ["train", "1"], {"seconds": 2})
+    assert set(json.loads((tmp_path / "seconds.json").read_text())) == {"finetune 0", "plans 1"}
+    assert set(json.loads((tmp_path / "code.json").read_text())) == {"finetune 0", "plans 1"}
+    assert json.loads((tmp_path / "rates.json").read_text()) == {"train": {"0": {"seconds": 1}, "1": {"seconds": 2}}}
+
+
 def test_nothing_is_looked_at_before_all_folds_are_complete(registered: tuple[Race, Any]) -> None:
     race, _ = registered
     for number in (0, 1, 2, 4):

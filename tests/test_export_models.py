@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -131,6 +132,7 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         ("qwen2", "L0H0-1+L1H2-3", " --model-impl transformers"),
     ):
         saved(family, tmp_path / family, dtype=torch.float32)
+        shutil.rmtree(tmp_path / "a b", ignore_errors=True)
         assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
         printed = capsys.readouterr().out.splitlines()
         comment = "# --trust-remote-code is not needed if lmeval-prune is installed"

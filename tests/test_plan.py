@@ -236,6 +236,58 @@ def test_what_other_settings_made_is_not_replaced(
     assert prune(prunable, plan, *other) == 0
 
 
+def test_scores_of_other_settings_are_not_replaced(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ("importance", "--pretrained", prunable / "model", "--output")
+    scores = tmp_path / "scores.json"
+    for _ in range(2):
+        assert run(*words, scores, "--method", "magnitude") == 0
+    before = scores.read_bytes()
+    (tmp_path / "mine.json").write_text("{}")
+    assert prune(prunable, tmp_path / "plan.json", "--method", "magnitude", "--ratio", 0.25) == 0
+    capsys.readouterr()
+    for name, more, message in (
+        ("scores.json", ("--method", "random"), "made with other options (method={'method': 'magnitude'"),
+        ("scores.json", ("--method", "magnitude", "--channels"), "made with other options (scores=heads);"),
+        ("mine.json", ("--method", "magnitude"), "mine.json was not made by `importance`, and would be lost"),
+        ("plan.json", ("--method", "magnitude"), "plan.json was not made by `importance`, and would be lost"),
+    ):
+        assert run(*words, tmp_path / name, *more) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert scores.read_bytes() == before
+
+
+def test_a_checkpoint_of_another_cut_is_not_replaced(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """That of the same model and plan is; one of another plan, another model, or of a training is not."""
+    folder, model = tmp_path / "cut", prunable / "model"
+    shutil.copytree(model, tmp_path / "other")
+    for share in (0.25, 0.5):
+        assert prune(prunable, tmp_path / f"{share}.json", "--method", "magnitude", "--ratio", share) == 0
+    words = ("--plan", tmp_path / "0.25.json", "--output", folder)
+    for command in ("cut", "cut", "export model"):
+        assert run(*command.split(), "--pretrained", model, *words) == 0
+    weights = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
+    capsys.readouterr()
+    another = ("--plan", tmp_path / "0.5.json", "--output", folder)
+    for parent, more, message in (
+        (model, another, "cut was cut by another plan; name another output, or delete it"),
+        (tmp_path / "other", words, "cut was cut from model; name another output, or delete it"),
+    ):
+        for command in ("cut", "export model"):
+            assert run(*command.split(), "--pretrained", parent, *more) == 2
+            shown = capsys.readouterr().err
+            assert message in shown and shown.count("\n") == 1
+    manifest = json.loads((folder / "lmeval_prune.json").read_text())
+    (folder / "lmeval_prune.json").write_text(json.dumps({**manifest, "trained_on": []}))
+    assert run("cut", "--pretrained", model, *words) == 2
+    assert "holds a trained checkpoint, which would be lost" in capsys.readouterr().err
+    assert weights and {path: path.read_bytes() for path in weights} == weights
+
+
 def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ("--ratio", 0.5, "--method", "random")
     assert prune(prunable, tmp_path / "steps.json", *words, "--steps", 2) == 0

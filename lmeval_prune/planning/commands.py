@@ -39,7 +39,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
         output: JSON file for the scores: a plan that removes nothing and stores the scores; a picture is written
-            beside it
+            beside it. Scores that were made there with the same settings are replaced
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
         outcomes: folder of a sweep, for --method sweep
@@ -53,6 +53,7 @@ def importance(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
+    from lmeval_prune.planning.replacing import RECORD, check_scores_replaceable, scoring_settings
     from lmeval_prune.pruners.base import make_pruner, per_member
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
@@ -66,6 +67,8 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
+    record = scoring_settings(text_options, pretrained, revision, pruner, channels)
+    check_scores_replaceable(output, record)
     text = _calibration(skeleton, pretrained, revision, text_options, output, is_used=pruner.reads_text)
     model_map = _load(skeleton, pretrained, revision, torch_device)
     calibration = text.of(model_map.model) if text else None
@@ -78,7 +81,8 @@ def importance(
         of_heads = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
         rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
-    provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
+    calibrated = {"calibration": calibration.record()} if calibration else {}
+    provenance = {**pruner.identity, **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
     columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
     draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
@@ -191,8 +195,8 @@ def cut_model(
     Args:
         pretrained: model of the plan
         plan: file of the plan, or of a head mask
-        output: folder for the checkpoint; a checkpoint that this package wrote there is replaced when the new one is
-            complete
+        output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
+            the new one is complete
         push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads

@@ -1,4 +1,4 @@
-"""Refuse to replace plans and checkpoints that `prune` made with other settings."""
+"""Refuse to replace plans, scores and checkpoints that `prune` and `importance` made with other settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import SCHEMA_VERSION
 from lmeval_prune.interventions.plan import Plan, PlanContents
 from lmeval_prune.pruners.base import Pruner
-from lmeval_prune.pruners.options import PruneSettings
+from lmeval_prune.pruners.options import PruneSettings, TextOptions
 from lmeval_prune.training.resuming import check_same_settings, default_settings, result_settings
 
 RECORD = "command"  # the settings, in the provenance of a plan
@@ -36,19 +36,41 @@ def command_settings(
     }
 
 
+def scoring_settings(
+    options: TextOptions, pretrained: str, revision: str | None, pruner: Pruner, channels: bool
+) -> dict[str, Any]:
+    """Return what the scores of `importance` depend on, as JSON; of the model and the text, digests."""
+    return {
+        "pretrained": checkpoint_identity(pretrained, revision),
+        "method": pruner.identity,
+        "scores": "heads and channels" if channels else "heads",
+        **result_settings(options),
+        "text": content_digest(options.text) if options.text else None,
+    }
+
+
+def check_scores_replaceable(output: str, settings: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a file stands at a path that `importance` did not make with these settings.
+
+    Scores of earlier versions, which did not record their settings, are replaced.
+    """
+    if Path(output).exists():
+        _check_same(output, _provenance(output), "importance", settings, TextOptions)
+
+
 def check_replaceable(output: str, cut: str | None, settings: Mapping[str, Any]) -> None:
     """Raise `InputError` if a plan or checkpoint stands at a path that `prune` did not make with these settings.
 
     Of those of earlier versions, which did not record their settings, any is replaced.
     """
     if Path(output).exists():
-        _check_made(output, _made(output), settings)
+        _check_same(output, _provenance(output), "prune", settings, PruneSettings)
     if cut and (manifest := read_manifest(cut)):
-        made = manifest["stages"][-1]["plan"].get("made", {})
-        _check_made(cut, {} if "trained_on" in manifest else made, settings)
+        provenance = manifest["stages"][-1]["plan"].get("made", {})
+        _check_same(cut, {} if "trained_on" in manifest else provenance, "prune", settings, PruneSettings)
 
 
-def _made(path: str) -> Mapping[str, Any]:
+def _provenance(path: str) -> Mapping[str, Any]:
     """Return the provenance of a plan; empty for a file that is no plan."""
     try:
         return read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0].get("made", {})
@@ -56,8 +78,12 @@ def _made(path: str) -> Mapping[str, Any]:
         return {}
 
 
-def _check_made(path: str, made: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    if RECORD in made:
-        check_same_settings(settings, made[RECORD], Path(path), default_settings(PruneSettings))
-    elif "removes" not in made:
-        raise InputError(f"{path} was not made by `prune`, and would be lost; name another output, or delete it")
+def _check_same(
+    path: str, provenance: Mapping[str, Any], command: str, settings: Mapping[str, Any], options: type
+) -> None:
+    """Raise `InputError` if another command, or the same one with other settings, made what has this provenance."""
+    maker = "prune" if "removes" in provenance else "importance" if "method" in provenance else None
+    if maker != command:
+        raise InputError(f"{path} was not made by `{command}`, and would be lost; name another output, or delete it")
+    if RECORD in provenance:
+        check_same_settings(settings, provenance[RECORD], Path(path), default_settings(options))

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from _record import RESULTS, environment
 from sprint_race_costs import estimate
-from sprint_race_folders import PROBE
-from sprint_race_stages import STAGES, Race
+from sprint_race_folders import PROBE, STAGES
+from sprint_race_stages import Race
 
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError

@@ -12,6 +12,7 @@ from sprint_race_costs import stored
 
 from lmeval_prune.artefacts import digest, files_digest, read_json, write_text
 from lmeval_prune.errors import InputError
+from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.race import LEVEL
 from lmeval_prune.sprint.registration import Registration
 
@@ -61,10 +62,15 @@ def fingerprints(race: Any, number: int, chosen: str) -> dict[str, Any]:
     model = Path(race.model_args(number)["pretrained"])
     names = dict.fromkeys([chosen, *(order for order, _ in race.rivals(number).values())])
     return {
-        "training outcomes": digest([training.texts, training.pool, np.nan_to_num(training.z, nan=-1).tolist()]),
+        "training outcomes": outcomes_digest(training),
         "model": files_digest(model.glob("*.safetensors")) if model.is_dir() else None,
         **{f"order {name}": digest([texts, race.policy(number, name).order(texts)]) for name in names},
     }
+
+
+def outcomes_digest(outcomes: Outcomes) -> str:
+    """Return the digest of outcomes with their questions and attempts."""
+    return digest([outcomes.texts, outcomes.pool, np.nan_to_num(outcomes.z, nan=-1).tolist()])
 
 
 def verify(race: Any, number: int) -> None:
@@ -79,12 +85,11 @@ def verify(race: Any, number: int) -> None:
 
 
 def check_complete(race: Any) -> None:
-    """Refuse to look at a part of a test."""
-    missing = [number for number in range(race.plan.folds) if not race.marker(f"test {number}").exists()]
+    """Refuse to look at a part of a race."""
+    steps = [f"{stage} {number}" for stage in ("ceiling", "test", "lm-eval") for number in range(race.plan.folds)]
+    missing = [step for step in steps if not race.marker(step).exists()]
     if missing and not race.note:
-        raise InputError(
-            f"report: the test of fold {missing[0]} is not done; nothing is looked at before all folds are complete"
-        )
+        raise InputError(f"report: {missing[0]} is not done; nothing is looked at before all folds are complete")
 
 
 def status(race: Any, folds: Sequence[int]) -> dict[str, Any]:
@@ -112,19 +117,33 @@ def status(race: Any, folds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def verdict(primary: dict[str, Any], is_registered: bool) -> str:
-    """Return the claim that the plan allows."""
+def verdict(primary: dict[str, Any], is_registered: bool, margin: float) -> str:
+    """Return the claim that the plan allows.
+
+    Args:
+        primary: the primary comparison, with its 90% interval (`low_90`, `high_90`).
+        is_registered: whether the race is pre-registered.
+        margin: difference that counts as none.
+    """
     if not is_registered:
         return "No claim: the race is not pre-registered."
-    if primary["p"] >= LEVEL or not primary["difference"]:
-        return "The race shows no difference."
-    return "Pruned variants beat sampling." if primary["difference"] > 0 else "Sampling beats pruned variants."
+    if primary["p"] < LEVEL and primary["difference"]:
+        winner, loser = "The policy that training chose", "sampling"
+        if primary["difference"] < 0:
+            winner, loser = "Sampling", "the policy that training chose"
+        return f"{winner} beats {loser}, for this model, pool and task."
+    if -margin < primary["low_90"] and primary["high_90"] < margin:
+        return f"The race shows no difference, and none of {margin:g} or more (the 90% interval is within it)."
+    return f"The race shows no difference, and does not exclude one of {margin:g}: undecided."
 
 
 def code_text(states: dict[str, list[dict[str, Any]]]) -> str:
     """Return a sentence on the code that ran, from its states by stage."""
-    commits = dict.fromkeys((state["commit"] or "unknown")[:12] for each in states.values() for state in each)
+    stages: dict[str, dict[str, None]] = {}
+    for stage, each in states.items():
+        for state in each:
+            stages.setdefault((state["commit"] or "unknown")[:12], {})[stage] = None
     changed = {stage: sorted({name for state in each for name in state["changed"]}) for stage, each in states.items()}
     dirty = [f"{stage} ({', '.join(names)})" for stage, names in changed.items() if names]
-    text = f"Code of commit {', '.join(commits)}"
+    text = "Code: " + "; ".join(f"commit {commit} for {', '.join(names)}" for commit, names in stages.items())
     return f"{text}; with uncommitted changes in the stages {'; '.join(dirty)}." if dirty else f"{text}."

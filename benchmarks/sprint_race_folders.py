@@ -18,9 +18,21 @@ from lmeval_prune.sprint import race
 from lmeval_prune.sprint.registration import RacePlan, code_state
 from lmeval_prune.tasks import data
 
+STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
 DATA = "asdiv_a"
 PROBE = 2
-CODE = ("lmeval_prune", "benchmarks", ":(exclude)benchmarks/results")  # what a report depends on
+CODE = ("lmeval_prune", "tasks", "kernels", "pyproject.toml", "benchmarks", ":(exclude)benchmarks/results")
+# The first stage that depends on a setting, and all after it do; on the others all stages depend.
+FIRST_USE = {
+    **dict.fromkeys(["plans"], "plans"),
+    **dict.fromkeys(["max_gen_toks", "layers", "random_sets", "variants", "temperatures", "draws"], "sweep"),
+    **dict.fromkeys(["twins", "seed"], "sweep"),
+    **dict.fromkeys(["orders", "routers", "parts"], "orders"),
+    **dict.fromkeys(["mixes", "sampling", "n"], "sampled"),
+    **dict.fromkeys(["ceiling_samples", "ceiling_questions"], "ceiling"),
+    **dict.fromkeys(["test_samples", "most"], "test"),
+    **dict.fromkeys(["margin"], "report"),
+}
 
 
 @dataclass
@@ -59,16 +71,23 @@ class Folders:
         """What answers and choices depend on, as JSON."""
         return dict(json.loads(json.dumps({"limit": self.limit, **asdict(self.plan)})))
 
+    def settings_of(self, stage: str) -> dict[str, Any]:
+        """The settings on which a stage depends."""
+        until = STAGES[: STAGES.index(stage) + 1]
+        return {name: value for name, value in self.settings.items() if FIRST_USE.get(name, STAGES[0]) in until}
+
     def keep_settings(self) -> None:
-        """Keep the settings at the first start; refuse others later."""
-        path = self.work / "settings.json"
-        if not path.exists():
-            write_text(path, json.dumps(self.settings, indent=1) + "\n")
-        before, now = read_json(path), self.settings
-        if different := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
-            raise InputError(
-                f"{self.work} holds a race with another {', '.join(different)}; give --work another folder"
-            )
+        """Keep the settings; refuse others than those that the first stage, or one that is done, depends on."""
+        path, now = self.work / "settings.json", self.settings
+        before = read_json(path) if path.exists() else now
+        remedies = {STAGES[0]: "give --work another folder"}
+        for marker in sorted(self.work.glob("*.done")):
+            remedy = f"give --work another folder, or remove {marker.name} and those of later stages to do them again"
+            remedies.setdefault(stage_of(marker.stem), remedy)
+        for stage, remedy in remedies.items():
+            if different := sorted(name for name in self.settings_of(stage) if before.get(name) != now.get(name)):
+                raise InputError(f"{self.work} holds a race with another {', '.join(different)}; {remedy}")
+        write_text(path, json.dumps(now, indent=1) + "\n")
 
     # ------------------------------------------------------------------ folders and questions
 
@@ -131,7 +150,7 @@ class Folders:
     # ------------------------------------------------------------------ running
 
     def marker(self, name: str) -> Path:
-        """The file that says that a stage is done, with a digest of its settings and folds."""
+        """The file that says that a stage is done, with a digest of the settings that it depends on and its folds."""
         return self.work / f"{name.replace(' ', '_')}.done"
 
     def stage(
@@ -142,7 +161,7 @@ class Folders:
         folds: Sequence[int] = (),
     ) -> None:
         """Run a stage unless it is done; print its estimated and its measured time."""
-        marker, content = self.marker(name), digest([self.settings, list(folds)])
+        marker, content = self.marker(name), digest([self.settings_of(stage_of(name)), list(folds)])
         if marker.exists():
             if marker.read_text() != content:
                 raise InputError(
@@ -161,6 +180,11 @@ class Folders:
         write_text(marker, content)
         print(f"{name}: {took:.1f} s" + ("" if is_whole else ", after an interruption"), flush=True)
 
+    def require(self, name: str, stage: str) -> None:
+        """Refuse a stage before one that it needs is done."""
+        if not self.marker(stage).exists():
+            raise InputError(f"{name}: the stage {stage} is not done; run it first, to its end")
+
     def note_code(self, name: str) -> None:
         """Keep the commit and the uncommitted changes of the code of a stage."""
         state, before = code_state(Path(__file__).parent, CODE), self.code.get(name, [])
@@ -177,3 +201,9 @@ class Folders:
                 entries = entries.setdefault(name, {})
             entries[names[-1]] = value
             write_text(path, json.dumps(getattr(self, file), indent=1) + "\n")
+
+
+def stage_of(name: str) -> str:
+    """The stage of a step's name, e.g. `sweep 0`, or of its marker's, `sweep_0`."""
+    word = name.replace("_", " ").split()[0]
+    return word if word in STAGES else "test"  # the run in lm-eval

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import sprint_race_guesses as guesses
 from _record import environment, write
 from markupsafe import Markup
-from sprint_race_claims import code_text, status, verdict
+from scipy import stats
+from sprint_race_claims import code_text, outcomes_digest, status, verdict
 
 from lmeval_prune.artefacts import read_json, write_text
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.attempts import DENSE, Attempt
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value
@@ -30,6 +33,8 @@ from lmeval_prune.sprint.registration import NS
 from lmeval_prune.sprint.report import cost_table, pass_table
 
 CHOSEN, SAMPLING = "chosen by training", "sampling"
+RULES = ("majority", "variants", "likelihood")  # that are compared
+RIVALS = 2  # other policies that are compared: SPRINT as published, and the cover
 
 
 @dataclass
@@ -99,31 +104,61 @@ class Report:
     # ------------------------------------------------------------------ comparisons
 
     def comparisons(self) -> list[race.Comparison]:
-        """The primary comparison, then the secondary ones of the plan."""
+        """The primary comparison, then the secondary ones of the plan; `InputError` if one of them is missing."""
         n, chosen, sampling = self.plan.n, self.curves[CHOSEN].values, self.curves[SAMPLING].values
+        greedy = np.concatenate([fold.outcomes.columns([DENSE]).z[:, 0] for fold in self.folds])
 
         def at(k: int, name: str = "", primary: bool = False) -> race.Comparison:
             return race.Comparison(name or f"pass@{k}", chosen[:, k - 1], sampling[:, k - 1], primary)
 
         result = [at(n, f"pass@{n}, primary", True)]
-        result += [at(k) for k in NS if k != n and k <= self.plan.most]
+        result += [at(k) for k in NS if k not in (1, n) and k <= self.plan.most]
+        result.append(race.Comparison("pass@1, beside the greedy answer", chosen[:, 0], greedy))
         result.append(race.Comparison(f"at the tokens of {n} tries", chosen[:, n - 1], self.sampled_at_tokens()))
-        for rule, pair in self.without_gold(n).items():
-            result.append(race.Comparison(f"{rule} at {n}", *pair))
+        for rule, (voted, of_samples) in self.without_gold(n).items():
+            result.append(race.Comparison(f"{rule} at {n}", voted, of_samples))
+            result.append(race.Comparison(f"{rule} at {n}, beside the greedy answer", voted, greedy))
         for name in self.rivals:
             result.append(race.Comparison(f"{name}, pass@{n}", self.curves[name].values[:, n - 1], sampling[:, n - 1]))
+        expected = 3 + sum(k not in (1, n) and k <= self.plan.most for k in NS) + 2 * len(RULES) + RIVALS
+        if not self.race.note and len(result) != expected:
+            raise InputError(
+                f"report: {len(result)} comparisons can be made of the plan's {expected}; an answer, a log-probability "
+                f"or a policy is missing in some fold"
+            )
         return result
 
     def sampled_at_tokens(self) -> np.ndarray:
-        """pass of as many tries of sampling as have, on average, the tokens of the chosen policy's first n tries."""
+        """Pass of as many tries of sampling as have, on average, the tokens of the chosen policy's first n tries.
+
+        Between two numbers of tries it is interpolated: the larger one is made with the probability at which the mean
+        number of tokens is the policy's.
+        """
         values = []
         for fold in self.folds:
             spent = fold.curve(fold.choice["order"], fold.mix, self.plan.n).mean_tokens
             sampled = race.sampling_curve(fold.outcomes, fold.rival, self.plan.most)
             assert spent is not None and sampled.mean_tokens is not None
-            count = max(int((sampled.mean_tokens <= spent[-1]).sum()), 1)
-            values.append(sampled.values[:, count - 1])
+            values.append(at_budget(sampled.values, sampled.mean_tokens, float(spent[-1])))
         return np.concatenate(values)
+
+    def cut_off(self) -> dict[str, float]:
+        """Share of the answers of each kind that end at the limit of new tokens."""
+        kinds: dict[str, Callable[[Attempt], bool]] = {
+            "greedy, unpruned": lambda each: each.variant == DENSE and not each.is_sampled,
+            "sampled, unpruned": lambda each: each.variant == DENSE and each.is_sampled,
+            "under variants": lambda each: each.variant != DENSE,
+        }
+        shares = {}
+        for kind, is_of in kinds.items():
+            tokens = [
+                part.columns([name for name in part.pool if is_of(Attempt.named(name))]).tokens
+                for part in (fold.outcomes for fold in self.folds)
+            ]
+            known = np.concatenate([part[~np.isnan(part)] for part in tokens if part is not None] or [np.array([])])
+            if len(known):
+                shares[kind] = float((known >= self.plan.max_gen_toks).mean())
+        return shares
 
     def solved_only(self) -> dict[str, Any]:
         """What only pruned variants solve, of the choosing questions with most samples."""
@@ -147,11 +182,7 @@ class Report:
         def values(name: str, rule: str) -> np.ndarray:
             return np.concatenate([part[rule].values[:, column] for part in self.votes[name]])
 
-        rules = [
-            rule
-            for rule in ("majority", "variants", "likelihood")
-            if all(rule in p for v in self.votes.values() for p in v)
-        ]
+        rules = [rule for rule in RULES if all(rule in p for v in self.votes.values() for p in v)]
         return {rule: (values(CHOSEN, rule), values(SAMPLING, rule)) for rule in rules}
 
     def vote_rows(self) -> pd.DataFrame:
@@ -174,8 +205,9 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     output = source.report_folder
     choices, curves = read_json(source.choices_file), list(report.curves.values())
     rows = race.test_comparisons(report.comparisons(), plan.seed)
-    primary, registered = rows[0], status(source, folds)
+    primary, registered = rows[0] | narrow_interval(report.comparisons()[0]), status(source, folds)
     only = report.solved_only()
+    without_model = guesses.passes(source, [f.outcomes.texts for f in report.folds])
     votes = report.vote_rows()
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(np.mean(np.concatenate([f.outcomes.z[:, f.outcomes.pool.index(DENSE)] for f in report.folds])))
@@ -194,7 +226,10 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         plan=plan,
         choices_link=Markup("[choices.json](choices.json)") if not source.note else Markup("`choices.json`"),
         primary=primary,
-        verdict=verdict(primary, bool(registered["commit"])),
+        verdict=verdict(primary, bool(registered["commit"]), plan.margin),
+        over_folds=over_folds(by_fold),
+        cut_off=report.cut_off(),
+        without_model=without_model,
         power=race.POWER,
         smallest=choices["smallest_difference"],
         chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix", "rival"]),
@@ -214,8 +249,12 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         "rehearsal": source.limit,
         "seconds": source.seconds,
         "rates": source.rates,
-        "comparisons": rows,
+        "comparisons": [primary, *rows[1:]],
         "folds": by_fold,
+        "over_folds": over_folds(by_fold),
+        "cut_off": report.cut_off(),
+        "without_model": without_model,
+        "test_outcomes": {str(f.choice["fold"]): outcomes_digest(f.outcomes) for f in report.folds},
         "dense": dense,
         "pass": {curve.name: known(curve.mean, 6) for curve in curves},
         "tokens": {c.name: known(c.mean_tokens, 3) for c in curves if c.mean_tokens is not None},
@@ -228,6 +267,37 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     else:
         write("sprint_race", results)
         print(f"{output / 'report.md'}: {registered['text']}")
+
+
+def at_budget(values: np.ndarray, tokens: np.ndarray, budget: float) -> np.ndarray:
+    """Return pass of sampling at a mean number of tokens, between the two numbers of tries around it.
+
+    Args:
+        values: pass@k for k = 1 …, (questions, tries).
+        tokens: mean number of tokens of the first k tries, (tries,), increasing.
+        budget: mean number of tokens; above that of all tries, they are all made.
+    """
+    tokens, values = np.append(0.0, tokens), np.pad(values, ((0, 0), (1, 0)))
+    upper = min(int(np.searchsorted(tokens, budget)), len(tokens) - 1)
+    share = min((budget - tokens[upper - 1]) / (tokens[upper] - tokens[upper - 1]), 1.0)
+    return np.asarray(values[:, upper - 1] * (1 - share) + values[:, upper] * share)
+
+
+def narrow_interval(primary: race.Comparison) -> dict[str, float]:
+    """The 90% interval of the primary difference, of two one-sided tests for equivalence."""
+    differences = primary.policy - primary.sampling
+    half = stats.t.isf(race.LEVEL, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
+    return {"low_90": float(differences.mean() - half), "high_90": float(differences.mean() + half)}
+
+
+def over_folds(by_fold: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Mean of the folds' differences with the 95% interval of Student's t over folds; None for a single fold."""
+    differences = np.array([each["policy"] - each["sampling"] for each in by_fold])
+    if len(differences) < 2:
+        return None
+    half = stats.t.isf(race.LEVEL / 2, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
+    return {"mean": float(differences.mean()), "low": float(differences.mean() - half),
+            "high": float(differences.mean() + half)}  # fmt: skip
 
 
 def known(values: np.ndarray, digits: int) -> list[float]:

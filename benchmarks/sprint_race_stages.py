@@ -38,8 +38,7 @@ from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.tasks import data
 
-STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")
-PUBLISHED = f"{race.ROUTER}contrastive"  # SPRINT's own router
+CONTRASTIVE = "contrastive"  # SPRINT's own router
 Attempts = dict[str, list[str]]  # at each question, by its text; an empty list: the whole pool
 
 
@@ -187,7 +186,7 @@ class Race(Folders):
 
     def orders(self, number: int) -> tuple[str, ...]:
         """The plan's orders; in a race that makes no claim without routers, if few questions distinguish variants."""
-        if not self.note or self.informative(number) >= self.fewest:
+        if not self.note or self.informative(self.training(number)) >= self.fewest:
             return self.plan.orders
         return tuple(order for order in self.plan.orders if not order.startswith(race.ROUTER))
 
@@ -196,14 +195,16 @@ class Race(Folders):
         """The fewest informative questions of which some are left whichever part is held out."""
         return math.ceil((self.limit or 0) / self.plan.parts) + 1
 
-    def informative(self, number: int) -> int:
-        """Number of choosing questions that some variants solve and others do not."""
-        solved = self.training(number).greedy().z == 1
+    def informative(self, outcomes: Outcomes) -> int:
+        """Number of questions that some variants solve and others do not."""
+        solved = outcomes.greedy().z == 1
         return int((solved.any(1) & ~solved.all(1)).sum())
 
     def candidates(self, number: int) -> list[race.Candidate]:
         """All candidates."""
-        return race.candidates(self.orders(number), self.plan.mixes, self.plan.temperatures)
+        plan, training = self.plan, self.training(number)
+        rival = race.choose_rival(race.rivals(plan.sampling, plan.temperatures), training, plan.n)
+        return race.candidates(self.orders(number), plan.mixes, plan.temperatures, race.temperature_of(rival))
 
     def fit(self, method: str, training: Outcomes, folder: Path | None = None) -> Policy:
         """Fit a router, or load it from a folder."""
@@ -212,6 +213,7 @@ class Race(Folders):
 
         if folder and (folder / "router.json").is_file():
             return policies.nearest(Router.load(folder))
+        method = CONTRASTIVE if method == race.PUBLISHED else method
         names, values = {"p": "sizes", "lambda": "weights"}, dict(self.plan.routers.get(method, {}))
         values = {names.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         special = {name: value for name, value in values.items() if name not in FitOptions.setting_names()}
@@ -231,6 +233,7 @@ class Race(Folders):
 
     def order(self, number: int) -> None:
         """Order the pool for each choosing question by policies that were fitted without it."""
+        self.require(f"orders {number}", f"sweep {number}")
         training, plan = self.training(number), self.plan
         if (orders := self.orders(number)) != plan.orders:
             print(f"fold {number}: too few questions distinguish variants, so no router is fitted", flush=True)
@@ -238,7 +241,12 @@ class Race(Folders):
         pool = training.greedy().pool
         column = {name: j for j, name in enumerate(pool)}
         columns = {name: [[column[each] for each in row] for row in rows] for name, rows in names.items()}
-        content = {"pool": pool, "questions": training.texts, "orders": columns}
+        content = {
+            "pool": pool,
+            "questions": training.texts,
+            "outcomes": claims.outcomes_digest(training.greedy()),
+            "orders": columns,
+        }
         write_text(self.fold(number) / "orders.json", json.dumps(content) + "\n")
 
     def known_orders(self, number: int) -> race.Orders:
@@ -247,8 +255,11 @@ class Race(Folders):
         if not path.exists():
             raise InputError(f"{path} does not exist; run the stage orders first")
         content, training = read_json(path), self.training(number)
-        if content["questions"] != training.texts or content["pool"] != training.greedy().pool:
-            raise InputError(f"{path} is of other questions or another pool than the sweep; remove it, and order again")
+        if content["outcomes"] != claims.outcomes_digest(training.greedy()) or set(content["orders"]) != set(
+            self.orders(number)
+        ):
+            marker = self.marker(f"orders {number}")
+            raise InputError(f"{path} is of other outcomes or orders than now; remove {marker}, and order again")
         pool = content["pool"]
         return {name: [[pool[j] for j in row] for row in rows] for name, rows in content["orders"].items()}
 
@@ -265,10 +276,12 @@ class Race(Folders):
         sampling = race.rivals(plan.sampling, plan.temperatures)
         for number in folds:
             orders, training = self.known_orders(number), self.training(number)
+            self.require("choose", f"sampled {number}")
             choice = race.choose(self.candidates(number), orders, sampling, training, plan.n)
             shutil.rmtree(self.fold(number) / "routers", ignore_errors=True)  # fitted anew, from these outcomes
             digests = claims.fingerprints(self, number, choice.candidate.order)
-            choices.append({"fold": number, **choice.to_json(), "digests": digests})
+            chance = race.random_passes(training, plan.n)  # a pool in random order, beside the orders
+            choices.append({"fold": number, **choice.to_json(), "random order": chance, "digests": digests})
             differences.append(choice.differences)
             print(f"fold {number}: {choice.candidate}; sampling by {choice.rival}", flush=True)
         tested = sum(len(self.texts(number, "test")) for number in folds)
@@ -278,7 +291,8 @@ class Race(Folders):
         )
         print(
             f"{self.choices_file}: {tested} test questions show a difference of {summary['smallest_difference']:.3f} "
-            f"with power {race.POWER:g}; on training questions it is {summary['training_difference']:+.3f}."
+            f"with power {race.POWER:g}; on training questions, where both were chosen, it is "
+            f"{summary['training_difference']:+.3f}."
             + ("" if self.note else f" Commit it and {self.plan_file.name} before the test run.")
         )
 
@@ -302,8 +316,12 @@ class Race(Folders):
 
     def rivals(self, number: int) -> dict[str, tuple[str, Mix]]:
         """Other policies of the test by name, whose first n tries are made: order and mix."""
-        named = {"SPRINT as published": (PUBLISHED, Mix()), "cover, dense first": ("cover", Mix.parse("dense|next"))}
-        return {name: pair for name, pair in named.items() if pair[0] in self.orders(number)}
+        named = {"cover, dense first": ("cover", Mix.parse("dense|next"))}
+        has_routers = any(order.startswith(race.ROUTER) for order in self.orders(number))
+        published = race.published_pool(self.training(number))
+        if has_routers and (not self.note or self.informative(published) >= self.fewest):
+            named = {"SPRINT as published": (race.PUBLISHED, Mix()), **named}
+        return named
 
     def test_tries(self, number: int) -> Attempts:
         """The tries of the chosen policy and its rivals at the test questions, and samples of the unpruned model."""

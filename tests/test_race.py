@@ -58,6 +58,42 @@ def test_candidates_are_orders_with_mixes() -> None:
         race.make_policy("worst", outcomes(0), no_fit)
 
 
+def test_samples_under_variants_take_the_temperature_of_the_rival() -> None:
+    training = outcomes(2)
+    training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@1#")]] = 1
+    training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@0.5#")]] = 0
+    rival = race.choose_rival(race.rivals(["dense@T", "dense|dense@T"], [0.5, 1.0]), training, 2)
+    assert str(rival) == "dense@1"
+    found = race.candidates(
+        ["best"], ["next@0.6", "next@sampling", "dense|next@sampling"], [], race.temperature_of(rival)
+    )
+    assert [str(each.mix) for each in found] == ["next@0.6", "next@1", "dense|next@1"]
+    same = race.candidates(["best"], ["next@0.6", "next@sampling"], [], 0.6)
+    assert [str(each.mix) for each in same] == ["next@0.6"]
+    with pytest.raises(InputError, match="the temperature sampling must be a number"):
+        race.candidates(["best"], ["next@sampling"], [])
+
+
+def test_sprint_as_published_orders_single_heads_and_the_unpruned_model() -> None:
+    names = ["dense", "L0H1", "L0H0+L1H2", '{"token_filter": 0.1}', "L2H0", "L2H0@0.5#0", "dense@0.5#0"]
+    part, seen = Outcomes(np.ones((2, 7)), names, [{"question": "a"}, {"question": "b"}]), []
+
+    def fit(method: str, training: Outcomes) -> Policy:
+        seen.append((method, training.pool))
+        return policies.best(training)
+
+    race.make_policy(race.PUBLISHED, part, fit)
+    assert seen == [("published", ["dense", "L0H1", "L2H0"])]
+
+
+def test_a_pool_in_random_order_is_its_mean_over_all_orders() -> None:
+    training = outcomes(3)
+    z = training.z[:, :3] == 1  # dense, a, b
+    alone = np.mean([z[:, list(order)[:2]].any(1) for order in itertools.permutations(range(3))])
+    after = np.mean([z[:, [0, j]].any(1) for j in (1, 2)])
+    assert race.random_passes(training, 2) == pytest.approx({"next": alone, "dense|next": after})
+
+
 def test_cross_fitting_never_sees_the_question() -> None:
     """Each value is the literal one of a policy fitted without the question's part."""
     training, seen = outcomes(1), []
@@ -303,8 +339,9 @@ def test_the_plan_is_the_races() -> None:
     plan = RacePlan.read(PLAN)
     sets = sum(int(text.partition("x")[2]) for text in plan.random_sets)
     assert 9 * len(plan.layers) + sets + len(plan.variants) + len(plan.plans) >= 60
-    assert len(plan.temperatures) == 5 and plan.n == 8 and plan.most == 16 and plan.ceiling_samples == 64
-    assert len(race.candidates(plan.orders, plan.mixes, plan.temperatures)) == len(plan.orders) * (4 + 3 * 5)
+    assert len(plan.temperatures) == 7 and plan.n == 8 and plan.most == 16 and plan.ceiling_samples == 64
+    candidates = race.candidates(plan.orders, plan.mixes, plan.temperatures, 1.0)
+    assert len(candidates) == len(plan.orders) * (6 + 3 * len(plan.temperatures))
     rehearsal(plan, 12)  # its settings are those of a plan, too
 
 
@@ -329,7 +366,7 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
         ("draws: 8\n", "", "needs draws"),
         ("draws: 8\n", "drawn: 8\n", "has no setting 'drawn'; did you mean 'draws'"),
         ("finetune_folds: 3", "finetune_folds: 4", "finetune_folds must leave a fold"),
-        ("temperatures: [0.2, 0.4, 0.6, 0.8, 1.0]", "temperatures: [0]", "temperatures"),
+        ("temperatures: [0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4]", "temperatures: [0]", "temperatures"),
     ],
 )
 def test_wrong_plans_are_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import sprint_race_claims as claims
-from sprint_race_report import CHOSEN, SAMPLING, Fold, Report, write_race_report
+import sprint_race_guesses as guesses
+from scipy import stats
+from sprint_race_report import (
+    CHOSEN,
+    SAMPLING,
+    Fold,
+    Report,
+    at_budget,
+    narrow_interval,
+    over_folds,
+    write_race_report,
+)
 from sprint_race_stages import Race
 
 from lmeval_prune import InputError
@@ -56,7 +68,8 @@ def folds() -> list[Fold]:
 
 @pytest.fixture
 def report(folds: list[Fold]) -> Report:
-    race = SimpleNamespace(plan=SimpleNamespace(n=2, most=2, test_samples=4), rivals=lambda _: {"b": ("second", Mix())})
+    plan = SimpleNamespace(n=2, most=2, test_samples=4)
+    race = SimpleNamespace(plan=plan, note="A rehearsal.", rivals=lambda _: {"b": ("second", Mix())})
     report = Report(race, [])
     report.folds = folds
     return report
@@ -66,10 +79,10 @@ def test_values_of_two_folds_are_literal(report: Report) -> None:
     """Pairs of the chosen policy and its rival, in this order; counted by hand from `SOLVED`."""
     primary, one, tokens, *rest = report.comparisons()
     assert primary.is_primary and not any(each.is_primary for each in (one, tokens, *rest))
-    assert primary.name == "pass@2, primary" and one.name == "pass@1"
+    assert primary.name == "pass@2, primary" and one.name == "pass@1, beside the greedy answer"
     assert primary.policy.tolist() == [0, 1, 1, 0, 1]  # a or b; dense or b
     assert primary.sampling == pytest.approx([1 - 3 / 6, 0, 1 - 1 / 6, 0, 1])  # two of four samples; dense or a sample
-    assert one.policy.tolist() == [0, 0, 1, 0, 1] and one.sampling == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+    assert one.policy.tolist() == [0, 0, 1, 0, 1] and one.sampling.tolist() == [1, 0, 0, 0, 1]  # column `dense`
     assert report.curves[CHOSEN].tokens is not None and report.curves[SAMPLING].tokens is not None
     assert report.curves[CHOSEN].tokens.tolist() == [[20, 50]] * 3 + [[10, 40]] * 2
     assert report.curves[SAMPLING].tokens.tolist() == [[7, 14]] * 3 + [[10, 17]] * 2
@@ -78,6 +91,8 @@ def test_values_of_two_folds_are_literal(report: Report) -> None:
     votes = {each.name: each for each in rest}
     assert votes["majority at 2"].policy.tolist() == [0, 0, 1, 0, 1]  # the first of two different answers
     assert votes["majority at 2"].sampling.tolist() == [1 / 2, 0, 1 / 2, 0, 1]  # samples 0, 1 and samples 2, 3
+    beside = votes["majority at 2, beside the greedy answer"]
+    assert beside.policy.tolist() == [0, 0, 1, 0, 1] and beside.sampling.tolist() == one.sampling.tolist()
     assert votes["b, pass@2"].policy.tolist() == [0, 1, 1, 1, 1]
     assert votes["b, pass@2"].sampling.tolist() == primary.sampling.tolist()
 
@@ -86,7 +101,48 @@ def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
     for fold in report.folds:
         assert fold.outcomes.tokens is not None
         fold.outcomes.tokens[:, 1:3] = 3.0  # the chosen policy's two tries have 6 and 13 tokens
-    assert report.sampled_at_tokens() == pytest.approx([1 / 4, 0, 2 / 4, 0, 1])
+    # sampling has 7 tokens a try; the greedy answer and a sample have 10 and 17
+    first = [6 / 7 * each for each in (1 / 4, 0, 2 / 4)]
+    assert report.sampled_at_tokens() == pytest.approx([*first, 0, 1])
+
+
+@pytest.mark.parametrize("budget", [1.0, 4.0, 5.0, 9.0, 12.0, 50.0])
+def test_sampling_at_a_budget_is_a_mixture_of_two_numbers_of_tries(budget: float) -> None:
+    values, tokens = np.array([[0.2, 0.5, 0.9], [0.0, 1.0, 1.0]]), np.array([4.0, 9.0, 12.0])
+    both = [(0.0, np.zeros(2)), *zip(tokens, values.T, strict=True)]
+    expected = values[:, -1]
+    for (low, fewer), (high, more) in pairwise(both):
+        if low <= budget <= high:
+            share = (budget - low) / (high - low)
+            assert share * high + (1 - share) * low == pytest.approx(budget)
+            expected = share * more + (1 - share) * fewer
+    assert at_budget(values, tokens, budget) == pytest.approx(expected)
+
+
+def test_the_share_of_cut_answers_is_by_kind(report: Report) -> None:
+    report.plan.max_gen_toks = 10  # of TOKENS: dense has 10; a and b have 20 and 30; of the samples one has 10
+    assert report.cut_off() == {"greedy, unpruned": 1.0, "sampled, unpruned": 1 / 4, "under variants": 1.0}
+
+
+def test_folds_are_compared_by_students_interval() -> None:
+    rows = [{"policy": x, "sampling": 0.5} for x in (0.4, 0.5, 0.75)]
+    low, high = stats.t.interval(0.95, 2, np.mean([-0.1, 0, 0.25]), np.std([-0.1, 0, 0.25], ddof=1) / 3**0.5)
+    assert over_folds(rows) == pytest.approx({"mean": 0.05, "low": low, "high": high})
+    assert over_folds(rows[:1]) is None
+
+
+def test_a_comparison_that_cannot_be_made_is_an_error(report: Report) -> None:
+    report.race.note = ""
+    with pytest.raises(InputError, match=r"^report: 8 comparisons can be made of the plan's 11; [^\n]*$"):
+        report.comparisons()
+
+
+def test_guesses_are_expressions_over_the_numbers_of_the_text() -> None:
+    text = "Seven red apples cost 1,200.5 cents, and someone has 3."
+    assert guesses.numbers_in(text) == ["7", "1200.5", "3"]
+    assert guesses.expressions("Of 3 boys and twelve girls", 16) == ["3+12", "12-3", "12*3", "12/3", "12+3", "3/12"]
+    assert guesses.expressions(text, 5) == ["7+1200.5+3", "1200.5-7", "7-3", "1200.5-3", "1200.5*7"]
+    assert guesses.expressions("No numbers", 8) == []
 
 
 def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +151,16 @@ def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch
     monkeypatch.setattr(Report, "solved_only", lambda _: solved_only(parts, [0.5, 0.5], 4))
     code = {"test 0": [{"commit": "c" * 40, "changed": ["lmeval_prune/x.py"]}]}
     race = SimpleNamespace(
-        plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0), rivals=lambda _: {"b": ("second", Mix())},
+        plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0, margin=0.02, max_gen_toks=30, task="other"), rivals=lambda _: {"b": ("second", Mix())},
         note="A rehearsal.", limit=5, report_folder=tmp_path, choices_file=tmp_path / "choices.json", twins={}, code=code,
         seconds={}, rates={},
     )  # fmt: skip
     race.choices_file.write_text('{"smallest_difference": 0.1}')
     write_race_report(race, [0, 1])
     page, results = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
-    assert f"A rehearsal. Code of commit {'c' * 12}; with uncommitted changes in the stages test 0" in page
+    assert f"A rehearsal. Code: commit {'c' * 12} for test 0; with uncommitted changes in the stages test 0" in page
+    assert "Not tested: over the 2 folds, each with a model and choices of its own" in page
+    assert "which are scored as they stand: 0.0% (greedy, unpruned), 0.0% (sampled, unpruned), 50.0% (under v" in page
     assert "of the policy that training chose: **0.600**" in page and "that training chose: **0.467**" in page
     assert "No claim: the race is not pre-registered." in page and "unpruned model solves 0.400 greedily" in page
     primary = results["comparisons"][0]
@@ -113,18 +171,24 @@ def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("policy", "sampling", "is_registered", "words"),
+    ("policy", "sampling", "margin", "is_registered", "words"),
     [
-        (1.0, 0.0, True, "Pruned variants beat sampling."),
-        (0.0, 1.0, True, "Sampling beats pruned variants."),
-        (0.5, 0.5, True, "The race shows no difference."),
-        (1.0, 0.0, False, "No claim: the race is not pre-registered."),
+        (1.0, 0.0, 0.02, True, "The policy that training chose beats sampling, for this model, pool and task."),
+        (0.0, 1.0, 0.02, True, "Sampling beats the policy that training chose, for this model, pool and task."),
+        (0.5, 0.5, 0.1, True, "The race shows no difference, and none of 0.1 or more (the 90% interval is within it)."),
+        (0.5, 0.5, 0.02, True, "The race shows no difference, and does not exclude one of 0.02: undecided."),
+        (1.0, 0.0, 0.02, False, "No claim: the race is not pre-registered."),
     ],
 )
-def test_a_verdict_is_of_the_difference(policy: float, sampling: float, is_registered: bool, words: str) -> None:
+def test_a_verdict_is_of_the_difference(
+    policy: float, sampling: float, margin: float, is_registered: bool, words: str
+) -> None:
     noise = np.tile([0.0, 0.1], 10)
-    row = test_comparisons([Comparison("p", policy - noise, sampling - noise[::-1], True)])[0]
-    assert claims.verdict(row, is_registered) == words
+    comparison = Comparison("p", policy - noise, sampling - noise[::-1], True)
+    row = test_comparisons([comparison])[0] | narrow_interval(comparison)
+    low, high = stats.t.interval(0.9, 19, row["difference"], stats.sem(comparison.policy - comparison.sampling))
+    assert (row["low_90"], row["high_90"]) == pytest.approx((low, high))
+    assert claims.verdict(row, is_registered, margin) == words
 
 
 # --------------------------------------------------------------------------- registration
@@ -228,8 +292,13 @@ def test_a_work_folder_has_one_race(repository: tuple[Path, Any]) -> None:
     folder, _ = repository
     race, ran = make(folder), []
     race.run([], [0])
-    with pytest.raises(InputError, match=r"^[^\n]*holds a race with another n, seed; give --work another folder$"):
+    race.stage("sweep 0", lambda: None)
+    with pytest.raises(
+        InputError, match=r"^[^\n]*holds a race with another seed; give --work [^\n]*sweep_0.done[^\n]*$"
+    ):
         replace(race, plan=replace(race.plan, n=4, seed=3)).run([], [0])
+    replace(race, plan=replace(race.plan, n=4)).run([], [0])  # no stage that is done depends on n
+    race.run([], [0])
     race.stage("choose", lambda: ran.append(1), folds=[0, 1])
     race.stage("choose", lambda: ran.append(2), folds=[0, 1])
     with pytest.raises(InputError, match=r"^choose was done with other settings or folds; give --work [^\n]*$"):
@@ -251,12 +320,15 @@ def test_processes_that_share_a_race_keep_each_others_entries(tmp_path: Path) ->
 
 def test_nothing_is_looked_at_before_all_folds_are_complete(registered: tuple[Race, Any]) -> None:
     race, _ = registered
-    for number in (0, 1, 2, 4):
-        race.stage(f"test {number}", lambda: None)
-    for folds in (range(5), [0]):
-        with pytest.raises(InputError, match=r"^report: the test of fold 3 is not done; nothing is looked at[^\n]*$"):
-            race.run(["report"], folds)
-    race.stage("test 3", lambda: None)
+    steps = [f"{stage} {number}" for stage in ("ceiling", "test", "lm-eval") for number in range(5)]
+    for step in steps:
+        race.stage(step, lambda: None)
+    for step in steps:
+        race.marker(step).unlink()
+        for folds in (range(5), [0]):
+            with pytest.raises(InputError, match=rf"^report: {step} is not done; nothing is looked at[^\n]*$"):
+                race.run(["report"], folds)
+        race.stage(step, lambda: None)
     claims.check_complete(race)
 
 
@@ -308,6 +380,9 @@ def test_uncommitted_code_is_named(repository: tuple[Path, Any]) -> None:
     changed = code_state(folder, ["docs", ":(exclude)docs/results"])
     assert changed["changed"] == ["docs/plan.md"]
     commit = clean["commit"][:12]
-    assert claims.code_text({"choose": [clean], "test 0": [clean]}) == f"Code of commit {commit}."
+    assert claims.code_text({"choose": [clean], "test 0": [clean]}) == f"Code: commit {commit} for choose, test 0."
     text = claims.code_text({"choose": [clean], "test 0": [clean, changed]})
-    assert text == f"Code of commit {commit}; with uncommitted changes in the stages test 0 (docs/plan.md)."
+    assert (
+        text
+        == f"Code: commit {commit} for choose, test 0; with uncommitted changes in the stages test 0 (docs/plan.md)."
+    )

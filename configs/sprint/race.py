@@ -11,6 +11,11 @@ Training questions choose a policy (an order of variants, and how tries are made
 test questions compare both. Each sweep prints what it will cost, from the time of a few answers. Everything is kept
 under --work: what was killed goes on, what is done is not done again. The report is that of benchmarks/sprint_race.py,
 but it is not pre-registered. Run it from a clone of the repository.
+
+A choice carries over only from questions that the model was not trained on: Qwen2.5-Math was probably trained on MATH's
+training split, so choose on one half of a test split and test on the other, or take another task. Models that think at
+length (Qwen3) need a larger --max_gen_toks: the report says how many answers were cut off. In half precision a killed
+run may decide near-ties otherwise than an uninterrupted one; give --dtype float32 where that matters.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from sprint_race_costs import duration  # noqa: E402
-from sprint_race_stages import STAGES, Race  # noqa: E402
+from sprint_race_folders import STAGES  # noqa: E402
+from sprint_race_stages import Race  # noqa: E402
 
 from lmeval_prune.artefacts import write_text  # noqa: E402
 from lmeval_prune.errors import InputError  # noqa: E402
@@ -45,10 +51,11 @@ from lmeval_prune.tasks.loading import load_task, task_manager  # noqa: E402
 PLAN = RacePlan(
     pretrained="", finetune={}, task="", folds=2, finetune_folds=0, max_gen_toks=2048,
     layers=(5, 10, 15, 20, 25), random_sets=("4x8", "16x8"), variants={}, plans={},
-    temperatures=(0.3, 0.6, 0.9), draws=16, test_samples=16, ceiling_samples=64, ceiling_questions=100,
+    temperatures=(0.3, 0.6, 0.9, 1.2), draws=16, test_samples=16, ceiling_samples=64, ceiling_questions=100,
     orders=("best", "cover", "router:contrastive", "router:knn", "router:logistic", "router:sequential"),
     routers={"contrastive": {"p": [16, 32], "lambda": [0, 0.001]}},
-    mixes=("next", "dense|next", "next@0.6", "dense|next+dense@T"), sampling=("dense@T", "dense|dense@T"),
+    mixes=("next", "dense|next", "next@sampling", "dense|next@sampling", "dense|next+dense@T"),
+    sampling=("dense@T", "dense|dense@T"),
 )  # fmt: skip
 QUICK: dict[str, Any] = {
     "max_gen_toks": 4, "chat": False, "layers": (10,), "random_sets": ("4x4", "16x4"), "temperatures": (0.4, 0.8),
@@ -100,7 +107,9 @@ class ModelRace(Race):
         """Arguments of the model."""
         if self.server:
             return {"pretrained": self.plan.pretrained, "adapters": self.adapters}
-        return {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
+        arguments = {"pretrained": self.plan.pretrained, "dtype": self.dtype, "device": self.device}
+        # in half precision most tokens count as near-ties, each of which would be decided in a pass of its own
+        return arguments if self.dtype == "float32" else {**arguments, "deterministic": False}
 
     def texts(self, number: int, part: str) -> list[str]:
         """As many questions of a split as `numbers` says, drawn by the seed; test questions without twins."""
@@ -148,9 +157,12 @@ def print_estimate(model_race: ModelRace) -> None:
     model_race.keep_settings()
     print(f"choosing: {model_race.sweep_cost(0, 'train', model_race.pool_tries(0))}")
     rate, plan = model_race.rates["train"]["0"], model_race.plan
+    per_answer = rate["seconds"] / rate["answers"]
+    sampled = sum("next@" in mix for mix in plan.mixes) * len(plan.orders) * plan.n * model_race.numbers[0]
+    print(f"samples under variants: at most {sampled} answers, about {duration(sampled * per_answer)}")
     columns = 1 + plan.test_samples + plan.most + 2 * plan.n
     answers = model_race.numbers[1] * columns + plan.ceiling_questions * (plan.ceiling_samples - plan.draws)
-    print(f"test: at most {answers} answers, about {duration(answers * rate['seconds'] / rate['answers'])}")
+    print(f"test: at most {answers} answers, about {duration(answers * per_answer)}")
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

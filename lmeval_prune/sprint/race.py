@@ -19,15 +19,16 @@ import numpy as np
 from scipy import stats
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.statistics import difference_interval, holm, mean_interval, sign_flip_test
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.curves import Curve, policy_curve, solved_cells
+from lmeval_prune.sprint.curves import Curve, policy_curve, random_curve, solved_cells
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
 
 ROUTER = "router:"  # begins the name of an order by a fitted router
+PUBLISHED = "published"  # the order by SPRINT's router over SPRINT's pool: single heads and the unpruned model
 LEVEL, POWER = 0.05, 0.8
 SHINGLE = 3  # words of which texts are compared
 _WORD = (
@@ -50,9 +51,18 @@ class Candidate:
         return f"{self.order}, {self.mix}"
 
 
-def candidates(orders: Sequence[str], mixes: Sequence[str], temperatures: Sequence[float]) -> list[Candidate]:
-    """Return all candidates; `@T` in a mix stands for each temperature."""
-    parsed = _parsed(mixes, temperatures)
+def candidates(
+    orders: Sequence[str], mixes: Sequence[str], temperatures: Sequence[float], sampling: float | None = None
+) -> list[Candidate]:
+    """Return all candidates.
+
+    Args:
+        orders: names of orders; see `Candidate`.
+        mixes: `@T` in a mix stands for each temperature, `@sampling` for that of the chosen rival.
+        temperatures: of sampling.
+        sampling: temperature of the rival that training chose; see `choose_rival`.
+    """
+    parsed = _parsed(mixes, temperatures, sampling)
     if bad := next((mix for mix in parsed if not mix.uses_order), None):
         raise InputError(f"mixes: {bad} is sampling itself, which candidates are compared with; leave it out")
     return [Candidate(order, mix) for order in orders for mix in parsed]
@@ -71,9 +81,11 @@ def temperature_of(mix: Mix) -> float:
     return mix.repeated[-1].temperature
 
 
-def _parsed(mixes: Sequence[str], temperatures: Sequence[float]) -> list[Mix]:
+def _parsed(mixes: Sequence[str], temperatures: Sequence[float], sampling: float | None = None) -> list[Mix]:
     texts = []
     for mix in mixes:
+        if sampling is not None:
+            mix = mix.replace("@sampling", f"@{sampling:g}")
         texts += [mix.replace("@T", f"@{t:g}") for t in temperatures] if "@T" in mix else [mix]
     return [Mix.parse(text) for text in dict.fromkeys(texts)]
 
@@ -84,14 +96,21 @@ def make_policy(order: str, training: Outcomes, fit: Fit) -> Policy:
     Args:
         order: see `Candidate`.
         training: outcomes; only greedy columns are used.
-        fit: fits a router, by its method.
+        fit: fits a router, by its method; `PUBLISHED` is fitted on SPRINT's pool.
     """
     if order.startswith(ROUTER):
         return fit(order.removeprefix(ROUTER), training.greedy())
+    if order == PUBLISHED:
+        return fit(PUBLISHED, published_pool(training))
     known = {"best": policies.best, "cover": policies.cover}
     if order not in known:
         raise InputError(f"orders: {order!r} is not known; use {', '.join(known)} or {ROUTER}METHOD")
     return known[order](training.greedy())
+
+
+def published_pool(outcomes: Outcomes) -> Outcomes:
+    """Select SPRINT's pool: the unpruned model, and one head pruned at a time."""
+    return outcomes.columns([name for name in outcomes.pool if name == DENSE or is_single_head(name)])
 
 
 def sampling_mix(temperature: float) -> Mix:
@@ -188,10 +207,19 @@ class Choice:
         return {**figures, "questions": len(self.differences), "candidates": self.passes, "sampling": self.sampled}
 
 
+def _sampled(sampling: Sequence[Mix], training: Outcomes, n: int) -> np.ndarray:
+    """Return pass@n of rivals on training questions, (questions, rivals)."""
+    return np.stack([sampling_curve(training, mix, n).values[:, n - 1] for mix in sampling], axis=1)
+
+
+def choose_rival(sampling: Sequence[Mix], training: Outcomes, n: int) -> Mix:
+    """Choose the form and temperature of sampling by pass@n on training questions; of equals, the first."""
+    return sampling[int(_sampled(sampling, training, n).mean(0).argmax())]
+
+
 def choose(chosen: Sequence[Candidate], orders: Orders, sampling: Sequence[Mix], training: Outcomes, n: int) -> Choice:
     """Choose policy and rival by pass@n on training questions; of equals, the first. Arguments as above."""
-    values = cross_fitted(chosen, orders, training, n)
-    sampled = np.stack([sampling_curve(training, mix, n).values[:, n - 1] for mix in sampling], axis=1)
+    values, sampled = cross_fitted(chosen, orders, training, n), _sampled(sampling, training, n)
     best, rival = int(values.mean(0).argmax()), int(sampled.mean(0).argmax())
     return Choice(
         chosen[best],
@@ -200,6 +228,16 @@ def choose(chosen: Sequence[Candidate], orders: Orders, sampling: Sequence[Mix],
         {str(mix): round(float(mean), 6) for mix, mean in zip(sampling, sampled.mean(0), strict=True)},
         values[:, best] - sampled[:, rival],
     )
+
+
+def random_passes(training: Outcomes, n: int) -> dict[str, float]:
+    """Return the expected pass@n of the pool in random order, alone and after the unpruned model, greedily."""
+    greedy = training.greedy()
+    pruned = [name for name in greedy.pool if name != DENSE]
+    dense = solved_cells(greedy, [DENSE])[:, 0]
+    after = random_curve("", pruned, greedy, n - 1).values[:, -1] if n > 1 else np.zeros(len(dense))
+    alone = random_curve("", greedy.pool, greedy, n).values[:, -1]
+    return {"next": float(alone.mean()), f"{DENSE}|next": float(np.where(dense, 1.0, after).mean())}
 
 
 def smallest_difference(deviation: float, questions: int, level: float = LEVEL, power: float = POWER) -> float:

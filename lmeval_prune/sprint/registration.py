@@ -45,9 +45,10 @@ class RacePlan(Settings):
             fold, beside which the pool is judged.
         orders: orders of variants that training chooses among: `best`, `cover`, `router:METHOD`.
         routers: by METHOD, options of `lmeval-prune fit`.
-        mixes: that training chooses among; `@T` stands for each temperature.
+        mixes: that training chooses among; `@T` stands for each temperature, `@sampling` for that of the chosen rival.
         sampling: mixes of the unpruned model alone that training chooses among, as the rival.
         n: number of tries of the primary comparison, one of `NS`.
+        margin: largest difference of pass@n that counts as none.
         most: largest number of tries that is reported.
         parts: of the cross fitting.
         twins: share of common word sequences at which two questions count as the same.
@@ -75,6 +76,7 @@ class RacePlan(Settings):
     mixes: Annotated[tuple[str, ...], MinLen(1)]
     sampling: Annotated[tuple[str, ...], MinLen(1)]
     n: Count = 8
+    margin: Share = 0.02
     most: Count = 16
     parts: Count = 5
     twins: Share = 0.8

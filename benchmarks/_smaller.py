@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
@@ -28,6 +28,11 @@ class Goal(TypedDict):
     parameters: float
     speed: float
     batches: list[int]
+    prompt: int
+    new: int
+    dtype: str
+    threads: int
+    rounds: int
     loss: float
     lower_bound: float
 
@@ -41,7 +46,9 @@ class Settings(TypedDict):
     samples: int
     sample_temperature: float
     folds: list[int]
+    choice_seeds: list[int]
     seeds: list[int]
+    comparisons: dict[str, str]
     dense: dict[str, Any]
     recipes: dict[str, dict[str, Any]]
 
@@ -77,7 +84,8 @@ class Record(TypedDict):
     validation: list[Answer]
     sampled: list[Samples]  # to the validation problems
     test: list[Answer]
-    dense: NotRequired[dict[str, Any]]  # answers of a parent that was trained anew, because another machine had it
+    made: NotRequired[list[dict[str, Any]]]  # commit, versions and device of each run that trained the model
+    dense: NotRequired[dict[str, Any]]  # answers of the parent, if it is not the model of the dense row
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,13 @@ class Experiment:
         settings: Any = validate_json(content, Settings, self.file)
         if DENSE in settings["recipes"]:
             raise InputError(f"{self.file}: a recipe is called {DENSE}, which is the name of the model without pruning")
+        if both := set(settings["choice_seeds"]) & set(settings["seeds"]):
+            raise InputError(f"{self.file}: seeds of the verdict chose the recipe ({sorted(both)}); take others")
+        for name in itertools.chain(*settings["comparisons"].items()):
+            if name not in settings["recipes"]:
+                raise InputError(
+                    f"{self.file}: comparisons name {name}{did_you_mean(name, settings['recipes'])}, no recipe"
+                )
         return settings
 
     @property
@@ -133,21 +148,23 @@ class Experiment:
         goal: Goal = self.settings["goal"]
         return goal
 
-    def rows(self, recipes: Sequence[str] = (), folds: Sequence[int] = (), seeds: Sequence[int] = ()) -> Iterator[Row]:
-        """Yield the rows of recipes (default: all), folds and seeds; a dense row comes before those that need it."""
-        self.check_names(recipes, folds)
+    def rows(self, recipes: Sequence[str], seeds: Sequence[int], folds: Sequence[int] = ()) -> Iterator[Row]:
+        """Yield the rows of recipes (default: all), seeds and folds (default: all); dense rows come first."""
+        self.check_names(recipes, folds, seeds)
         names = [name for name in recipes or self.settings["recipes"] if name != DENSE]
-        for seed, fold in itertools.product(seeds or self.settings["seeds"], folds or self.settings["folds"]):
+        for seed, fold in itertools.product(seeds, folds or self.settings["folds"]):
             yield from (Row(name, fold, seed) for name in (DENSE, *names))
 
-    def check_names(self, recipes: Sequence[str], folds: Sequence[int] = ()) -> None:
-        """Raise an `InputError` for a recipe or a fold that does not exist."""
+    def check_names(self, recipes: Sequence[str], folds: Sequence[int] = (), seeds: Sequence[int] = ()) -> None:
+        """Raise an `InputError` for a recipe, a fold or a seed that does not exist."""
         for name in recipes:
             if name not in self.settings["recipes"] and name != DENSE:
                 raise InputError(f"there is no recipe {name}{did_you_mean(name, self.settings['recipes'])}")
-        for fold in folds:
-            if fold not in self.settings["folds"]:
-                raise InputError(f"there is no fold {fold}; {self.file.name} has {self.settings['folds']}")
+        known = {"fold": self.settings["folds"], "seed": [*self.settings["choice_seeds"], *self.settings["seeds"]]}
+        for kind, numbers in (("fold", folds), ("seed", seeds)):
+            for number in numbers:
+                if number not in known[kind]:
+                    raise InputError(f"there is no {kind} {number}; {self.file.name} has {known[kind]}")
 
     @cached_property
     def base(self) -> str:
@@ -182,36 +199,6 @@ class Experiment:
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
         return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")
 
-    def removed_share(self, recipe: str) -> float | None:
-        """Return the share of the parameters in blocks that a recipe removes, from shapes alone; no weights are read.
-
-        Which units go depends on scores; how many does not, but for a composition, which removes at least so much; None
-        for a budget of latency.
-        Norms are not counted.
-        """
-        from lmeval_prune.architectures import map_model
-        from lmeval_prune.checkpoints.skeleton import skeleton_of
-        from lmeval_prune.distillation.stages import make_pruners
-        from lmeval_prune.profiling.costs import parameters
-        from lmeval_prune.pruners.allocation import COMPOSITION, Budget, unit_pools
-        from lmeval_prune.pruners.schedule import resolve_options, smallest_removal
-
-        model_map = map_model(skeleton_of(self.pretrained))
-        options = self.options(Row(recipe, 0, 0))
-        heads, channels = make_pruners(options, 1)
-        once: Any = {"p_min": 0.0, "growth": 1.0, "steps": 1}
-        pruning = resolve_options(replace(options.pruning(), **once), heads, model_map, channels)
-        if pruning.budget == "latency":
-            return None
-        counting = replace(pruning, budget="parameters")
-        pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, "", counting))
-        if pruning.allocation == COMPOSITION:
-            lost = pruning.ratio * sum(pool.total for pool in pools)
-        else:
-            (removed,) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
-            lost = sum(pool.cost * len(removed.get(pool.key, ())) / len(pool.units[0]) for pool in pools)
-        return float(lost / parameters(model_map.model)[1])
-
     def model(self, row: Row) -> Path:
         """Return the folder of a row's model."""
         return self.work / "models" / row.key
@@ -234,44 +221,42 @@ class Experiment:
         """Read a record; `InputError` if it is of other settings or another model."""
         record: Any = read_json(path, Record)
         row = Row(record["recipe"], record["fold"], record["seed"])
+        if row.recipe not in (DENSE, *self.settings["recipes"]):
+            raise InputError(
+                f"{path} is a row of the recipe {row.recipe}, which {self.file.name} has no more; put it back, "
+                f"or move the row out of this folder"
+            )
         if record["settings"] != self.digest(row):
             raise InputError(
                 f"{path} is a row of other settings or of another model than {self.pretrained}; give the --experiment, "
-                f"--changes and --pretrained that made it, or another folder"
+                f"--changes and --pretrained that made it, another name for a changed recipe, or another folder"
             )
         return record
 
     def take(self, folder: Path) -> int:
-        """Copy the records of another folder that are not here; return their number."""
-        count = 0
-        for path in sorted(folder.glob("*.json")):
-            if not (target := self.work / "rows" / path.name).is_file():
-                self._read(path)
-                write_text(target, path.read_text(encoding="utf-8"))
-                count += 1
-        return count
+        """Copy the records of another folder that are not here; return their number.
+
+        A row whose parent is not the model of the dense row here gets the answers of the dense row there;
+        `InputError`, before anything is copied, if that is not its parent, either.
+        """
+        theirs = {path.name: self._read(path) for path in sorted(folder.glob("*.json"))}
+        new = {name: record for name, record in theirs.items() if not (self.work / "rows" / name).is_file()}
+        for name, record in new.items():
+            row = Row(record["recipe"], record["fold"], record["seed"])
+            there = theirs.get(f"{row.dense.key}.json")
+            here = self.record(row.dense) or there
+            if row.recipe == DENSE or record["parent"] == (record.get("dense") or here or {}).get("weights"):
+                continue
+            if there is None or there["weights"] != record["parent"]:
+                raise InputError(
+                    f"the row {folder / name} was pruned from a model whose answers neither {folder} nor {self.work} "
+                    f"has; copy its dense row, too, or make the row again"
+                )
+            new[name] = {**record, "dense": there}
+        for name, record in new.items():
+            write_text(self.work / "rows" / name, json.dumps(record) + "\n")
+        return len(new)
 
     def give(self, row: Row, folder: Path) -> None:
         """Copy a row's record to another folder."""
         write_text(folder / f"{row.key}.json", self.path(row).read_text(encoding="utf-8"))
-
-    def check_same(self) -> None:
-        """Write the settings beside the rows; `InputError` if there are rows by other settings.
-
-        Recipes may be added, but not changed.
-        """
-        path = self.work / "experiment.json"
-        current = json.loads(json.dumps({**self.settings, "pretrained": self.base, "changes": self.changes}))
-        if path.is_file():
-            before: dict[str, Any] = read_json(path)
-            known = before["recipes"]
-            changed = [name for name in known if current["recipes"].get(name, known[name]) != known[name]]
-            for name in current.keys() - {"recipes", "folds", "seeds"}:
-                changed += [name] if before[name] != current[name] else []
-            if changed:
-                raise InputError(
-                    f"{self.work} has rows by other settings ({', '.join(changed)}); name another --work, or a recipe "
-                    f"of another name"
-                )
-            current["recipes"] = {**known, **current["recipes"]}
-        write_text(path, json.dumps(current, indent=1) + "\n")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from _record import processor
+from _record import environment, processor
 from _smaller import DENSE, Experiment, Row
 from typing_extensions import override
 
 from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
@@ -27,7 +27,6 @@ from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.calibration import encode
 
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
-ANSWERED = 16  # test problems whose answers are timed for an estimate
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
 
 
@@ -36,7 +35,7 @@ def write_problems(experiment: Experiment) -> Path:
     path = experiment.work / PROBLEMS
     if path.is_file():
         return path
-    seed, folds = experiment.settings["seeds"][0], dict[str, list[dict[str, Any]]]()
+    seed, folds = experiment.settings["choice_seeds"][0], dict[str, list[dict[str, Any]]]()
     for fold in range(FOLDS):
         host = LanguageHost(experiment.options(Row(DENSE, fold, seed)))
         folds[f"fold{fold}"] = [
@@ -77,41 +76,81 @@ def make_row(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     The answers to the test are stored without being scored. A `limit`, of a rehearsal, is also that of the test.
     """
     begin = time.monotonic()
-    again: dict[str, Any] = {}
-    if row.recipe != DENSE and not experiment.model(row.dense).is_dir():  # its record came from another machine
-        again = {"dense": _answered(experiment, row.dense, device)}
     record = {
         "recipe": row.recipe,
         "fold": row.fold,
         "seed": row.seed,
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "device": device_name(device),
         "settings": experiment.digest(row),
+        **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device)),
         **_answered(experiment, row, device),
-        **again,
         "seconds": round(time.monotonic() - begin, 1),
     }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
 
 
+def _other_parent(experiment: Experiment, dense: Row, device: str) -> dict[str, Any]:
+    """Return the answers of the dense model of this machine, if it is not that of the dense row; train it if need be.
+
+    The record of a dense row can come from another machine, its model does not. The answers of a model that was trained
+    anew are kept beside it.
+    """
+    record, folder = experiment.record(dense), experiment.model(dense)
+    if record is None:
+        raise InputError(f"{dense.key} has no row; make it first, by train --recipes {DENSE}")
+    weights = checkpoint_identity(str(folder)) if folder.is_dir() else None
+    if weights == record["weights"]:
+        return {}
+    path = folder.with_name(f"{dense.key}.answers.json")
+    answered = read_json(path) if path.is_file() else {}
+    if weights is None or answered.get("weights") != weights:
+        answered = _answered(experiment, dense, device)
+        write_text(path, json.dumps(answered) + "\n")
+    return {} if answered["weights"] == record["weights"] else {"dense": answered}
+
+
+def device_name(device: str) -> str:
+    """Return the name of the processor or GPU."""
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
+
+
+def _trained_by(experiment: Experiment, row: Row, device: str) -> list[dict[str, Any]]:
+    """Note commit, versions and device before a model is trained; return those of all runs that trained it."""
+    path = experiment.model(row).with_name(f"{row.key}.made.json")
+    runs: list[dict[str, Any]] = read_json(path, list[dict[str, Any]]) if path.is_file() else []
+    facts = {**environment(), "device": device_name(device)}
+    run = {name: facts[name] for name in ("commit", "device", "threads", "python", "versions")}
+    if not experiment.model(row).is_dir() and run not in runs:
+        runs.append(run)
+        write_text(path, json.dumps(runs) + "\n")
+    return runs
+
+
 def _answered(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
     """Train a row's model, unless it is there; return its digest, what was removed, and its answers."""
     host = PackedHost(experiment.options(row), experiment.work / PROBLEMS)
+    made = _trained_by(experiment, row, device)
     note = distill(host.options, host)
     model = load_pretrained(str(experiment.model(row))).float().to(device)
     problems = [problem.question.document for problem in host.examples().problems]
-    settings = experiment.settings
-    greedy = SamplingParams(max_new_tokens=settings["new_tokens"])
-    drawn = replace(greedy, do_sample=True, temperature=settings["sample_temperature"])
+    greedy, drawn = answering(experiment)
     return {
+        "made": made,
         "weights": host.identity(str(experiment.model(row))),
         "parent": note["options"]["pretrained"],
         **shape(experiment.model(row), model),
         "stages": note["stages"],
         "validation": first(answers(host, model, problems, greedy)),
-        "sampled": answers(host, model, problems, drawn, settings["samples"]),
+        "sampled": answers(host, model, problems, drawn, experiment.settings["samples"]),
         "test": first(answers(host, model, host.rows().test[: host.options.limit], greedy)),
     }
+
+
+def answering(experiment: Experiment) -> tuple[SamplingParams, SamplingParams]:
+    """Return how a model answers greedily, and how it is sampled."""
+    greedy = SamplingParams(max_new_tokens=experiment.settings["new_tokens"])
+    return greedy, replace(greedy, do_sample=True, temperature=experiment.settings["sample_temperature"])
 
 
 def shape(folder: str | Path, model: Any) -> dict[str, Any]:
@@ -142,37 +181,3 @@ def answers(
 def first(several: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the only answer to each document."""
     return [{"id": entry["id"], "answer": entry["answers"][0]} for entry in several]
-
-
-def estimated_seconds(experiment: Experiment, row: Row, folder: Path, device: str, limit: int = 48) -> dict[str, float]:
-    """Estimate the seconds of a row from one epoch of a few problems, by a model of the same shape.
-
-    A pruner, and a teacher that answers, read no more than these problems, so `rest` takes longer if they read more.
-    What was removed is kept in `folder`, so that `speed` can measure the shape before anything is trained.
-
-    Returns:
-        Seconds of training, of answering, and of all the rest (scoring, cutting, reading and writing).
-    """
-    whole = replace(experiment.options(row), pretrained=experiment.pretrained)
-    few = replace(whole, output=str(folder / row.key), epochs=1, limit=limit)
-    hosts = [PackedHost(options, experiment.work / PROBLEMS) for options in (few, whole)]
-    examples = [host.examples() for host in hosts]
-    shutil.rmtree(few.output, ignore_errors=True)
-    begin = time.monotonic()
-    note = distill(few, hosts[0])
-    trained = sum(log.get("seconds", 0.0) for stage in note["stages"] for log in stage["log"])
-    rest = time.monotonic() - begin - trained
-    model = load_pretrained(few.output).float().to(device)
-    record = {**asdict(row), "settings": experiment.digest(row), **shape(few.output, model)}
-    write_text(folder / f"{row.key}.json", json.dumps(record) + "\n")
-    documents = hosts[1].rows().test
-    begin = time.monotonic()
-    answers(hosts[0], model, documents[:ANSWERED], SamplingParams(max_new_tokens=experiment.settings["new_tokens"]))
-    answered = (time.monotonic() - begin) / len(documents[:ANSWERED])
-    shutil.rmtree(few.output)
-    share = sum(examples[1].lengths) / sum(examples[0].lengths)
-    return {
-        "training": trained * share * whole.epochs,
-        "answering": answered * (len(documents) + len(examples[1].validation)),
-        "rest": rest,
-    }

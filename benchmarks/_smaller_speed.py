@@ -6,13 +6,17 @@ Tokens per second of prompts, of decoding, of whole answers by `generate` (the g
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from _record import environment
-from _smaller import DENSE, Experiment, Row
+from _smaller import DENSE, Experiment, Goal
+from _smaller_estimate import read_estimates
+from _smaller_rows import device_name
 
 from lmeval_prune import Plan, cut, load_pretrained
 from lmeval_prune.artefacts import read_json, write_text
@@ -20,61 +24,90 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.decoding.speed import EngineSpeed
 from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import parameters
-from lmeval_prune.profiling.speed import Workload, generate_rate, measure
+from lmeval_prune.profiling.speed import Workload, generate_rate, measure_rounds
 
 TOLERANCE = 0.01  # share of the parameters by which a model of the same plans may differ: biases of a compensation
 
 ESTIMATE = "estimate"  # in place of a row's name: the shape is that of `estimate`
 
 
-def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str) -> None:
-    """Measure the recipes that were not measured on this device; write each to `speed.json`.
+@dataclass(frozen=True)
+class Gain:
+    """How much faster than the dense model: the median of the rounds' ratios minus 1, and their range."""
 
-    How long a model takes does not depend on its weights: a model of the shapes of the recipe's first row is timed, or
-    of the shapes that its `estimate` left. A recipe that was measured by its estimate is measured again by its row.
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.median:+.1f}% ({100 * self.low:+.1f}% to {100 * self.high:+.1f}%)"
+
+
+Gains = dict[str, dict[str, Gain]]  # by device and batch
+
+
+def goal_work(goal: Goal) -> dict[str, Any]:
+    """Return what is timed, as it is stored."""
+    return {name: goal[name] for name in ("batches", "prompt", "new", "dtype", "threads", "rounds")}  # type: ignore[literal-required]
+
+
+def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str, count: int) -> None:
+    """Measure shapes that were not measured on this device; write each to `speed.json`.
+
+    How long a model takes does not depend on its weights: models of the shapes of rows are timed: of the recipe's
+    `count` rows with most parameters by the seeds of the choice, and as many by those of the verdict; without rows, of
+    the shape that its `estimate` left.
     """
-    path = experiment.work / "speed.json"
-    speeds: dict[str, Any] = read_json(path) if path.is_file() else {}
-    shapes = _shapes(experiment, recipes)
+    experiment.check_names(recipes)
+    path, goal = experiment.work / "speed.json", experiment.goal
+    speeds, shapes = read_speeds(experiment.work), list(_shapes(experiment, recipes, count))
     if not shapes:
         raise InputError("no recipe has a row or an estimate to measure; make one by train or estimate")
-    batches = experiment.goal["batches"]
-    work = Workload(prompt=96, new=32, batches=batches)  # about the tokens of the task's prompts and answers
-    for name, (source, record) in shapes.items():
-        key = f"{name} on {device}"
-        if key in speeds and (speeds[key]["row"] == source or source == ESTIMATE):
+    torch.set_num_threads(goal["threads"])
+    work = Workload(prompt=goal["prompt"], new=goal["new"], batches=goal["batches"], rounds=goal["rounds"])
+    for source, record in shapes:
+        name = record["recipe"]
+        key = f"{source} of {name} on {device_name(device)}"
+        if key in speeds and speeds[key]["work"] == goal_work(goal) and speeds[key]["settings"] == record["settings"]:
             continue
-        models = {DENSE: _dense(experiment).to(device), name: shaped_like(record, _dense(experiment)).to(device)}
-        rates = measure(models, work, answerers={"generate": generate_rate, "engine": EngineSpeed()})
+        cut_model = shaped_like(record, _dense(experiment))
+        kind = getattr(torch, goal["dtype"])
+        models = {DENSE: _dense(experiment).to(device, kind), name: cut_model.to(device, kind)}
+        rates = measure_rounds(models, work, answerers={"generate": generate_rate, "engine": EngineSpeed()})
+        gains = {str(batch): gain(rates[name], rates[DENSE], f"generate_{batch}") for batch in goal["batches"]}
         speeds[key] = {
             "recipe": name,
             "row": source,
+            "settings": record["settings"],
+            "device": device_name(device),
             "parameters": list(parameters(models[name])),
             "tokens_per_second": rates,
-            "gains": {
-                str(batch): rates[name][f"generate_{batch}"] / rates[DENSE][f"generate_{batch}"] - 1
-                for batch in batches
-            },
-            "workload": asdict(work),
+            "gains": {batch: asdict(each) for batch, each in gains.items()},
+            "work": goal_work(goal),
             "measured": environment(),
         }
         write_text(path, json.dumps(speeds, indent=1) + "\n")
-        shown = ", ".join(f"{100 * gain:+.1f}% at batch {batch}" for batch, gain in speeds[key]["gains"].items())
-        print(f"{key}: {shown}", flush=True)
+        print(f"{key}: {', '.join(f'{each} at batch {batch}' for batch, each in gains.items())}", flush=True)
 
 
-def _shapes(experiment: Experiment, recipes: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Return each recipe's first row, or else what its estimate removed: where it comes from, and the record."""
-    shapes: dict[str, tuple[str, Any]] = {}
-    for row, record in experiment.records().items():
-        if row.recipe != DENSE:
-            shapes.setdefault(row.recipe, (row.key, record))
-    for path in sorted((experiment.work / "estimate").glob("*.json")):
-        record = read_json(path)
-        row = Row(record["recipe"], record["fold"], record["seed"])
-        if row.recipe in experiment.settings["recipes"] and record["settings"] == experiment.digest(row):
-            shapes.setdefault(row.recipe, (ESTIMATE, record))
-    return {name: shape for name, shape in shapes.items() if name in (recipes or (name,))}
+def gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) -> Gain:
+    """Return the gain of a model over the dense one: median and range of the ratios of each round."""
+    ratios = [a / b - 1 for a, b in zip(own[kind], dense[kind], strict=True)]
+    return Gain(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _shapes(experiment: Experiment, recipes: Sequence[str], count: int) -> Iterator[tuple[str, Any]]:
+    """Yield where a shape comes from (row or estimate) and its record."""
+    records = {row: record for row, record in experiment.records().items() if row.recipe != DENSE}
+    with_rows = {row.recipe for row in records}
+    for name in recipes or experiment.settings["recipes"]:
+        for seeds in (experiment.settings["choice_seeds"], experiment.settings["seeds"]):
+            rows = [row for row in records if row.recipe == name and row.seed in seeds]
+            rows.sort(key=lambda row: (-records[row]["parameters"][1], row.seed, row.fold))
+            yield from ((row.key, records[row]) for row in rows[:count])
+        if name not in with_rows:
+            estimated = [record for row, record in read_estimates(experiment).items() if row.recipe == name]
+            yield from ((ESTIMATE, record) for record in estimated[:1])
 
 
 def shaped_like(record: Any, model: Any) -> Any:
@@ -97,3 +130,26 @@ def read_speeds(work: Path) -> dict[str, Any]:
     path = work / "speed.json"
     speeds: dict[str, Any] = read_json(path) if path.is_file() else {}
     return speeds
+
+
+def measured_gains(experiment: Experiment, name: str, rows: Collection[str] | None = None) -> Gains:
+    """Return the gains of a recipe by device and batch, those of its slowest shape.
+
+    Args:
+        rows: names of the rows whose shapes count; None: all, and estimates.
+    """
+    gains: Gains = {}
+    for entry in read_speeds(experiment.work).values():
+        counts = rows is None or entry["row"] in rows
+        if entry["recipe"] != name or not counts or entry["work"] != goal_work(experiment.goal):
+            continue
+        on_device = gains.setdefault(entry["device"], {})
+        for batch, values in entry["gains"].items():
+            found = Gain(**values)
+            on_device[batch] = min(on_device.get(batch, found), found, key=lambda each: each.median)
+    return gains
+
+
+def reached_by(goal: Goal, gains: dict[str, Gain]) -> bool:
+    """Whether gains by batch reach the goal at all its batches."""
+    return all(gains[str(batch)].median >= goal["speed"] for batch in goal["batches"])

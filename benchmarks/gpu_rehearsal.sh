@@ -13,7 +13,7 @@
 #         benchmarks/gpu_rehearsal.sh peers
 #         benchmarks/gpu_rehearsal.sh filter
 #         RECIPES="layer_map lora" benchmarks/gpu_rehearsal.sh smaller # rows of smaller_model.py, each with its seconds;
-#                 with base, again and again, after `collect` with base and each of part-0 to part-2, wheels-0, wheels-1
+#                 (SEEDS="1 2 3": by the seeds of the verdict), with base, again and again, after `collect` with base and each of part-0 to part-2, wheels-0, wheels-1
 #
 # Copied: the checkout (10 MB); base (5 MB): wheels of what is not on the machine beside torch, triton, transformers,
 # numpy and pytest, 200 questions, ASDiv-A's problems, the rows of smaller_model.py so far, and the name of the commit;

@@ -4,15 +4,15 @@
     python benchmarks/smaller_model.py estimate                            # seconds of a row of each recipe
     python benchmarks/smaller_model.py train --recipes layer_map [--rows 1]  # the next rows; again and again
     python benchmarks/smaller_model.py choose                              # by the validation problems alone
-    python benchmarks/smaller_model.py train --recipes CHOSEN              # the rows that are missing
+    python benchmarks/smaller_model.py train --recipes CHOSEN              # its rows by the seeds of the verdict
     python benchmarks/smaller_model.py speed                               # on an otherwise idle machine
     python benchmarks/smaller_model.py report                              # its first line: is the goal reached?
 
 The experiment is smaller_model.yaml. A row is one model: a recipe, or the dense model, on one fold by one seed. It is
 stored under --work when it is done and never made again; a row that was killed goes on where it was. Each row has the
 model's answers to the validation problems of its training folds and to the test. `choose` scores those to the
-validation problems only; the answers to the test are scored for the dense model and the chosen recipe only.
-`gpu_rehearsal.sh` has the commands for a GPU machine without network.
+validation problems, of rows by `choice_seeds`. Of the answers to the test, only those of the chosen recipe and its
+dense models by the other seeds are scored. `gpu_rehearsal.sh` has the commands for a GPU machine without network.
 """
 
 # ruff: noqa: E402 - a checkout that is not installed will do
@@ -30,10 +30,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 import yaml
-from _smaller import DENSE, Experiment, Row
+from _smaller import DENSE, Experiment
+from _smaller_plan import check_plan
 
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.errors import InputError, yaml_error_text
+from lmeval_prune.errors import BusyError, InputError, yaml_error_text
 
 HERE = Path(__file__).parent
 COMMANDS = ("problems", "estimate", "train", "collect", "choose", "speed", "report")
@@ -46,15 +47,17 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiment", type=Path, default=HERE / "smaller_model.yaml")
     parser.add_argument("--work", type=Path, default=Path("out/smaller_model"))
     parser.add_argument("--pretrained", default="smollm2-135m", help="the model that is fine-tuned")
-    parser.add_argument("--recipes", nargs="+", default=[], help="default: all; choose: those that may be chosen")
+    parser.add_argument("--recipes", nargs="+", default=[], help="default: all")
     parser.add_argument("--folds", nargs="+", type=int, default=[])
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
-    parser.add_argument("--rows", type=int, default=1 << 30, help="train: largest number of rows that are made")
+    parser.add_argument(
+        "--rows", type=int, help="train: make at most so many; speed: measure so many of each recipe, default 1"
+    )
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="train: seconds; no row that would end later"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="but for speed, whose threads are the goal's")
     parser.add_argument("--changes", default="{}", help="options of all rows, for rehearsals: '{limit: 40, epochs: 1}'")
     parser.add_argument("--copy", type=Path, help="train: copy records to this folder; collect: take them from there")
     parser.add_argument(
@@ -74,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         experiment = Experiment(options.experiment, options.work, options.pretrained, changes_of(options.changes))
-        experiment.check_same()
+        check_plan(experiment)
         return int(globals()[options.command](experiment, options) or 0)
     except InputError as error:
         print(f"smaller_model: error: {error}", file=sys.stderr)
@@ -103,50 +106,67 @@ def problems(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Print the seconds of a row of each recipe, estimated from one epoch of a few problems."""
-    from _smaller_rows import estimated_seconds, write_problems
+    """Print the seconds of a row of each recipe, estimated from one epoch of a few problems, and the hours of all."""
+    from _smaller_estimate import estimated_seconds, removed_share, trains_dense
+    from _smaller_rows import write_problems
 
-    experiment.check_names(options.recipes, options.folds)
+    seeds = options.seeds or experiment.settings["choice_seeds"]
+    names = options.recipes or [*experiment.settings["recipes"]]
+    rows = list(experiment.rows(names, seeds, options.folds))
     write_problems(experiment)
-    folds, seeds = options.folds or experiment.settings["folds"], options.seeds or experiment.settings["seeds"]
-    for name in (DENSE, *(options.recipes or experiment.settings["recipes"])):
-        row = Row(name, folds[0], seeds[0])
-        parts = estimated_seconds(experiment, row, options.work / "estimate", options.device)
-        details = ", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items())
-        total = sum(parts.values())
-        share = None if name == DENSE else experiment.removed_share(name)
+    seconds = dict[str, float]()
+    for name in dict.fromkeys(row.recipe for row in rows):
+        parts = estimated_seconds(experiment, next(row for row in rows if row.recipe == name), options.device)
+        details = ", ".join(f"{part} {each:.0f}" for part, each in parts.items())
+        seconds[name] = sum(parts.values())
+        share = None if name == DENSE else removed_share(experiment, name)
         removes = "" if share is None else f"removes {share:.1%} of the parameters in blocks, "
-        print(
-            f"{name}: {removes}about {total:.0f} s a row ({details}), {len(folds) * len(seeds) * total / 3600:.1f} h "
-            f"for {len(folds)} folds and {len(seeds)} seeds",
-            flush=True,
-        )
+        print(f"{name}: {removes}about {seconds[name]:.0f} s a row ({details})", flush=True)
+    anew = {row.dense for row in rows if trains_dense(experiment, row)}
+    lacking = [row for row in rows if not experiment.path(row).is_file()]
+    total = sum(seconds[row.recipe] for row in lacking) + len(anew) * seconds[DENSE]
+    print(
+        f"all: {total / 3600:.1f} h for {len(lacking)} rows that are missing, and {len(anew)} dense models that "
+        f"have a row but are not on this machine"
+    )
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Make the rows that are missing."""
+    """Make the rows that are missing; go on with the next if another process makes one."""
+    from _smaller_estimate import expected_seconds
+    from _smaller_plan import planned_rows
     from _smaller_rows import make_row, write_problems
 
+    rows = list(planned_rows(experiment, options.recipes, options.folds, options.seeds))
     write_problems(experiment)
-    begin, longest, made = time.monotonic(), 0.0, 0
-    for row in experiment.rows(options.recipes, options.folds, options.seeds):
-        elapsed = time.monotonic() - begin
-        if experiment.path(row).is_file():
+    begin, longest, made, waiting = time.monotonic(), 0.0, 0, 0
+    for row in rows:
+        if experiment.record(row):
             continue
-        if made >= options.rows or elapsed + longest > options.budget:
-            print(f"{made} rows made in {elapsed:.0f} s; the next is {row.key}")
+        elapsed = time.monotonic() - begin
+        seconds = expected_seconds(experiment, row, options.device) or longest
+        if made == options.rows or elapsed + seconds > options.budget:
+            print(f"{made} rows made in {elapsed:.0f} s; the next is {row.key}, of about {seconds:.0f} s")
             return
-        with output_lock(experiment.path(row)):
-            if experiment.path(row).is_file():
-                continue
-            record = make_row(experiment, row, options.device)
+        if row.recipe != DENSE and experiment.record(row.dense) is None:  # another process makes it
+            waiting += 1
+            continue
+        try:
+            with output_lock(experiment.path(row)):
+                if experiment.record(row):
+                    continue
+                record = make_row(experiment, row, options.device)
+        except BusyError as error:
+            waiting += 1
+            print(f"{row.key} is left: {error.problem}", flush=True)
+            continue
         if options.copy:
             experiment.give(row, options.copy)
         if options.discard and row.recipe != DENSE:
             shutil.rmtree(experiment.model(row))
         made, longest = made + 1, max(longest, record["seconds"])
         print(f"{row.key}: {record['seconds']:.0f} s, {time.monotonic() - begin:.0f} s in all", flush=True)
-    print("all rows are made")
+    print(f"{waiting} rows wait for other processes; run the command again" if waiting else "all rows are made")
 
 
 def collect(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -158,16 +178,16 @@ def collect(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def choose(experiment: Experiment, options: argparse.Namespace) -> None:
     """Choose a recipe by the pooled difference on the validation problems."""
-    from smaller_model_report import choice
+    from _smaller_choice import choice
 
-    print(choice(experiment, options.recipes))
+    print(choice(experiment, options.recipes, options.folds))
 
 
 def speed(experiment: Experiment, options: argparse.Namespace) -> None:
     """Measure tokens per second of each recipe's shape in turn with the dense model's."""
     from _smaller_speed import measure_speeds
 
-    measure_speeds(experiment, options.recipes, options.device)
+    measure_speeds(experiment, options.recipes, options.device, 1 if options.rows is None else options.rows)
 
 
 def report(experiment: Experiment, options: argparse.Namespace) -> None:

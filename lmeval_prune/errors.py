@@ -29,6 +29,10 @@ class InputError(ValueError):
         self.problem = problem
 
 
+class BusyError(InputError):
+    """An output that another process or thread is writing."""
+
+
 class DiskError(InputError):
     """A file that cannot be written because the disk is full or read-only. The run can be resumed."""
 

@@ -21,7 +21,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts.digests import digest
-from lmeval_prune.errors import InputError, report_write_errors
+from lmeval_prune.errors import BusyError, InputError, report_write_errors
 
 logger = logging.getLogger(__name__)
 TEMPORARY_PREFIX = ".lmeval-prune-"  # of temporary folders and locks
@@ -64,7 +64,8 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
         timeout: seconds to wait for another writer; -1 waits without limit.
 
     Raises:
-        InputError: another process or thread writes to the path, or the path cannot be written.
+        BusyError: another process or thread writes to the path.
+        InputError: the path cannot be written.
     """
     with ExitStack() as stack:
         with report_write_errors(path):
@@ -76,7 +77,7 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
             except Timeout:
                 if not lock.exists():  # nobody holds it: a file system that takes no files
                     raise InputError(f"{path} cannot be written; name another output") from None
-                raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
+                raise BusyError(f"another run is writing to {path}; wait for it, or name another output") from None
             except RuntimeError as error:  # a loop of links
                 raise InputError(f"{path} cannot be written: {error}") from error
             _remove_leftovers(lock.parent, os.getpid())

@@ -58,7 +58,20 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     answerers: Answerers = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
-    """Return the median tokens per second of models, which are timed in alternation.
+    """Return the median tokens per second of models over the rounds of `measure_rounds`."""
+    return {
+        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
+        for name, kinds in measure_rounds(models, work, progress, answerers).items()
+    }
+
+
+def measure_rounds(
+    models: Mapping[str, Any],
+    work: Workload,
+    progress: Callable[[str], None] = lambda _: None,
+    answerers: Answerers = MappingProxyType({}),
+) -> dict[str, dict[str, list[float]]]:
+    """Return the tokens per second of models in each round; in a round, they are timed one after the other.
 
     Returns:
         By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others; and
@@ -74,10 +87,7 @@ def measure(
                 progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
                 for kind, rate in _time(model, work, batch, work.new, answerers).items():
                     rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
-    return {
-        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
-        for name, kinds in rates.items()
-    }
+    return rates
 
 
 def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:

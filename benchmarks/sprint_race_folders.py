@@ -61,6 +61,8 @@ class Folders:
     code: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.work.is_file():
+            raise InputError(f"--work {self.work} is a file; name a folder")
         self.work.mkdir(parents=True, exist_ok=True)
         for name in ("seconds", "rates", "code"):
             path = self.work / f"{name}.json"
@@ -77,9 +79,10 @@ class Folders:
         return {name: value for name, value in self.settings.items() if FIRST_USE.get(name, STAGES[0]) in until}
 
     def keep_settings(self) -> None:
-        """Keep the settings; refuse others than those that the first stage, or one that is done, depends on."""
+        """Keep the settings; refuse others than those of a stage that is done, and of the first if anything is kept."""
         path, now = self.work / "settings.json", self.settings
-        before = read_json(path) if path.exists() else now
+        is_begun = any(self.work.glob("fold*/*")) or any(self.work.glob("*.done"))
+        before = read_json(path) if path.exists() and is_begun else now
         remedies = {STAGES[0]: "give --work another folder"}
         for marker in sorted(self.work.glob("*.done")):
             remedy = f"give --work another folder, or remove {marker.name} and those of later stages to do them again"

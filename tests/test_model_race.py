@@ -93,9 +93,18 @@ def test_a_work_folder_has_one_race(script: Any, tiny_splits: dict[str, list[str
     words = ["--model", "m", "--work", str(tmp_path)]
     script.make_race(script.parse(words)).run([])
     script.make_race(script.parse([*words, "--device", "cpu"])).run([])  # another device is no other race
+    script.make_race(script.parse([*words, "--questions", "8,8"])).run([])  # nothing is answered yet
+    script.make_race(script.parse(words)).run([])
+    (tmp_path / "fold0" / "train").mkdir(parents=True)
     for changed, name in ((["--task", "prune_gsm8k"], "task"), (["--questions", "9,9"], "numbers")):
         with pytest.raises(SystemExit, match=rf"^race: [^\n]*another {name}; give --work another folder$"):
             script.main([*words, *changed])
+
+
+def test_a_file_is_no_work_folder(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("mine")
+    with pytest.raises(SystemExit, match=r"^race: --work [^\n]*work is a file; name a folder$"):
+        script.main(["--model", "m", "--work", str(tmp_path / "work")])
 
 
 @pytest.mark.real

@@ -168,6 +168,21 @@ def test_wrong_commands_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert message in error and error.count("\n") == 1, error
 
 
+def test_a_router_of_other_options_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the same options is: then only the outcomes are missing here."""
+    router = fit_embeddings(*world(60, 4), POOL[:6], "all-minilm-l6-v2", FitOptions(router="knn"))
+    router.save(tmp_path / "router")
+    command = ["fit", "--outcomes", str(tmp_path / "none"), "--output", str(tmp_path / "router"), "--router", "knn"]
+    for words, message in (
+        ([], "none is not an outcome store"),
+        (["--seed", "1"], "router was made with other options (seed=0); name another output, or delete it"),
+        (["--encoder", "mine"], "router was made with other options (encoder=all-minilm-l6-v2); name another output"),
+    ):
+        assert main([*command, *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+
+
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:
     for row in ROWS:
         router = fitted(row, 60)

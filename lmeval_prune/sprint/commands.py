@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
 from lmeval_prune.options import mutually_exclusive
@@ -56,7 +58,7 @@ def fit(
 
     Args:
         outcomes: folder of the training questions' outcome store
-        output: folder for the router
+        output: folder for the router; one that was fitted there with the same options is replaced
         encoder: name or folder of a sentence-transformers model; last_hidden_state: the model's own of the prompts
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
@@ -64,7 +66,7 @@ def fit(
         push_to_hub: name on the Hub, USER/NAME, to which the router is uploaded when it is complete; needs a login
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
-    settings.method()  # refuses wrong settings before anything is read
+    method = settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -74,6 +76,7 @@ def fit(
 
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
+    _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)
     router.save(output)
@@ -87,6 +90,18 @@ def fit(
     return 0
 
 
+def _check_same_router(output: str, settings: dict[str, Any]) -> None:
+    """Raise `InputError` if a router of other options stands in a folder; earlier versions did not record them all."""
+    from lmeval_prune.training.resuming import check_same_settings
+
+    path = Path(output) / "router.json"
+    if path.is_file():
+        router = read_json(path)
+        before = {"encoder": router.get("encoder"), **router.get("options", {})}
+        known = {name: value for name, value in json.loads(json.dumps(settings)).items() if name in before}
+        check_same_settings(known, before, Path(output), {})
+
+
 def _print_fit(router: Any, output: str) -> None:
     """Print what was fitted, and how it does on the validation questions."""
     details = router.about
@@ -98,7 +113,7 @@ def _print_fit(router: Any, output: str) -> None:
     )
     informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
     if informative < 30:
-        print(f"only {informative} questions distinguish heads, too few for a router; sweep more questions")
+        print(f"only {informative} questions distinguish heads: a router of so few may be chance; sweep more questions")
     passes, dense, scores = details["validation_pass"], details["validation_dense"], details["calibration"]
     if not passes:
         print("no validation questions: whether the router's first try is worse than the unpruned model is not known")

@@ -217,6 +217,23 @@ def test_training_goes_on_if_another_process_makes_a_row(
     assert "ours_fold0_seed0 is left: another run is writing" in output and "1 rows wait for other processes" in output
 
 
+def test_scoring_is_timed_from_the_calibration_text_to_the_cut_model(tmp_path: Path) -> None:
+    """Twice, as in two stages; what is written without scoring does not count."""
+    from _smaller_estimate import PackedHost, TimedHost
+
+    host: Any = object.__new__(TimedHost)
+    moments = iter([1.0, 4.0, 20.0, 25.0])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("calibration", "write"):
+            patch.setattr(PackedHost, name, lambda *_: None)
+        patch.setattr("_smaller_estimate.time.monotonic", lambda: next(moments))
+        for _ in range(2):
+            host.calibration(None, None, None)
+            host.write(None, {}, tmp_path)
+            host.write(None, {}, tmp_path)
+    assert host.scoring == 3 + 5
+
+
 def test_an_estimate_counts_what_the_row_reads(experiment: Experiment) -> None:
     """More calibration texts, and sampled answers to validation problems, take longer."""
     from _smaller_estimate import _answering_seconds, _ratio

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import smaller_model
 import yaml
 from _smaller import DENSE, Experiment, Row
 from _smaller_choice import choice
@@ -54,6 +55,14 @@ def test_the_probability_to_reach_the_goal_is_that_of_a_simulation(deviation: fl
     goal: Any = {"loss": 0.7, "lower_bound": -2.0}
     expected = simulated_probability(goal, deviation, 5, loss)
     assert probability(goal, deviation, 5, loss) == pytest.approx(expected, abs=0.012)
+
+
+def test_the_page_prints_the_probabilities_of_its_goal() -> None:
+    goal = yaml.safe_load((smaller_model.HERE / "smaller_model.yaml").read_text())["goal"]
+    lines = (smaller_model.HERE.parent / "docs" / "smaller-model.md").read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("| standard deviation, points |"))
+    deviations, printed = ([float(cell) for cell in lines[n].split("|")[2:-1]] for n in (first, first + 2))
+    assert printed == [round(probability(goal, deviation, 5), 2) for deviation in deviations]
 
 
 def test_the_number_of_seeds_is_the_first_that_is_enough() -> None:

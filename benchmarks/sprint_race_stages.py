@@ -169,13 +169,18 @@ class Race(Folders):
     def sweep_cost(self, number: int, part: str, attempts: Attempts) -> str:
         """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""
         if probe := dict(list(attempts.items())[: self.probe]):
+            tries = (
+                "the whole pool and all samples" if [] in probe.values() else f"{sum(map(len, probe.values()))} tries"
+            )
+            limit = f"up to {self.plan.max_gen_toks} tokens each"
+            print(f"the first {len(probe)} questions are answered by {tries}, {limit}, and timed", flush=True)
             self.sweep(number, part, probe)
         entry = self.rates.get(part, {}).get(str(number))
         if not entry or not entry["answers"]:
             return f"{len(attempts)} questions"
         whole = duration(len(attempts) * seconds_a_question(entry))
         count, took = entry["answers"], entry["seconds"]
-        return f"{len(attempts)} questions, at most about {whole} ({count} answers took {took:.0f} s)"
+        return f"{len(attempts)} questions, about {whole} at the first ones' rate ({count} answers took {took:.0f} s)"
 
     # ------------------------------------------------------------------ orders and choices
 

@@ -24,14 +24,14 @@ PROBE = 2
 CODE = ("lmeval_prune", "tasks", "kernels", "pyproject.toml", "benchmarks", ":(exclude)benchmarks/results")
 # The first stage that depends on a setting, and all after it do; on the others all stages depend.
 FIRST_USE = {
-    **dict.fromkeys(["plans"], "plans"),
-    **dict.fromkeys(["max_gen_toks", "layers", "random_sets", "variants", "temperatures", "draws"], "sweep"),
-    **dict.fromkeys(["twins", "seed"], "sweep"),
+    "plans": "plans",
+    **dict.fromkeys(["max_gen_toks", "layers", "random_sets", "variants", "temperatures"], "sweep"),
+    **dict.fromkeys(["draws", "twins", "seed"], "sweep"),
     **dict.fromkeys(["orders", "routers", "parts"], "orders"),
     **dict.fromkeys(["mixes", "sampling", "n"], "sampled"),
     **dict.fromkeys(["ceiling_samples", "ceiling_questions"], "ceiling"),
     **dict.fromkeys(["test_samples", "most"], "test"),
-    **dict.fromkeys(["margin"], "report"),
+    "margin": "report",
 }
 
 

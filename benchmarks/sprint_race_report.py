@@ -204,8 +204,9 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     report, plan = Report(source, folds), source.plan
     output = source.report_folder
     choices, curves = read_json(source.choices_file), list(report.curves.values())
-    rows = race.test_comparisons(report.comparisons(), plan.seed)
-    primary, registered = rows[0] | narrow_interval(report.comparisons()[0]), status(source, folds)
+    comparisons = report.comparisons()
+    rows = race.test_comparisons(comparisons, plan.seed)
+    primary, registered = rows[0] | narrow_interval(comparisons[0]), status(source, folds)
     only = report.solved_only()
     without_model = guesses.passes(source, [f.outcomes.texts for f in report.folds])
     votes = report.vote_rows()
@@ -216,6 +217,7 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     by_fold = [
         {"fold": f.choice["fold"], "questions": len(f.outcomes.texts), **fold_figures(f, plan)} for f in report.folds
     ]
+    folds_difference, cut_off = over_folds(by_fold), report.cut_off()
     write_text(output / "comparisons.csv", csv(pd.DataFrame(rows)))
     text = render(
         Path(__file__).with_name("sprint_race.md.jinja"),
@@ -227,8 +229,8 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         choices_link=Markup("[choices.json](choices.json)") if not source.note else Markup("`choices.json`"),
         primary=primary,
         verdict=verdict(primary, bool(registered["commit"]), plan.margin),
-        over_folds=over_folds(by_fold),
-        cut_off=report.cut_off(),
+        over_folds=folds_difference,
+        cut_off=cut_off,
         without_model=without_model,
         power=race.POWER,
         smallest=choices["smallest_difference"],
@@ -251,8 +253,8 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         "rates": source.rates,
         "comparisons": [primary, *rows[1:]],
         "folds": by_fold,
-        "over_folds": over_folds(by_fold),
-        "cut_off": report.cut_off(),
+        "over_folds": folds_difference,
+        "cut_off": cut_off,
         "without_model": without_model,
         "test_outcomes": {str(f.choice["fold"]): outcomes_digest(f.outcomes) for f in report.folds},
         "dense": dense,
@@ -283,11 +285,17 @@ def at_budget(values: np.ndarray, tokens: np.ndarray, budget: float) -> np.ndarr
     return np.asarray(values[:, upper - 1] * (1 - share) + values[:, upper] * share)
 
 
+def student_interval(values: np.ndarray, level: float) -> tuple[float, float]:
+    """Return Student's interval of a mean: its ends have `level` of the probability outside, half on each side."""
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / len(values) ** 0.5
+    half = float(stats.t.isf(level / 2, len(values) - 1)) * error
+    return mean - half, mean + half
+
+
 def narrow_interval(primary: race.Comparison) -> dict[str, float]:
     """The 90% interval of the primary difference, of two one-sided tests for equivalence."""
-    differences = primary.policy - primary.sampling
-    half = stats.t.isf(race.LEVEL, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
-    return {"low_90": float(differences.mean() - half), "high_90": float(differences.mean() + half)}
+    low, high = student_interval(primary.policy - primary.sampling, 2 * race.LEVEL)
+    return {"low_90": low, "high_90": high}
 
 
 def over_folds(by_fold: Sequence[dict[str, Any]]) -> dict[str, float] | None:
@@ -295,9 +303,8 @@ def over_folds(by_fold: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     differences = np.array([each["policy"] - each["sampling"] for each in by_fold])
     if len(differences) < 2:
         return None
-    half = stats.t.isf(race.LEVEL / 2, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
-    return {"mean": float(differences.mean()), "low": float(differences.mean() - half),
-            "high": float(differences.mean() + half)}  # fmt: skip
+    low, high = student_interval(differences, race.LEVEL)
+    return {"mean": float(differences.mean()), "low": low, "high": high}
 
 
 def known(values: np.ndarray, digits: int) -> list[float]:

@@ -1,7 +1,7 @@
 """The race: the policy that training chose against sampling, on all of ASDiv-A, by the plan that is committed before.
 
     python benchmarks/sprint_race.py [--stages finetune,plans,sweep,orders,sampled,choose,ceiling,test,report]
-        [--folds 0,1,2,3,4] [--device cuda] [--work out/sprint_race] [--threads 2]
+        [--folds 0,1] [--device cuda] [--work out/sprint_race] [--threads 2]
     python benchmarks/sprint_race.py --limit 12 --work out/sprint_race_rehearsal       a rehearsal
     python benchmarks/sprint_race.py --estimate [--rates FILE]                         what the race will cost
 
@@ -76,14 +76,14 @@ def main() -> None:
     try:
         plan = RacePlan.read(options.plan)
         try:
-            folds = sorted({int(word) for word in options.folds.split(",") if word}) or list(range(plan.folds))
+            folds = sorted({int(word) for word in options.folds.split(",") if word}) or list(range(len(plan.folds)))
         except ValueError:
             raise InputError(f"--folds={options.folds} must be whole numbers separated by commas, e.g. 0,1") from None
-        if bad := [k for k in folds if k not in range(plan.folds)]:
-            raise InputError(f"--folds: there is no fold {bad[0]}; the plan has {plan.folds}, from 0")
+        if bad := [k for k in folds if k not in range(len(plan.folds))]:
+            raise InputError(f"--folds: there is no fold {bad[0]}; the plan has {len(plan.folds)}, from 0")
         if options.estimate:
             race = Race(plan, Path(options.plan), work, options.device)
-            print(json.dumps(estimate(plan, read_json(options.rates), race.counts(range(plan.folds))), indent=1))
+            print(json.dumps(estimate(plan, read_json(options.rates), race.counts(range(len(plan.folds)))), indent=1))
             return
         settings = rehearsal(plan, options.limit) if options.limit else plan
         race = Race(

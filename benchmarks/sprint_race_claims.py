@@ -35,7 +35,7 @@ def register(race: Any) -> Registration | None:
     path, now = race.work / "registration.json", Registration.of([race.plan_file, race.choices_file])
     if read_json(race.choices_file).get("plan", {}).get("sha256") != next(iter(now.files.values())):
         raise InputError(f"{race.choices_file} was chosen by another plan than {race.plan_file}; put that plan back")
-    tested = [number for number in range(race.plan.folds) if stored(race.store(number, "test"))]
+    tested = [number for number in range(len(race.plan.folds)) if stored(race.store(number, "test"))]
     if tested and not path.exists():
         raise InputError(f"{race.store(tested[0], 'test')} has test answers from before the registration; remove it")
     if path.exists():
@@ -86,7 +86,7 @@ def verify(race: Any, number: int) -> None:
 
 def check_complete(race: Any) -> None:
     """Refuse to look at a part of a race."""
-    steps = [f"{stage} {number}" for stage in ("ceiling", "test", "lm-eval") for number in range(race.plan.folds)]
+    steps = [f"{stage} {number}" for stage in ("ceiling", "test", "lm-eval") for number in range(len(race.plan.folds))]
     missing = [step for step in steps if not race.marker(step).exists()]
     if missing and not race.note:
         raise InputError(f"report: {missing[0]} is not done; nothing is looked at before all folds are complete")
@@ -105,7 +105,7 @@ def status(race: Any, folds: Sequence[int]) -> dict[str, Any]:
         reason = registration.difference(race.plan_file.parent)
     except InputError as error:
         reason = str(error)
-    if not reason and sorted(folds) != list(range(race.plan.folds)):
+    if not reason and sorted(folds) != list(range(len(race.plan.folds))):
         reason = f"only folds {', '.join(map(str, sorted(folds)))} were tested"
     commit = f"commit {registration.commit[:12]} of {registration.date}"
     if reason:

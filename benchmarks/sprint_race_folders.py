@@ -123,9 +123,9 @@ class Folders:
 
     def splits(self, number: int) -> tuple[str, str, list[str]]:
         """Test split, choosing split and splits of the fine-tune. A rehearsal tests on a split of the fine-tune."""
-        names = [f"fold{(number + i) % self.plan.folds}" for i in range(self.plan.folds)]
-        tuned = names[2 : 2 + self.plan.finetune_folds]
-        return (tuned[0] if self.limit else names[0]), names[1], tuned
+        fold = self.plan.folds[number]
+        tuned = fold["finetune"]
+        return (tuned if self.limit else fold["test"]), fold["choosing"], [tuned]
 
     def texts(self, number: int, part: str) -> list[str]:
         """The questions of a fold that choose (`train`) or are tested (`test`), without those that are left out."""
@@ -137,7 +137,8 @@ class Folders:
     @cached_property
     def twins(self) -> dict[str, str]:
         """Questions that are left out, each with its twin."""
-        rows = [row for k in range(self.plan.folds) for row in data.load(DATA, f"fold{k}")]
+        splits = dict.fromkeys(split for fold in self.plan.folds for split in fold.values())
+        rows = list({row["question"]: row for split in splits for row in data.load(DATA, split)}.values())
         texts = [row["question"] for row in rows]
         pairs = race.near_duplicates(texts, [row["fold"] for row in rows], self.plan.twins)
         return {texts[i]: texts[j] for i, j in pairs.items()}

@@ -50,7 +50,8 @@ def passes(source: Any, texts: Sequence[Sequence[str]]) -> list[float]:
     """
     if source.plan.task != "prune_asdiv_a_equation":
         return []
-    documents = {row["question"]: row for k in range(source.plan.folds) for row in data.load("asdiv_a", f"fold{k}")}
+    splits = [source.splits(number)[0] for number in range(len(source.plan.folds))]
+    documents = {row["question"]: row for split in splits for row in data.load("asdiv_a", split)}
     solved = np.zeros((sum(map(len, texts)), source.plan.most))
     for i, text in enumerate(text for part in texts for text in part):
         document = {**documents[text], "target": str(documents[text]["target"])}

@@ -25,6 +25,7 @@ import pyarrow
 from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
 from lmeval_prune.scoring import complexity, readings
 from lmeval_prune.scoring.verifier import require_math_verify
+from lmeval_prune.tasks.splits import split_names, split_parts
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -228,39 +229,67 @@ DATA: dict[str, DataSet] = {
 
 
 def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None = None) -> datasets.Dataset:
-    """Load one split of a data set.
+    """Load a split of a data set.
 
     Args:
         name: a key of `DATA`.
-        split: one of its splits.
+        split: one of its splits, or slices and sums of them as in `datasets`: `fold0+fold1[:50%]`.
         data_dir: local folder; default: `LMEVAL_PRUNE_DATA`; if that is unset, the public source.
 
     Raises:
-        InputError: the name or split is unknown, or the file is missing or damaged.
+        InputError: the name or split is unknown, slices overlap, or the file is missing or damaged.
     """
     if name not in DATA:
         raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
     data = DATA[name]
+    parts = [_selected(name, data, part, data_dir) for part in split_parts(split)]
+    seen: set[str] = set()
+    for part, documents in zip(split_parts(split), parts, strict=True):
+        keys = {json.dumps(row, sort_keys=True) for row in documents}
+        if len(parts) > 1 and (repeated := len(keys & seen)):
+            raise InputError(f"{name}: split {part} has {repeated} rows of the splits before it in {split}")
+        seen |= keys
+    return datasets.Dataset.from_list([row for documents in parts for row in documents])
+
+
+def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> list[Row]:
+    """Return the documents of a split, or of a slice of it such as `fold0[:50%]`."""
+    [split] = split_names(instruction)
     if split not in data.splits:
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
+    documents = _all_documents(name, data, split, folder)
+    if instruction != split:
+        try:
+            [part] = datasets.ReadInstruction.from_spec(instruction).to_absolute({split: len(documents)})
+        except (AssertionError, ValueError) as error:
+            raise InputError(
+                f"data set {name}: {instruction!r} is no slice of a split ({first_line(error)}); write, e.g., "
+                f"{split}[:50%] or {split}[100:200]"
+            ) from None
+        documents = documents[part.from_ : part.to]
+    if not documents:
+        raise InputError(f"{name}: {data.files.get(split, data.files.get('all'))} has no rows for split {instruction}")
+    return documents
+
+
+def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> list[Row]:
+    """Read a file, or the public source, and return the documents of a split."""
     source = split if split in data.files else "all"
     documents: list[Row] = []
     position = "a row"
     try:
-        for number, row in enumerate(_rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA")), 1):
+        for number, row in enumerate(_rows(name, data, source, folder or os.environ.get("LMEVAL_PRUNE_DATA")), 1):
             position = f"row {number}"
             documents += _documents(data, row)
         position = "a row"
         documents = data.parts[split](documents) if split in data.parts else documents
-        table = datasets.Dataset.from_list(documents)
+        datasets.Dataset.from_list(documents)  # raises if rows have different types
+        return documents
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, pyarrow.ArrowException) as error:
         problem = f"{position} of {data.files[source]} is not as expected ({first_line(error)})"
         raise InputError(f"{name}: {problem}") from error
-    if not documents:
-        raise InputError(f"{name}: {data.files[source]} has no rows for split {split}")
-    return table
 
 
 def _documents(data: DataSet, row: Row) -> list[Row]:
@@ -353,7 +382,7 @@ def custom_dataset(
     for name in others:
         if hint := did_you_mean(name, ("data_dir", "data_split"), cutoff=0.8):
             raise InputError(f"unknown metadata {name}{hint}")
-    if data_split and data_split == prune_train:
+    if data_split and prune_train in split_names(data_split):
         raise InputError(
             f"this task's exemplars come from {prune_train}, so a question could be its own exemplar: use another "
             "data_split, or a task without exemplars"

@@ -10,6 +10,8 @@ from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from lmeval_prune.tasks.splits import split_names
+
 # Names for `datasets.load_dataset` that read files instead of a data set on the Hub.
 FILE_FORMATS = frozenset(
     ["arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text", "xml"]
@@ -75,8 +77,10 @@ def _of_this_package(name: str, split: str) -> HubDataset | None:
     from lmeval_prune.tasks.data import DATA, HubSplits  # needs `datasets`, which other tasks need not
 
     data = DATA.get(name)
-    stored = split if data and split in data.files else "all"
-    if data is None or not isinstance(data.hub, HubSplits) or stored not in data.hub.sources:
+    if data is None or not isinstance(data.hub, HubSplits):
         return None
-    path, config = data.hub.sources[stored]
-    return HubDataset(path, config, split if split in data.files else None)
+    stored = {each if each in data.files else "all" for each in split_names(split)}
+    sources = {data.hub.sources.get(each) for each in stored}
+    if len(sources) != 1 or not (source := sources.pop()):
+        return None
+    return HubDataset(*source, split if split in data.files else None)

@@ -1,12 +1,23 @@
-"""Which split of its data a task scores: its questions measure a model, so nothing should be chosen by them."""
+"""Expressions of splits, and the split that a task scores: its questions measure, so nothing should be chosen by them."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+def split_parts(split: str) -> list[str]:
+    """Return the parts of an expression such as `fold0+fold1[:50%]`: splits and slices of splits."""
+    return [part.strip() for part in split.split("+")]
+
+
+def split_names(split: str) -> list[str]:
+    """Return the names of the splits in an expression, in order."""
+    return [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split_parts(split)]
 
 
 def scored_splits(task: Any) -> list[str]:
@@ -26,11 +37,11 @@ def warn_of_scored_splits(source: str, task: str, splits: Iterable[str], scored:
     Args:
         source: what was computed from the questions, as the subject of the line.
         task: name of the task.
-        splits: of the source's questions.
+        splits: of the source's questions, or expressions of `tasks.data.load`.
         scored: what `scored_splits` returns.
         remedy: end of the line.
     """
-    for split in sorted({*splits} & {*scored}):
+    for split in sorted({name for each in splits for name in split_names(each)} & {*scored}):
         logger.warning(
             "%s has questions of the split %s, which %s scores: what is pruned is chosen on the test; %s",
             source, split, task, remedy

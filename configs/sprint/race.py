@@ -49,7 +49,7 @@ from lmeval_prune.tasks import data  # noqa: E402
 from lmeval_prune.tasks.loading import load_task, task_manager  # noqa: E402
 
 PLAN = RacePlan(
-    pretrained="", finetune={}, task="", folds=2, finetune_folds=0, max_gen_toks=2048,
+    pretrained="", finetune={}, task="", folds=({"test": "", "choosing": ""},), max_gen_toks=2048,
     layers=(5, 10, 15, 20, 25), random_sets=("4x8", "16x8"), variants={}, plans={},
     temperatures=(0.3, 0.6, 0.9, 1.2), draws=16, test_samples=16, ceiling_samples=64, ceiling_questions=100,
     orders=("best", "cover", "router:contrastive", "router:knn", "router:logistic", "router:sequential"),

@@ -19,7 +19,7 @@ from annotated_types import MinLen
 
 from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.errors import InputError, check_exists, first_line
-from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, Share
+from lmeval_prune.settings import Count, Positive, Seed, Settings, Share
 
 NS = (1, 2, 4, 8, 16)  # numbers of tries that are compared
 _BLOCK = re.compile(r"^```yaml\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -32,9 +32,8 @@ class RacePlan(Settings):
     Attributes:
         pretrained: the model before its fine-tune.
         finetune: options of `lmeval-prune distill` for the fine-tune.
-        task: the task; its data set has folds.
-        folds: number of folds.
-        finetune_folds: number of folds that the model of each test fold is fine-tuned on; one other fold chooses.
+        task: the task.
+        folds: splits of each model, as for `tasks.data.load`: `test`, `choosing` and, if it is fine-tuned, `finetune`.
         max_gen_toks: limit of new tokens.
         layers, random_sets, variants, plans: the pool: heads of layers one by one, random sets (`4x10`), variants by
             label, and plans by label with the options of `lmeval-prune prune`.
@@ -59,8 +58,7 @@ class RacePlan(Settings):
     pretrained: str
     finetune: dict[str, Any]
     task: str
-    folds: Count
-    finetune_folds: Natural
+    folds: Annotated[tuple[dict[str, str], ...], MinLen(1)]
     max_gen_toks: Count
     layers: tuple[int, ...]
     random_sets: tuple[str, ...]
@@ -85,8 +83,12 @@ class RacePlan(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.finetune_folds + 2 > self.folds:
-            raise InputError("finetune_folds must leave a fold that chooses and a test fold: give at most folds − 2")
+        for number, fold in enumerate(self.folds):
+            if wrong := {"test", "choosing"} ^ (fold.keys() - {"finetune"}):
+                raise InputError(
+                    f"folds: number {number} has {', '.join(fold)}, wrong or missing is {', '.join(sorted(wrong))}; a "
+                    f"fold names splits as test, choosing and, if its model is fine-tuned, finetune"
+                )
         if self.n not in NS:
             raise InputError(f"n={self.n} must be one of {', '.join(map(str, NS))}, at which votes are counted")
         if self.parts < 2:

@@ -34,7 +34,7 @@ from lmeval_prune.sprint.pools import SweepPool
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
-from lmeval_prune.tasks.splits import scored_splits
+from lmeval_prune.tasks.splits import scored_splits, split_names
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -140,7 +140,7 @@ class Sweep:
         if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # this package's tasks have read data_split
             shots = self.options.num_fewshot
             shots = task.get_config("num_fewshot") if shots is None else shots
-            if shots and task.get_config("fewshot_split") == split:
+            if shots and task.get_config("fewshot_split") in split_names(split):
                 raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
         elif split in task.dataset:
             task.set_config(key="test_split", value=split)

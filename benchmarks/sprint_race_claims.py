@@ -106,7 +106,7 @@ def status(race: Any, folds: Sequence[int]) -> dict[str, Any]:
     except InputError as error:
         reason = str(error)
     if not reason and sorted(folds) != list(range(len(race.plan.folds))):
-        reason = f"only folds {', '.join(map(str, sorted(folds)))} were tested"
+        reason = f"only these folds were tested: {', '.join(map(str, sorted(folds)))}"
     commit = f"commit {registration.commit[:12]} of {registration.date}"
     if reason:
         return {"commit": None, "named": registration.commit, "text": f"Not pre-registered ({commit}): {reason}."}

@@ -103,8 +103,9 @@ def describe(annotation: Any) -> str:
     elif origin is tuple:
         item = get_args(kind)[0]
         count = "one or more " if any(getattr(bound, "min_length", 0) for bound in _bounds(annotation)) else ""
-        items = f"{describe(item)}," if get_origin(item) is Literal else _PLURALS[union_members(item)[0]]
-        words = f"{count}{items} separated by commas"
+        item_type = union_members(item)[0]
+        items = f"{describe(item)}," if get_origin(item) is Literal else _PLURALS[get_origin(item_type) or item_type]
+        words = f"{count}{items} separated by commas" if get_origin(item_type) is not dict else f"a list of {items}"
         return ", each ".join(filter(None, [words, _limits(item)]))
     else:
         words = _NOUNS.get(origin or kind, "text")
@@ -122,7 +123,7 @@ def _limits(annotation: Any) -> str:
 
 
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", dict: "NAME=VALUE pairs separated by commas"}
-_PLURALS = {int: "whole numbers", float: "numbers", str: "names", bool: "truths"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "names", bool: "truths", dict: "mappings of names to values"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _SUPPORTED = (bool, int, float, str, types.NoneType, Any)
 

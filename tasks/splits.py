@@ -1,4 +1,4 @@
-"""Expressions of splits, and the split that a task scores: its questions measure, so nothing should be chosen by them."""
+"""Expressions of splits, and the split that a task scores: nothing should be chosen by its questions."""
 
 from __future__ import annotations
 

@@ -217,19 +217,22 @@ def test_the_folds_of_asdiv_a_have_few_twins(
 ) -> None:
     monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
     whole_race = Race(RacePlan.read(PLAN), PLAN, tmp_path, "cpu")
-    kept = {number: whole_race.texts(number, "test") for number in range(5)}
+    folds = range(len(whole_race.plan.folds))
+    kept = {number: whole_race.texts(number, "test") for number in folds}
     questions = {text for texts in kept.values() for text in texts}
     assert sum(map(len, kept.values())) == len(questions) >= 1000
     assert not questions & whole_race.twins.keys()
-    for number in range(5):
+    for number in folds:
         test, choosing, tuned = whole_race.splits(number)
-        assert len({test, choosing, *tuned}) == 5
+        assert test == whole_race.plan.folds[number]["test"]
+        parts = [data.load("asdiv_a", split)["question"] for split in (test, choosing, *tuned)]
+        assert len({text for part in parts for text in part}) == sum(map(len, parts))
         assert {*whole_race.texts(number, "train")} <= {*data.load("asdiv_a", choosing)["question"]}
         assert not any({*kept[number]} & {*data.load("asdiv_a", split)["question"]} for split in (choosing, *tuned))
     assert whole_race.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
     trial = Race(rehearsal(whole_race.plan, 12), PLAN, tmp_path, "cpu", 12)
-    assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in range(5))  # a rehearsal asks no test question
-    assert all(len(trial.texts(k, part)) == 12 for k in range(5) for part in ("train", "test"))
+    assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in folds)  # a rehearsal asks no test question
+    assert all(len(trial.texts(k, part)) == 12 for k in folds for part in ("train", "test"))
 
 
 # --------------------------------------------------------------------------- tests
@@ -315,9 +318,9 @@ def test_costs_are_rates_times_counts() -> None:
     rates |= {name: {"0": other, "3": other} for name in ("train", "sampled", "ceiling", "test")}
     counts = {"finetune": 800, "train": 1200, "sampled": 1200, "ceiling": 120, "test": 1200}
     found = estimate(plan, rates, counts)
-    assert found["training_steps"] == 90 * 3
+    assert found["training_steps"] == 90 * 4
     assert found["hours"] == {
-        "finetune": 0.15, "train": 0.83, "sampled": 0.83, "ceiling": 0.08, "test": 0.83,
+        "finetune": 0.2, "train": 0.83, "sampled": 0.83, "ceiling": 0.08, "test": 0.83,
     }  # fmt: skip
     with pytest.raises(InputError, match="the rates lack test; rehearse"):
         estimate(plan, {name: rate for name, rate in rates.items() if name != "test"}, counts)
@@ -365,7 +368,8 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
         ("parts: 5\n", "parts: 1\n", "parts must be at least 2"),
         ("draws: 8\n", "", "needs draws"),
         ("draws: 8\n", "drawn: 8\n", "has no setting 'drawn'; did you mean 'draws'"),
-        ("finetune_folds: 3", "finetune_folds: 4", "finetune_folds must leave a fold"),
+        ("choosing:", "chosen:", "folds: number 0 names finetune, chosen, test; a fold"),
+        ("folds:\n", "folds:\n- fold0\n", "must be a list of mappings of names to values"),
         ("temperatures: [0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4]", "temperatures: [0]", "temperatures"),
     ],
 )

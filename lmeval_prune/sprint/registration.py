@@ -84,10 +84,10 @@ class RacePlan(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for number, fold in enumerate(self.folds):
-            if wrong := {"test", "choosing"} ^ (fold.keys() - {"finetune"}):
+            if {"test", "choosing"} != fold.keys() - {"finetune"}:
                 raise InputError(
-                    f"folds: number {number} has {', '.join(fold)}, wrong or missing is {', '.join(sorted(wrong))}; a "
-                    f"fold names splits as test, choosing and, if its model is fine-tuned, finetune"
+                    f"folds: number {number} names {', '.join(fold)}; a fold names the splits test and choosing, and "
+                    f"finetune if its model is fine-tuned"
                 )
         if self.n not in NS:
             raise InputError(f"n={self.n} must be one of {', '.join(map(str, NS))}, at which votes are counted")

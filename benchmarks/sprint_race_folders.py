@@ -128,11 +128,25 @@ class Folders:
         return (tuned if self.limit else fold["test"]), fold["choosing"], [tuned]
 
     def texts(self, number: int, part: str) -> list[str]:
-        """The questions of a fold that choose (`train`) or are tested (`test`), without those that are left out."""
+        """The questions of a model that choose (`train`) or are tested (`test`), without those that are left out.
+
+        Those that are in both splits are divided by the seed: a share of one by the number of models chooses.
+        """
         test, choosing, _ = self.splits(number)
-        texts = data.load(DATA, test if part == "test" else choosing)["question"]
-        kept = [text for text in dict.fromkeys(texts) if text not in self.twins]
-        return random.Random(self.plan.seed).sample(kept, min(self.limit, len(kept))) if self.limit else kept
+        tested, choosers = (self.kept(split) for split in (test, choosing))
+        if self.limit:
+            texts = tested if part == "test" else choosers
+            return random.Random(self.plan.seed).sample(texts, min(self.limit, len(texts)))
+        in_both = [text for text in choosers if text in set(tested)]
+        shuffled = random.Random(self.plan.seed).sample(in_both, len(in_both))
+        drawn = set(shuffled[number :: len(self.plan.folds)])
+        if part == "test":
+            return [text for text in tested if text not in drawn]
+        return [text for text in choosers if text in drawn or text not in set(in_both)]
+
+    def kept(self, split: str) -> list[str]:
+        """The questions of a split without those that are left out."""
+        return [text for text in dict.fromkeys(data.load(DATA, split)["question"]) if text not in self.twins]
 
     @cached_property
     def twins(self) -> dict[str, str]:

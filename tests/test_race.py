@@ -225,10 +225,15 @@ def test_the_folds_of_asdiv_a_have_few_twins(
     for number in folds:
         test, choosing, tuned = whole_race.splits(number)
         assert test == whole_race.plan.folds[number]["test"]
-        parts = [data.load("asdiv_a", split)["question"] for split in (test, choosing, *tuned)]
-        assert len({text for part in parts for text in part}) == sum(map(len, parts))
-        assert {*whole_race.texts(number, "train")} <= {*data.load("asdiv_a", choosing)["question"]}
-        assert not any({*kept[number]} & {*data.load("asdiv_a", split)["question"]} for split in (choosing, *tuned))
+        choosers = {*whole_race.texts(number, "train")}
+        assert len(choosers) >= 100 and not choosers & {*kept[number]}
+        assert choosers <= {*data.load("asdiv_a", choosing)["question"]}
+        assert {*kept[number]} <= {*data.load("asdiv_a", test)["question"]}
+        trained = {text for split in tuned for text in data.load("asdiv_a", split)["question"]}
+        assert not trained & (choosers | {*kept[number]})
+    halves = [whole_race.texts(number, "train") for number in folds]
+    assert {text for half in halves for text in half} == {*whole_race.kept("fold2")}
+    assert sum(map(len, halves)) == len(whole_race.kept("fold2"))
     assert whole_race.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
     trial = Race(rehearsal(whole_race.plan, 12), PLAN, tmp_path, "cpu", 12)
     assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in folds)  # a rehearsal asks no test question

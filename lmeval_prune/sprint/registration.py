@@ -34,6 +34,7 @@ class RacePlan(Settings):
         finetune: options of `lmeval-prune distill` for the fine-tune.
         task: the task.
         folds: splits of each model, as for `tasks.data.load`: `test`, `choosing` and, if it is fine-tuned, `finetune`.
+            Questions of both `test` and `choosing` are divided by the seed.
         max_gen_toks: limit of new tokens.
         layers, random_sets, variants, plans: the pool: heads of layers one by one, random sets (`4x10`), variants by
             label, and plans by label with the options of `lmeval-prune prune`.

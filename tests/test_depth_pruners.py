@@ -35,9 +35,10 @@ from lmeval_prune.surgery.block_costs import measure_costs
 from lmeval_prune.surgery.cut import cut
 from tests.test_baselines import inputs_of, whole
 from tests.test_pruners import text_of
-from tests.tiny_models import output, tiny, tokens
+from tests.tiny_models import ALL, CAUSAL, SEQ2SEQ, distinct, output, tiny, tokens
 
 FAMILIES = ["llama", "gemma2", "gpt_neox", "mixtral", "bart", "opt"]
+SLIDING = {"mistral", "ministral", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "mixtral", "phi3"}
 
 
 def depth_scores(
@@ -150,6 +151,33 @@ def test_block_kl_is_the_distance_of_the_model_without_the_block(removed: Remove
                     total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
                     count += 1
         assert actual[part.key] == pytest.approx(total / count, rel=1e-9, abs=1e-12), part.key
+
+
+@pytest.mark.parametrize("family", distinct([*CAUSAL, *SEQ2SEQ]))
+def test_passes_that_start_at_a_layer_equal_those_of_the_whole_model(family: str) -> None:
+    """Bit by bit, with padding, sliding windows and both stacks; and no layer before the left-out block runs again."""
+    shape = {"num_hidden_layers": 4} if "num_hidden_layers" in ALL[family] else {}
+    model: Any = tiny(family, **shape, **({"sliding_window": 6} if family in SLIDING else {}))
+    model_map, text, ran = map_model(model), text_of(), list[str]()
+    parts = depth_parts_of(model_map)
+    expected = dict.fromkeys([part.key for part in parts], 0.0)
+    for _, inputs in text.inputs(model):
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        with torch.no_grad():
+            dense = model(**inputs, use_cache=False).logits[real].log_softmax(-1)
+            for part in parts:
+                with Plan(blocks=[part.block]).applied_to(model, model_map):
+                    pruned = model(**inputs, use_cache=False).logits[real].log_softmax(-1)
+                expected[part.key] += float((dense.exp() * (dense - pruned)).sum(-1).sum())
+    for sublayer in model_map.sublayers:
+        sublayer.output.register_forward_hook(lambda *_, sublayer=sublayer: ran.append(sublayer))
+    scores = depth_scores("block_kl", model_map, text)
+    assert scores == {key: total / text.tokens for key, total in expected.items()} and min(scores.values()) > 0
+    layers = list(dict.fromkeys(sublayer.layer for sublayer in model_map.sublayers))
+    starts = [layers.index(part.sublayers[0].layer) for part in parts]
+    for sublayer in model_map.sublayers:  # one dense pass for the logits, one for the outputs of the layers
+        passes = 2 + sum(start <= layers.index(sublayer.layer) for start in starts)
+        assert ran.count(sublayer) == len(text.batches) * passes, sublayer
 
 
 def test_random_scores_of_layers_are_drawn_by_seed() -> None:

@@ -40,7 +40,11 @@ class BlockKl(DepthPruner):
     def depth_scores(
         self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
     ) -> Scores:
-        """Average over the text; see `Pruner.depth_scores`."""
+        """Average over the text; see `Pruner.depth_scores`.
+
+        A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
+        one batch: layers · tokens of the batch · width numbers.
+        """
         model, sums, count = model_map.model, dict.fromkeys([part.key for part in parts], 0.0), 0
         before = make_plan(earlier.removed, True, compensation=earlier.compensation)
         for batch, inputs in self.require_text(text).inputs(model):
@@ -48,13 +52,15 @@ class BlockKl(DepthPruner):
             count += int(tokens.sum())
             with torch.no_grad():
                 dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
+                shares = dense.exp()
+                shares = dense.exp()
                 with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)
                 for part in parts:
                     plan = make_plan({**earlier.removed, part.key: {0}}, True, compensation=earlier.compensation)
                     with plan.applied_to(model, model_map), _starting_at(part, outputs):
                         pruned = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
-                    sums[part.key] += float((dense.exp() * (dense - pruned)).sum(-1).double().sum())
+                    sums[part.key] += float((shares * (dense - pruned)).sum(-1).double().sum())
         return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in sums.items()})
 
 
@@ -66,10 +72,8 @@ def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Modul
     """Return the outputs of a model's layers, in order."""
     outputs: dict[nn.Module, Any] = {}
     with ExitStack() as stack:
-        for name in dict.fromkeys(sublayer.layer for sublayer in model_map.sublayers):
-            handle = model_map.model.get_submodule(name).register_forward_hook(
-                lambda module, _, output: outputs.__setitem__(module, output)
-            )
+        for layer in model_map.layers.values():
+            handle = layer.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
             stack.callback(handle.remove)
         getattr(model_map.model, "base_model", model_map.model)(**inputs, use_cache=False)
     return outputs

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lmeval_prune.cli import main as command
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import ROOT
+from tests.stub_server import Stub
 
 SCRIPT = ROOT / "configs" / "sprint" / "race.py"
 
@@ -105,6 +108,29 @@ def test_a_file_is_no_work_folder(script: Any, tmp_path: Path) -> None:
     (tmp_path / "work").write_text("mine")
     with pytest.raises(SystemExit, match=r"^race: --work [^\n]*work is a file; name a folder$"):
         script.main(["--model", "m", "--work", str(tmp_path / "work")])
+
+
+def test_servers_answer_a_race(script: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"draws": 4, "test_samples": 4, "ceiling_samples": 6, "ceiling_questions": 3, "n": 4, "most": 4, "parts": 2}
+    few |= {"orders": ("best", "cover"), "temperatures": (0.8,)}
+    monkeypatch.setattr(script, "PLAN", replace(script.PLAN, **few))
+    monkeypatch.setattr(script.ModelRace, "texts", lambda self, number, part: self.drawn(part))
+    monkeypatch.setattr(script.ModelRace, "twins", {})
+    heads = tuple(f"L0H{head}" for head in range(4))
+    adapters = tmp_path / "adapters"
+    words = ["--pretrained", str(tiny_folder), "--each", "+".join(heads), "--dtype", "float32"]
+    assert command(["export", "adapter", *words, "--output", str(adapters)]) == 0
+    words = ["--model", str(tiny_folder), "--task", "prune_tiny_words", "--questions", "5,5", "--layers", "0"]
+    words += ["--max_gen_toks", "4", "--adapters", str(adapters), "--device", "cpu", "--work", str(tmp_path / "race")]
+    with Stub(tiny_folder, heads) as stub:
+        script.main([*words, "--server", stub.url])
+        answered = len(stub.payloads)
+        script.main([*words, "--server", stub.url])  # all is done before
+        assert len(stub.payloads) == answered
+    store = OutcomeStore(tmp_path / "race" / "fold0" / "train").read()
+    assert store.pool[:5] == ["dense", *heads] and np.isfinite(store.z[:, :5]).all() and len(store.texts) == 3
+    assert {payload["model"] for payload in stub.payloads} == {"tiny", *heads}
+    assert "No claim" in (tmp_path / "race" / "report" / "report.md").read_text()
 
 
 @pytest.mark.real

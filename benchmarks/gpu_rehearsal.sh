@@ -55,7 +55,11 @@ pack() {
         tabulate tzdata xxhash
     "$PYTHON" benchmarks/smaller_model.py problems --work "$CARRY/base/smaller"
     if [ -f ../shared/data/asdiv.jsonl ]; then cp ../shared/data/asdiv.jsonl "$CARRY/base/smaller/"; fi
-    if [ -d "${ROWS:-out/smaller_model/rows}" ]; then cp -r "${ROWS:-out/smaller_model/rows}" "$CARRY/base/smaller/rows"; fi
+    local rows=${ROWS:-out/smaller_model/rows} state
+    if [ -d "$rows" ]; then cp -r "$rows" "$CARRY/base/smaller/rows"; fi
+    for state in plan chosen tested; do # what the experiment has fixed, chosen and tested
+        if [ -f "$(dirname "$rows")/$state.json" ]; then cp "$(dirname "$rows")/$state.json" "$CARRY/base/smaller/"; fi
+    done
     git rev-parse --short HEAD >"$CARRY/base/commit"
     if [ -f ../shared/data/gsm8k_test.jsonl ]; then
         head -n 256 ../shared/data/gsm8k_test.jsonl >"$CARRY/base/questions.jsonl"

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 
 def killing_after(count: int) -> Callable[[Any], Any]:
     """A wrapper of functions: the count-th call of any of those that it wraps kills the process instead."""
@@ -22,3 +24,21 @@ def killing_after(count: int) -> Callable[[Any], Any]:
         return wrapper
 
     return watched
+
+
+class Killed(BaseException):
+    """Ends a run at once, within this process."""
+
+
+def counted(patch: pytest.MonkeyPatch, owner: Any, name: str, kill_at: int = -1) -> list[int]:
+    """Count the calls of a function, and raise `Killed` instead of the call of this number, from zero."""
+    calls, function = [0], getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if calls[0] == kill_at:
+            raise Killed
+        calls[0] += 1
+        return function(*args, **kwargs)
+
+    patch.setattr(owner, name, wrapper)
+    return calls

@@ -44,6 +44,7 @@ from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
+from tests.kills import Killed, counted, killing_after
 from tests.tiny_models import tiny
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -132,20 +133,9 @@ def assert_same(output: str, other: str, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
 
 
-class Killed(BaseException):
-    """Ends the process at once, as a kill would."""
-
-
 def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
     """Patch a function to raise `Killed` at its n-th call."""
-    original, calls = getattr(owner, name), iter(range(1, 1000))
-
-    def stop(*args: Any, **named: Any) -> Any:
-        if next(calls) == call:
-            raise Killed
-        return original(*args, **named)
-
-    patch.setattr(owner, name, stop)
+    counted(patch, owner, name, call - 1)
 
 
 # ---------------------------------------------------------------- stages
@@ -509,8 +499,6 @@ def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, 
 
 def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
     import multiprocessing
-
-    from tests.kills import killing_after
 
     again = replace(whole, output=str(tmp_path / "student"))
 

@@ -27,7 +27,8 @@ from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
-from tests.test_distillation import Killed, assert_same, killed_at, losses, plain_descent
+from tests.kills import Killed
+from tests.test_distillation import assert_same, killed_at, losses, plain_descent
 from tests.tiny_models import tiny, tokens
 
 LORA = {"r": 2, "lora_dropout": 0.1}

@@ -26,14 +26,16 @@ from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
+from lmeval_prune.pruners import score_store
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
-from tests.kills import killing_after
+from tests.kills import Killed, counted, killing_after
 from tests.swept_outcomes import drawn_outcomes
 from tests.test_depth_pruners import table_of
 from tests.test_own_answers import task_file
@@ -198,7 +200,7 @@ def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert len(list(Path(f"{options.output}.distilling/stage2.layers").glob("*.safetensors"))) == 2
+    assert len(list(Path(f"{options.output}.distilling/stage2.scoring").glob("*.safetensors"))) == 2
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
     assert all(torch.equal(first[name], second[name]) for name in second)
@@ -481,3 +483,28 @@ def test_tables_that_do_not_fit_are_refused_before_weights_are_read(
     with pytest.raises(InputError, match=message) as error:
         distill(changed)
     assert "\n" not in str(error.value)
+
+
+def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """At the pass, in the first stage and in the second; progress is printed."""
+    monkeypatch.setattr(score_store, "INTERVAL", 0.0)
+    whole = replace(options, method="block_kl", ratio=0.5)
+    again = replace(whole, output=str(tmp_path / "again"))
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch, Sums, "add")
+        distill(whole)
+    (passes,) = calls
+    assert "step 1 of 1: scoring layers\n" in capsys.readouterr().out
+    for kill in (1, passes - 2):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            counted(patch, Sums, "add", kill)
+            distill(again)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch, Sums, "add")
+        distill(again)
+    assert calls == [1]
+    assert not (tmp_path / "again.distilling").exists()
+    expected, actual = (load_pretrained(each.output).state_dict() for each in (whole, again))
+    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], x) for key, x in actual.items())

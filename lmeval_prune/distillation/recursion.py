@@ -192,7 +192,7 @@ class Stage:
         if self.process.is_main_process and not smaller.is_dir():
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
             model: Any = self.host.read(self.parent).to(self.process.device)
-            finished = self.work / f"stage{self.number}.layers"
+            finished = self.work / f"stage{self.number}.scoring"
             result = cut_stage(self.host, model, self.number, self.examples, self._answering(), finished)
             self.host.write(self.host.with_backbone(model, result.model.cpu()), result.manifest, smaller)
             shutil.rmtree(finished, ignore_errors=True)

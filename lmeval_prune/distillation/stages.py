@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def cut_stage(
         stage: number of the stage, from 1.
         examples: training problems.
         answering: folder of the model that answers for own calibration text; None: `model`.
-        work: folder for finished layers of a method that prunes layer by layer, so that a killed run resumes.
+        work: folder for finished scores and layers, so that a killed run resumes.
     """
     options, backbone = host.options, host.backbone(model)
     model_map, pruning = map_model(backbone), options.pruning()
@@ -104,7 +105,8 @@ def cut_stage(
     plan = Plan()
     if step.ratio or step.ffn_ratio:  # 0: a composition of an earlier stage removed more than its share
         text = host.calibration(examples, model, answering)
-        *_, plan = stages(heads, model_map, step, text, channels, work=work)
+        progress = partial(print, flush=True)
+        *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
         if not plan.heads and not plan.channels and not plan.blocks:
             raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
     return cut(backbone, plan)

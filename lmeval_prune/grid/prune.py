@@ -108,12 +108,12 @@ class Prune(Preparation):
             own = self.own_answers is not None
             source = OwnText(*reading, text_options, answers_folder) if own else read_text(*reading, text_options)
         text, renew = (source.of(lm.model), source.renewed(lm.model)) if source else (None, None)
-        layers_folder = final_path(folder).with_name(f".{folder.name}.layers")  # a killed run resumes here
-        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=layers_folder, renew=renew)
+        work = final_path(folder).with_name(f".{folder.name}.scoring")  # a killed run resumes here
+        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work, renew=renew)
         plan.save(folder / "plan.json", model_map)
         if self.cut:
             cut_to(folder / "model", model_map.model, plan, lm.tokenizer)
-        for finished in (layers_folder, answers_folder):
+        for finished in (work, answers_folder):
             rmtree(finished, ignore_errors=True)
 
     def model_args(self, folder: Path) -> dict[str, Any]:

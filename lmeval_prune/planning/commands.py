@@ -55,8 +55,10 @@ def importance(
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.planning.replacing import RECORD, check_scores_replaceable, scoring_settings
     from lmeval_prune.pruners.base import make_pruner, per_member
+    from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
+    from lmeval_prune.pruners.score_store import ScoreStore
     from lmeval_prune.reporting.maps import draw_head_scores
 
     pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
@@ -72,18 +74,22 @@ def importance(
     text = _calibration(skeleton, pretrained, revision, text_options, output, is_used=pruner.reads_text)
     model_map = _load(skeleton, pretrained, revision, torch_device)
     calibration = text.of(model_map.model) if text else None
+    read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
     if pruner.depth_only:
-        scores = pruner.depth_scores(model_map, calibration, depth_parts_of(model_map), Removal()).values
+        identity = [record, model_map.weights, calibration.record()] if calibration else None
+        sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
+        scores = pruner.depth_scores(model_map, read, depth_parts_of(model_map), Removal(), sums).values
         rows, scored = _rows_of(scores), "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:
-        scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
+        scores = pruner.scores(model_map, read, parts_of(model_map, kinds), {}).values
         of_heads = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
         rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
     provenance = {**pruner.identity, **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
+    rmtree(_work_folder(output), ignore_errors=True)
     columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
     draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
@@ -167,13 +173,13 @@ def prune(
     if scored_plan:
         scored_plan.fit_to(model_map)
     calibration = text.of(model_map.model) if text else None
-    layers_folder = Path(output).with_name(f".{Path(output).name}.layers")  # finished layers, for a killed run
+    work = _work_folder(output)
     progress = partial(print, flush=True)
     renew = text.renewed(model_map.model) if text else None
-    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, layers_folder, renew)
+    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
     plan = _with_provenance(plan, scored_plan, stored, uses, calibration, {RECORD: record})
     plan.save(output, model_map)
-    rmtree(layers_folder, ignore_errors=True)
+    rmtree(work, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
@@ -222,6 +228,11 @@ def _check_paths(output: str, text_options: TextOptions) -> None:
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
     if text_options.text:
         check_exists(text_options.text)
+
+
+def _work_folder(output: str) -> Path:
+    """Return the folder of what is finished before an output is complete, so that a killed run resumes."""
+    return Path(output).with_name(f".{Path(output).name}.scoring")
 
 
 def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: Any, pruning: PruneOptions) -> None:

@@ -19,6 +19,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
+from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import Settings
 
@@ -85,11 +86,17 @@ class Pruner(Settings, ABC):
         """
 
     def depth_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        parts: Sequence[DepthPart],
+        earlier: Removal,
+        sums: Sums | None = None,
     ) -> Scores:
         """Score whole layers and blocks, each by one number, (1,).
 
-        `earlier` is what earlier steps removed, and their compensation; the other arguments are those of `scores`.
+        `earlier` is what earlier steps removed, and their compensation. `sums` are those of a killed run, for a method
+        of many passes, which adds its own. The other arguments are those of `scores`.
         """
         raise InputError(_no_depth(self))
 

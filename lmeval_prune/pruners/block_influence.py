@@ -21,6 +21,7 @@ from lmeval_prune.pruners.base import DepthPruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import LAYERS, DepthPart
+from lmeval_prune.pruners.score_store import Sums
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class BlockInfluence(DepthPruner):
     reads_text: ClassVar[bool] = True
 
     def depth_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        parts: Sequence[DepthPart],
+        earlier: Removal,
+        sums: Sums | None = None,
     ) -> Scores:
         """Average over the text; see `Pruner.depth_scores`."""
-        sums = dict.fromkeys([part.key for part in parts], 0.0)
+        totals = dict.fromkeys([part.key for part in parts], 0.0)
         left_out: set[nn.Module] = set()  # outputs of blocks that are left out at the moment
         counted = torch.ones(0)
         with ExitStack() as stack:
@@ -46,7 +52,7 @@ class BlockInfluence(DepthPruner):
 
             def add(part: DepthPart, before: Tensor, after: Tensor) -> None:
                 cosines = nn.functional.cosine_similarity(before.double(), after.double(), dim=-1)
-                sums[part.key] += float(cosines[counted.bool()].sum())
+                totals[part.key] += float(cosines[counted.bool()].sum())
 
             def hook(of_layer: _LayerParts, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
                 if not left_out:
@@ -61,7 +67,7 @@ class BlockInfluence(DepthPruner):
                 counted = batch.counted
                 count += int(counted.sum())
         return Scores(
-            {key: torch.tensor([1 - total / max(1, count)], dtype=torch.float64) for key, total in sums.items()}
+            {key: torch.tensor([1 - total / max(1, count)], dtype=torch.float64) for key, total in totals.items()}
         )
 
 

@@ -16,6 +16,7 @@ from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DepthPart
+from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.sequential import make_plan, replace_forward
 
 
@@ -38,30 +39,41 @@ class BlockKl(DepthPruner):
             )
 
     def depth_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        parts: Sequence[DepthPart],
+        earlier: Removal,
+        sums: Sums | None = None,
     ) -> Scores:
         """Average over the text; see `Pruner.depth_scores`.
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
         one batch: layers · tokens of the batch · width numbers.
         """
-        model, sums, count = model_map.model, dict.fromkeys([part.key for part in parts], 0.0), 0
+        model, text, sums, count = model_map.model, self.require_text(text), sums or Sums(), 0
         before = make_plan(earlier.removed, True, compensation=earlier.compensation)
-        for batch, inputs in self.require_text(text).inputs(model):
+        for number, (batch, inputs) in enumerate(text.inputs(model)):
             tokens = batch.counted.bool()
             count += int(tokens.sum())
+            if all(sums.has(number, part.key) for part in parts):
+                continue
             with torch.no_grad():
                 dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
                 shares = dense.exp()
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)
-                for part in parts:
+                for position, part in enumerate(parts):
+                    if sums.has(number, part.key):
+                        continue
+                    text.report((number + position / len(parts)) / len(text.batches))
                     plan = make_plan({**earlier.removed, part.key: {0}}, True, compensation=earlier.compensation)
                     with plan.applied_to(model, model_map), _starting_at(part, outputs):
                         pruned = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
-                    sums[part.key] += float((shares * (dense - pruned)).sum(-1).double().sum())
-        return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in sums.items()})
+                    sums.add(number, part.key, float((shares * (dense - pruned)).sum(-1).double().sum()))
+        totals = {part.key: sums.total(len(text.batches), part.key) for part in parts}
+        return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in totals.items()})
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

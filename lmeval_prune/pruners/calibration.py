@@ -43,6 +43,7 @@ class CalibrationText:
     batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
     counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
+    report: Callable[[float], None] = field(default=lambda _: None, compare=False)  # receives the share that is read
 
     @classmethod
     def from_windows(
@@ -112,7 +113,8 @@ class CalibrationText:
             iteration.
         """
         with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
-            for batch, inputs in self.inputs(model):
+            for number, (batch, inputs) in enumerate(self.inputs(model)):
+                self.report(number / len(self.batches))
                 yield batch
                 with suppress(StopForward):
                     getattr(model, "base_model", model)(**inputs)

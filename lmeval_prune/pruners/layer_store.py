@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import digest, file_name, parse_json, read_json, read_tensors, write_bytes, write_text
-from lmeval_prune.errors import InputError
+from lmeval_prune.artefacts import file_name, parse_json, read_tensors, write_bytes
 from lmeval_prune.pruners.parts import Removed
+from lmeval_prune.pruners.work_folder import WorkFolder
 
 
 @dataclass
@@ -32,17 +30,8 @@ class Removal:
         self.damping |= other.damping
 
 
-class LayerStore:
-    """Folder with one file per finished layer; files of a plan with another `identity` (a JSON value) are deleted."""
-
-    def __init__(self, folder: Path, identity: Any) -> None:
-        self.folder, self.key = folder, digest(identity)
-        try:
-            same = read_json(folder / "about.json").get("key") == self.key
-        except InputError:
-            same = False
-        if not same:
-            self.remove()
+class LayerStore(WorkFolder):
+    """Folder with one file per finished layer."""
 
     def load(self, label: str) -> Removal | None:
         """Return what a layer loses, or None if its file is missing or damaged."""
@@ -56,21 +45,12 @@ class LayerStore:
 
     def save(self, label: str, removal: Removal) -> None:
         """Store what a layer loses."""
-        if not (self.folder / "about.json").exists():
-            write_text(self.folder / "about.json", json.dumps({"key": self.key}))
+        self.begin()
         removed = {key: sorted(members) for key, members in removal.removed.items()}
         notes = json.dumps({"removed": removed, "damping": removal.damping}).encode()
         tensors = {name: tensor.contiguous() for name, tensor in removal.compensation.items()}
         tensors["notes"] = torch.tensor(list(notes), dtype=torch.uint8)
         write_bytes(self._path(label), save(tensors))
-
-    def remove(self) -> None:
-        """Delete the stored layers."""
-        for path in self.folder.glob("*.safetensors"):
-            path.unlink()
-        (self.folder / "about.json").unlink(missing_ok=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            shutil.rmtree(self.folder)
 
     def _path(self, label: str) -> Path:
         return self.folder / f"{file_name(label)}.safetensors"

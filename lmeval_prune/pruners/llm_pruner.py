@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -131,9 +131,10 @@ def gradients(
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
     rows = [Batch(*(x[n : n + 1] for x in batch)) for batch in text for n in range(len(batch.ids))]
     pairs, masks = tuple((row.ids, row.real) for row in rows), tuple(row.counted for row in rows)
-    windows = CalibrationText(text.name, pairs, counted=masks)
+    read = replace(text, batches=pairs, counted=masks) if squared else text
     with _gradients_of(model, modules), torch.enable_grad():
-        for batch, inputs in (windows if squared else text).inputs(model):
+        for number, (batch, inputs) in enumerate(read.inputs(model)):
+            read.report(number / len(read.batches))
             predicted = _predicted(batch)
             logits = model(**inputs, use_cache=False).logits[:, :-1]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

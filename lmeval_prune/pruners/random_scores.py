@@ -13,6 +13,7 @@ from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
+from lmeval_prune.pruners.score_store import Sums
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,12 @@ class RandomScores(Pruner):
         return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})
 
     def depth_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[DepthPart], earlier: Removal
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        parts: Sequence[DepthPart],
+        earlier: Removal,
+        sums: Sums | None = None,
     ) -> Scores:
         """Draw the scores; see `Pruner.depth_scores`."""
         kinds = [*KINDS, *DEPTH_KINDS]

@@ -26,10 +26,12 @@ from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
 from lmeval_prune.pruners.composition import BLOCKS, block_costs, compose
+from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of, weight_of
+from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
@@ -68,8 +70,8 @@ def stages(
         channel_pruner: scores channels.
         scores: stored scores by part key, for the first step; missing kinds are computed.
         progress: receives progress messages.
-        work: folder for finished layers of a method that prunes layer by layer, so that a killed run resumes; the
-            caller deletes it after the plan is saved.
+        work: folder for what is finished, so that a killed run resumes: scores, or the layers of a method that prunes
+            layer by layer. The caller deletes it after the plan is saved.
         renew: called at each step after the first, with the earlier steps' plan applied; returns the text of this and
             the following steps, or None if the text stays.
 
@@ -83,6 +85,7 @@ def stages(
     if isinstance(pruner, SequentialPruner):
         yield _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
         return
+    store = ScoreStore(work, [record, model_map.weights, model_map.signature()]) if work and text else None
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
         stored = scores if step == 1 else NO_SCORES
@@ -92,10 +95,12 @@ def stages(
             with earlier.applied_to(model_map.model, model_map):
                 renewed = renew(step)
             text = text if renewed is None else renewed
+        task = f"step {step} of {options.steps}: scoring"
         for kind in scored_kinds(options):
             if not has_scores_of(stored, kind):
-                progress(f"step {step} of {options.steps}: scoring {kind.replace('_', '-')}")
-        scored = score(pruners, model_map, scored_kinds(options), text, removed, stored, earlier)
+                progress(f"{task} {kind.replace('_', '-')}")
+        read = replace(text, report=Estimate(task, progress)) if text else None
+        scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
         removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
         record |= notes
         if step == options.steps and not any(removed.values()):
@@ -108,8 +113,8 @@ def stages(
         )  # fmt: skip
         compensation = {**compensation, **added}
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
-        read = {} if renewed is None else {"calibration": renewed.record()}
-        history.append({"step": step, **shares, **count_removed(removed), **read})
+        calibration = {} if renewed is None else {"calibration": renewed.record()}
+        history.append({"step": step, **shares, **count_removed(removed), **calibration})
         values = {key: per_member(columns) for key, columns in scored.values.items()}
         provenance = {**record, **notes, "stages": list(history)}
         fields = {"compensation": compensation, "scores": values, "provenance": provenance}

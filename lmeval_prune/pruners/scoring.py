@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.artefacts import digest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import COMPOSITION
 from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
@@ -16,6 +17,7 @@ from lmeval_prune.pruners.composition import BLOCKS
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, depth_parts_of, parts_of
+from lmeval_prune.pruners.score_store import ScoreStore, Sums
 
 
 def scored_kinds(options: PruneOptions) -> tuple[str, ...]:
@@ -40,24 +42,56 @@ def score(
     removed: Removed,
     stored: Mapping[str, Tensor],
     earlier: Plan,
+    store: ScoreStore | None = None,
 ) -> Scores:
-    """Score the kinds that have no stored scores, under the `earlier` steps; in one call if one method scores all."""
+    """Score the kinds that have no stored scores, under the `earlier` steps; in one call if one method scores all.
+
+    `store` has the scores of a killed run, and gets those that are computed.
+    """
     missing = [kind for kind in kinds if not has_scores_of(stored, kind)]
-    values, means = dict(stored), None
+    values = dict(stored)
+    means: Mapping[str, Tensor] | None = None
     is_one_method = pruners[HEADS] == pruners[CHANNELS]
     width, depth = [kind for kind in missing if kind in KINDS], [kind for kind in missing if kind in DEPTH_KINDS]
     groups = [width] if is_one_method else [[kind] for kind in width]
     for together in filter(None, (*groups, depth)):
         pruner = pruners.get(together[0], pruners[HEADS])
-        with earlier.applied_to(model_map.model, model_map) if not pruner.compares_with_unpruned else nullcontext():
-            if together[0] in DEPTH_KINDS:
-                before = Removal(removed, dict(earlier.compensation))
-                scores = pruner.depth_scores(model_map, text, depth_parts_of(model_map, together), before)
-            else:
-                scores = pruner.scores(model_map, text, parts_of(model_map, together), removed)
-                means = scores.means if is_one_method else None
+        name = _name_of(pruner, together, text, removed) if store else ""
+        known = store.load(name) if store else None
+        if known:
+            scores = Scores(*known)
+        else:
+            sums = store.sums(name) if store and pruner.depth_only else None
+            scores = _computed(pruner, model_map, together, text, removed, earlier, sums)
+            if store:
+                store.save(name, scores.values, scores.means)
         values |= scores.values
+        means = scores.means if is_one_method and together is width else means
     return Scores(values, means)
+
+
+def _computed(
+    pruner: Pruner,
+    model_map: ModelMap,
+    kinds: Collection[str],
+    text: CalibrationText | None,
+    removed: Removed,
+    earlier: Plan,
+    sums: Sums | None,
+) -> Scores:
+    """Score kinds, all of width or all of depth, by one method; arguments as in `score` and `depth_scores`."""
+    with earlier.applied_to(model_map.model, model_map) if not pruner.compares_with_unpruned else nullcontext():
+        if not {*kinds} <= {*KINDS}:
+            before = Removal(removed, dict(earlier.compensation))
+            return pruner.depth_scores(model_map, text, depth_parts_of(model_map, kinds), before, sums)
+        return pruner.scores(model_map, text, parts_of(model_map, kinds), removed)
+
+
+def _name_of(pruner: Pruner, kinds: Collection[str], text: CalibrationText | None, removed: Removed) -> str:
+    """Return the name of scores in a store: the kinds, and a digest of what they depend on within a run."""
+    read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)] if text else []
+    gone = {key: sorted(members) for key, members in removed.items() if members}
+    return f"{'-'.join(kinds)}-{digest([pruner.identity, read, gone])}"
 
 
 def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:

@@ -27,6 +27,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
+from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.options import PruneOptions
@@ -120,7 +121,7 @@ class LayerwisePruning:
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
         """Prune these parts of the model; return what is removed, and notes on least squares for the plan."""
-        total, notes = Removal(), dict[str, Any]()
+        total, notes, estimate = Removal(), dict[str, Any](), Estimate()
         if self.needs_second or self.solves:
             notes = _note_of_few_tokens(parts, self.text.tokens)
         labels = list(self.model_map.layers)
@@ -129,10 +130,11 @@ class LayerwisePruning:
         for number, label in enumerate(labels[: last + 1]):
             removal = self.store.load(label) if self.store else None
             if removal is None:
+                estimate.minutes(number / (last + 1))
                 removal = self._prune_layer(number, by_layer[number])
                 if self.store:
                     self.store.save(label, removal)
-                self._report(label, removal)
+                self._report(label, removal, estimate.minutes((number + 1) / (last + 1)))
             total.add(removal)
             if number < last:
                 self._run_layer(number, removal, {}, keep_output=True)
@@ -195,13 +197,14 @@ class LayerwisePruning:
             assert second is not None
             removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
 
-    def _report(self, label: str, removal: Removal) -> None:
-        """Send a progress message about a finished layer."""
+    def _report(self, label: str, removal: Removal, minutes: float | None) -> None:
+        """Send a progress message about a finished layer, with the minutes that are left."""
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
         counts = count_removed(removal.removed)
         layers = len(self.model_map.layers)
         removed = f"{counts[HEADS]} heads and {counts[CHANNELS]} channels removed"
-        self.progress(f"layer {label} of {layers}: {removed}{raised}")
+        left = f"; about {minutes:.1f} min left" if minutes else ""
+        self.progress(f"layer {label} of {layers}: {removed}{raised}{left}")
 
 
 def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:

@@ -1,0 +1,36 @@
+"""A folder of finished work beside an output that is not complete, so that a killed run resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.artefacts import digest, read_json, write_text
+from lmeval_prune.errors import InputError
+
+
+class WorkFolder:
+    """Folder of finished work; that of a run with another `identity` (a JSON value) is deleted."""
+
+    def __init__(self, folder: Path, identity: Any) -> None:
+        self.folder, self.key = folder, digest(identity)
+        try:
+            same = read_json(folder / "about.json").get("key") == self.key
+        except InputError:
+            same = False
+        if not same:
+            self.remove()
+
+    def begin(self) -> None:
+        """Record the identity, before the first file is written."""
+        if not (self.folder / "about.json").exists():
+            write_text(self.folder / "about.json", json.dumps({"key": self.key}))
+
+    def remove(self) -> None:
+        """Delete the files."""
+        for pattern in ("*.safetensors", "*.json"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()

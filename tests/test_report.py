@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +247,111 @@ def test_a_store_without_single_heads_is_reported(tmp_path: Path) -> None:
     assert "Single heads" not in text and "random of all 3" in text
 
 
+def forget(folder: Path, is_unknown: Any) -> None:
+    """Rewrite a store without the outcomes of (question number, attempt) for which a function says so."""
+    store = OutcomeStore(folder)
+    cells, content = store.cells(), store.check()
+    rows = store.read().questions
+    shutil.rmtree(folder)
+    known = [cell for cell in cells if not is_unknown(cell["doc_id"], cell["attempt"])]
+    store.begin(content["model"], content["tasks"], rows, {cell["attempt"] for cell in known})
+    for cell in known:
+        del cell["text"], cell["tokens"]
+    store.add(known)
+
+
+@pytest.mark.parametrize(
+    ("is_unknown", "kept", "missing", "columns"),
+    [
+        # one head is not asked everywhere: the pool of the others, and policies that do not try it, are reported
+        (lambda n, a: a == "L10H1" and n > 20, {"random of the 4 complete columns"}, {"best of training"}, "L10H1"),
+        # as in a race: of the heads only L5H1 and L10H1, which training tries first, and samples
+        (
+            lambda n, a: a in ("L5H0", "L10H0") and n > 3,
+            {"best of training", "greedy cover of training", "sampling, T = 0.6"},
+            set(),
+            "L5H0, L10H0",
+        ),
+        # as in a race's training store: some questions have more samples than others
+        (
+            lambda n, a: a in ("dense@0.6#2", "dense@0.6#3") and n > 9,
+            {"random of all 5", "sampling, T = 0.6"},
+            set(),
+            "",
+        ),
+        # greedy answers of the unpruned model alone, and samples
+        (
+            lambda n, a: a.startswith("L") and n % 3 > 0,
+            {"sampling, T = 0.6"},
+            {"best of training", "greedy cover of training", "random order", "oracle"},
+            "L5H0, L5H1, L10H0, … (4 in all)",
+        ),
+    ],
+    ids=["a head", "tries", "samples", "all heads"],
+)
+def test_what_is_known_of_a_partial_store_is_reported(
+    tmp_path: Path, capsys: Any, is_unknown: Any, kept: set[str], missing: set[str], columns: str
+) -> None:
+    """Values are those of the complete store; what is left out is said in one line, with the fix."""
+    pool = (*POOL, *(f"dense@0.6#{draw}" for draw in range(4)))
+    write(tmp_path / "train", 100, 60)
+    write(tmp_path / "test", 0, 30, 2, pool=pool)
+    command = ["report", "sprint", "--train", str(tmp_path / "train"), "--n", "2", "--shortlist", "2"]
+    command += ["--test", str(tmp_path / "test"), "--output"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    assert "left out" not in capsys.readouterr().out
+    forget(tmp_path / "test", is_unknown)
+    assert main([*command, str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    whole, result = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("whole", "out"))
+    page = (tmp_path / "out/report.md").read_text()
+    assert kept <= set(result["pass"]) and not missing & set(result["pass"])
+    for name in set(result["pass"]) & set(whole["pass"]) - {"sampling, T = 0.6"}:
+        assert result["pass"][name] == whole["pass"][name]
+    if not columns:
+        assert len(said) == 1 and not result["left_out"] and "Left out" not in page
+        return
+    (line,) = said[1:]
+    assert f"columns without outcomes of all questions: {columns}" in line
+    assert "lmeval-prune sweep" in line
+    assert line.startswith("left out: ") and all(name in line for name in missing) and "Left out: " in page
+    assert result["left_out"] == line
+    assert ("## Single heads" in page) == ("in all" not in columns)
+    assert all(name in page for name in kept)
+
+
+def test_a_router_is_reported_by_the_tries_that_are_known(tmp_path: Path) -> None:
+    """As of a race, whose store has the chosen mix of the router's order, and lacks columns of its pool."""
+    write(tmp_path / "train", 100, 80, 1)
+    write(tmp_path / "test", 0, 30, 2, pool=(*POOL, *(f"{name}@0.4#0" for name in POOL)))
+    fit(OutcomeStore(tmp_path / "train").read(), "all-minilm-l6-v2", FitOptions(epochs=40)).save(tmp_path / "router")
+    forget(tmp_path / "test", lambda number, attempt: attempt == "L5H1")  # a column that no question was asked
+    options = ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), None, str(tmp_path / "router"), n=4)
+    with pytest.raises(
+        InputError, match=r"^the tries of --router are not known at all questions \(.*by --mixes, or leave"
+    ):
+        write_report(options)
+    with pytest.raises(InputError, match=r"^the tries of --mixes next@0.8 are .*; sweep them, or leave out --mixes"):
+        write_report(replace(options, router=None, train=str(tmp_path / "train"), mixes=("next@0.8",)))
+    _, left_out = write_report(replace(options, mixes=("next@0.4",)))
+    assert left_out.startswith("left out: 'SPRINT router' (the test store has no L5H1); from random order, oracle and")
+    result, text = json.loads((tmp_path / "out/report.json").read_text()), (tmp_path / "out/report.md").read_text()
+    assert set(result["pass"]) == {
+        "SPRINT router, next@0.4", "random of the 4 complete columns", "oracle of the 4 complete columns (not a method)",
+    }  # fmt: skip
+    assert "Paired tests" in text and set(result["router_minus"]) == {"random of the 4 complete columns"}
+
+
+def test_nothing_to_report_names_the_fix(tmp_path: Path) -> None:
+    write(tmp_path / "test", 0, 30)
+    forget(tmp_path / "test", lambda number, attempt: attempt != DENSE and number > 3)
+    with pytest.raises(
+        InputError, match=r"^nothing can be reported: left out: random order and oracle .*--train"
+    ) as error:
+        write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), n=2))
+    assert "\n" not in str(error.value)
+
+
 def test_held_out_questions_are_the_test(tmp_path: Path) -> None:
     write(tmp_path / "s", 0, 60)
     router = fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3, holdout=0.5))
@@ -321,7 +429,7 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
     report("also training questions", train=str(tmp_path / "overlap"))
-    report("the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("the tries of --router are not", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
@@ -343,4 +451,4 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
         "attributes": {"subject": "algebra"},
     }
     store.begin(test.model, test.tasks, [row], POOL)
-    report("outcomes of the test store are unknown")
+    report("no outcome of the unpruned model, .* at 1 of 31 questions; run `lmeval-prune sweep` into it to its end")

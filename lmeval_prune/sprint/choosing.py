@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count as natural_numbers
+from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Any
 
@@ -27,7 +29,7 @@ from lmeval_prune.reporting.tables import markdown
 from lmeval_prune.scoring.equality import same_text
 from lmeval_prune.scoring.passes import Vote, vote
 from lmeval_prune.scoring.passes import attempts as attempt_counts
-from lmeval_prune.sprint.curves import Kind, tries_of
+from lmeval_prune.sprint.curves import Kind, tries_of, unknown_outcomes
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
@@ -151,7 +153,7 @@ def accuracy_at(
     for rule in (rule for rule in rules if known.get(rule, True)):
         values, ties, replicates = np.zeros((2, len(tries), len(ns))), None, []
         for column, n in enumerate(ns):
-            count = min(table.replicates(row[:n]) for row in tries)
+            count = min(table.replicates(i, row[:n]) for i, row in enumerate(tries))
             replicates.append(count)
             for i, row in enumerate(tries):
                 own = None if weights is None else weights[i, :n].tolist()
@@ -192,22 +194,25 @@ class _Table:
             raise InputError("choosing needs the extracted answers, and the store has none; sweep again")
         self.outcomes, self.extracted = outcomes, outcomes.extracted
         self.columns = {name: j for j, name in enumerate(outcomes.pool)}
-        self.draws: Counter[Kind] = Counter()
-        for attempt in map(Attempt.named, outcomes.pool):
-            self.draws[attempt.variant, attempt.temperature] += 1
 
-    def replicates(self, tries: Sequence[Attempt]) -> int:
-        """Return how many disjoint sets of samples the store has for some tries; 1 if all are greedy.
+    def draws(self, row: int, kind: Kind) -> int:
+        """Return how many samples of a kind a question has, up to the first unknown one."""
+        columns = (self.columns.get(str(Attempt(*kind, draw))) for draw in natural_numbers())
+        known = takewhile(lambda j: j is not None and not np.isnan(self.outcomes.z[row, j]), columns)
+        return sum(1 for _ in known)
+
+    def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
+        """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy.
 
         Raises:
             InputError: it has too few samples.
         """
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        count = min((self.draws[kind] // used[kind] for kind in used), default=1)
-        if not count:
-            kind = next(kind for kind in used if self.draws[kind] < used[kind])
-            raise InputError(f"the test store has {self.draws[kind]} samples of {Attempt(*kind)}, too few; sweep more")
-        return count
+        sets = {kind: self.draws(row, kind) // number for kind, number in used.items()}
+        if few := [kind for kind, number in sets.items() if not number]:
+            have, kind = self.draws(row, few[0]), Attempt(*few[0])
+            raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
+        return min(sets.values(), default=1)
 
     def has_logprobs(self, tries: Sequence[Sequence[Attempt]]) -> bool:
         """Return whether the log-probabilities of all answers to choose among are known."""
@@ -233,7 +238,7 @@ class _Table:
         columns = [self.columns[name] for name in names]
         z = self.outcomes.z[row, columns]
         if np.isnan(z).any():
-            raise InputError(f"outcomes of the test store are unknown, e.g. {names[int(np.isnan(z).argmax())]}")
+            raise unknown_outcomes(self.outcomes.z[:, columns], names, row)
         logprobs = None if self.outcomes.logprobs is None else self.outcomes.logprobs[row, columns].tolist()
         chosen = choose(rule, tries, list(self.extracted[row, columns]), same, weights, logprobs)
         return float(chosen.winner is not None and z[chosen.winner] == 1), float(chosen.is_tied)

@@ -169,5 +169,8 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     settings = ReportOptions(samples=tuple(pairs), **options)
     from lmeval_prune.sprint.report import write_report
 
-    print(write_report(settings))
+    page, left_out = write_report(settings)
+    print(page)
+    if left_out:
+        print(left_out)
     return 0

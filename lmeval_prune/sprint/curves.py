@@ -63,21 +63,32 @@ class Curve:
 
 
 def solved_cells(outcomes: Outcomes, attempts: Sequence[str]) -> np.ndarray:
-    """Return whether each attempt solves each question, (questions, attempts); `InputError` if one is unknown."""
+    """Return whether each attempt solves each question, (questions, attempts).
+
+    Raises:
+        UnknownOutcomeError: an outcome is unknown.
+    """
+    if missing := [name for name in attempts if name not in outcomes.pool]:
+        raise UnknownOutcomeError(f"the test store has no {missing[0]}", "sweep it too")
     part = outcomes.columns(attempts)
     if np.isnan(part.z).any():
         raise unknown_outcomes(part.z, attempts)
     return np.asarray(part.z == 1)
 
 
-def unknown_outcomes(z: np.ndarray, attempts: Sequence[str], question: int | None = None) -> InputError:
+def unknown_outcomes(z: np.ndarray, attempts: Sequence[str], question: int | None = None) -> UnknownOutcomeError:
     """Return the error for unknown outcomes among those of attempts, z (questions, attempts)."""
     cells = np.argwhere(np.isnan(z))
     row, column = next((cell for cell in cells if question in (None, cell[0])), cells[0])
-    return InputError(
+    return UnknownOutcomeError(
         f"{len(cells)} outcomes of the test store are unknown, e.g. {attempts[min(column, len(attempts) - 1)]} on "
-        f"question {row}; complete the sweep over the whole pool"
+        f"question {row}",
+        "complete the sweep over the whole pool",
     )
+
+
+class UnknownOutcomeError(InputError):
+    """Outcomes that a curve needs, and that the store does not have."""
 
 
 Kind = tuple[str, float]  # variant and temperature: greedy, or exchangeable samples
@@ -99,7 +110,7 @@ class Samples:
 
     @classmethod
     def of(cls, outcomes: Outcomes, kinds: Iterable[Kind]) -> Samples:
-        """Collect kinds; `InputError` if the store lacks one."""
+        """Collect kinds; `UnknownOutcomeError` if the store lacks one."""
         names: dict[Kind, list[str]] = {}
         for name in outcomes.pool:
             attempt = Attempt.named(name)
@@ -107,7 +118,7 @@ class Samples:
         wanted = list(dict.fromkeys(kinds))
         missing = [str(Attempt(*kind)) for kind in wanted if kind not in names]
         if missing:
-            raise InputError(f"the test store has no {missing[0]}; sweep it too")
+            raise UnknownOutcomeError(f"the test store has no {missing[0]}", "sweep it too")
         parts = {kind: outcomes.columns(names[kind]) for kind in wanted}
         z = {kind: part.z for kind, part in parts.items()}
         if outcomes.tokens is None:
@@ -115,13 +126,14 @@ class Samples:
         return cls(z, {kind: part.tokens for kind, part in parts.items()})  # type: ignore[misc]
 
     def pass_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
-        """Return the chance that some of m draws of each kind is right; `InputError` if fewer are known."""
+        """Return the chance that some of m draws of each kind is right; `UnknownOutcomeError` if fewer are known."""
         groups = []
         for kind, m in drawn.items():
             z = self.z[kind][row]
             known = z[~np.isnan(z)]
             if m > len(z):
-                raise InputError(f"the test store has only {len(z)} of {m} samples of {Attempt(*kind)}; sweep more")
+                few = f"the test store has only {len(z)} of {m} samples of {Attempt(*kind)}"
+                raise UnknownOutcomeError(few, "sweep more")
             if m > len(known):
                 raise unknown_outcomes(self.z[kind], [str(Attempt(*kind))], row)
             groups.append((len(known), int(known.sum()), m))
@@ -135,10 +147,13 @@ class Samples:
 
 
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
-    """Return the temperatures at which the store has at least so many samples of the unpruned model."""
-    attempts = [Attempt.named(name) for name in outcomes.pool]
-    counts = Counter(each.temperature for each in attempts if each.is_sampled and each.variant == DENSE)
-    return sorted(temperature for temperature, count in counts.items() if count >= least)
+    """Return the temperatures at which each question has at least so many known samples of the unpruned model."""
+    columns: dict[float, list[int]] = {}
+    for column, attempt in enumerate(map(Attempt.named, outcomes.pool)):
+        if attempt.is_sampled and attempt.variant == DENSE:
+            columns.setdefault(attempt.temperature, []).append(column)
+    known = outcomes.observed
+    return sorted(t for t, chosen in columns.items() if known[:, chosen].sum(1).min() >= least)
 
 
 def tries_of(policy: Policy, outcomes: Outcomes, n: int, mix: Mix | None = None) -> list[list[Attempt]]:
@@ -152,7 +167,7 @@ def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int, mix: Mix
     """Compute pass@k of a policy whose tries a mix makes; by default try i takes its i-th variant, greedily.
 
     Raises:
-        InputError: the store lacks an attempt, or samples for so many tries.
+        UnknownOutcomeError: the store lacks an attempt, or samples for so many tries.
     """
     attempts = tries_of(policy, outcomes, n, mix)
     kinds = {(each.variant, each.temperature) for row in attempts for each in row}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
@@ -24,6 +25,7 @@ from lmeval_prune.sprint import figures, policies
 from lmeval_prune.sprint.choosing import Entry, choice_rows, choice_table, extraction_note
 from lmeval_prune.sprint.curves import (
     Curve,
+    UnknownOutcomeError,
     oracle_curve,
     policy_curve,
     random_curve,
@@ -37,9 +39,11 @@ from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
+ROUTER = "SPRINT router"  # name of the router's curve
 
-def write_report(options: ReportOptions) -> Path:
-    """Write the report and return the path of its Markdown file.
+
+def write_report(options: ReportOptions) -> tuple[Path, str]:
+    """Write the report; return the path of its Markdown file, and what unknown outcomes left out (empty: nothing).
 
     Raises:
         InputError: an input is missing, or inputs are of different models or settings.
@@ -49,13 +53,14 @@ def write_report(options: ReportOptions) -> Path:
         raise InputError(f"{folder} is a file; name a folder for the report")
     test, train, router = _read_inputs(options)
     entries = _entries(options, test, train, router)
-    curves = _curves(options, test, train, router, entries)
-    choices = choice_rows(entries, test, options.n)
+    curves, missing = _curves(options, test, train, router, entries)
+    left_out = _left_out(options, test, router, missing)
+    choices = choice_rows([each for each in entries if each.name not in missing], test, options.n)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
     significance = _test_router(curves, options.seed) if router else {}
     head_counts = [Counter(str(row[k]) for row in curves[0].attempts) for k in range(options.n)] if router else []
-    heads = _heads_section(test, options, folder)
+    heads = _heads_section(test.columns(complete(test.pool, test)), options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
     if any(curve.tokens is not None for curve in curves):
@@ -68,6 +73,7 @@ def write_report(options: ReportOptions) -> Path:
         "dense": dense,
         "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
+        "left_out": left_out,
         **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }
     write_text(folder / "report.json", json.dumps({"created_by": CREATED_BY, **numbers}, indent=1) + "\n")
@@ -84,9 +90,43 @@ def write_report(options: ReportOptions) -> Path:
         tests=_difference_table(significance),
         choices=_choice_table(head_counts),
         heads=heads,
+        left_out=left_out,
     )
     write_text(folder / "report.md", text)
-    return folder / "report.md"
+    return folder / "report.md", left_out
+
+
+def complete(names: Sequence[str], outcomes: Outcomes) -> list[str]:
+    """Return the columns among `names` whose outcomes are known at every question."""
+    known = {name for name, column in zip(outcomes.pool, outcomes.observed.T, strict=True) if column.all()}
+    return [name for name in names if name in known]
+
+
+def _left_out(options: ReportOptions, test: Outcomes, router: Router | None, missing: Mapping[str, str]) -> str:
+    """Return one line that says what is left out of a report, and why; empty for a store without unknown outcomes.
+
+    Args:
+        options: settings of the report.
+        test: outcomes of the test questions.
+        router: the fitted router.
+        missing: by name of a curve that was not computed, what it lacks.
+    """
+    pool = _pool(test, router)
+    known = set(complete(test.pool, test))
+    partly = [name for name in dict.fromkeys([*pool, *test.greedy().pool]) if name not in known]
+    parts = []
+    if missing:
+        parts.append(f"{', '.join(map(repr, missing))} ({next(iter(missing.values()))})")
+    if partly:
+        reason = f"columns without outcomes of all questions: {first_few(map(test.label, partly), most=3)}"
+        enough = len(complete(pool, test)) >= options.n
+        parts.append(
+            f"from random order, oracle and tables of heads, {reason}"
+            if enough
+            else f"random order and oracle ({reason})"
+        )
+    remedy = "`lmeval-prune sweep` over the whole pool, at all questions, gives them"
+    return f"left out: {'; '.join(parts)}; {remedy}" if parts else ""
 
 
 def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict[str, Any]:
@@ -113,15 +153,17 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match."""
     test = OutcomeStore(options.test).read()
+    if unknown := int((~test.columns([DENSE]).observed).sum()):
+        raise InputError(
+            f"{options.test} has no outcome of the unpruned model, with which all are compared, at {unknown} of "
+            f"{len(test.texts)} questions; run `lmeval-prune sweep` into it to its end"
+        )
     train = OutcomeStore(options.train).read().greedy() if options.train else None
     router = Router.load(options.router) if options.router else None
     if router:
         test, train = _split_held_out(test, train, router)
         train = train.greedy() if train else None
         router = router.reading(test)
-        missing = [name for name in router.pool if name not in test.pool]
-        if missing:
-            raise InputError(f"the test store lacks {missing[0]} of the router's pool; sweep it too")
     models = {"test": test.model, "train": train.model if train else {}}
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     if train:
@@ -171,7 +213,7 @@ def _check_same_settings(test: Outcomes, train: Outcomes) -> None:
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
-    pool = router.pool if router else test.greedy().pool
+    pool = _pool(test, router)
     sizes = {"pool": len(pool), "shortlist (--shortlist)": options.shortlist}
     if train:
         sizes["training store's pool"] = len(set(train.pool) & set(pool))
@@ -182,6 +224,11 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
             )
 
 
+def _pool(test: Outcomes, router: Router | None) -> list[str]:
+    """Return the variants of random order and oracle, those that the test store may lack, too."""
+    return router.pool if router else test.greedy().pool
+
+
 def _model_identity(model: dict[str, Any]) -> Any:
     """Return the fingerprint of a model's weights; for a served model its server, dtype and checkpoint."""
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
@@ -190,7 +237,7 @@ def _model_identity(model: dict[str, Any]) -> Any:
 def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Entry]:
     """Return the policies with their mixes: first the router's, then those of training, then sampling."""
     entries, mixes = [], [Mix.parse(text) for text in options.mixes]
-    policies_of: dict[str, Policy] = {"SPRINT router": policies.nearest(router)} if router else {}
+    policies_of: dict[str, Policy] = {ROUTER: policies.nearest(router)} if router else {}
     if train:
         policies_of |= {"best of training": policies.best(train), "greedy cover of training": policies.cover(train)}
     for name, policy in policies_of.items():
@@ -205,22 +252,60 @@ def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, rou
 
 def _curves(
     options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None, entries: list[Entry]
-) -> list[Curve]:
-    n = options.n
-    pool = router.pool if router else test.greedy().pool
-    curves = [policy_curve(each.name, each.policy, test, n, each.mix) for each in entries]
+) -> tuple[list[Curve], dict[str, str]]:
+    """Return the curves that the known outcomes give, and by name of the others what they lack.
+
+    Columns with unknown outcomes are in neither the random order nor the oracle.
+
+    Raises:
+        InputError: no tries of the router, or of a mix that was asked for, are known, or there is no curve at all.
+    """
+    n, every = options.n, _pool(test, router)
+    pool = complete(every, test)
+    columns = f"all {len(pool)}" if len(pool) == len(every) else f"the {len(pool)} complete columns"
+    wanted: list[tuple[str, Callable[..., Curve]]]
+    wanted = [(each.name, partial(policy_curve, policy=each.policy, mix=each.mix)) for each in entries]
     if train:
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
-        curves.append(random_curve(f"random of the top {len(top)} heads", top, test, n))
-    curves.append(random_curve(f"random of all {len(pool)}", pool, test, n))
-    curves += [samples_curve(name, path, test, n) for name, path in options.samples]
-    curves.append(oracle_curve("oracle (not a method)", pool, test, n))
-    return curves
+        wanted.append((f"random of the top {len(top)} heads", partial(random_curve, pool=top)))
+    if len(pool) >= n:
+        wanted.append((f"random of {columns}", partial(random_curve, pool=pool)))
+    wanted += [(name, partial(samples_curve, path=path)) for name, path in options.samples]
+    if len(pool) >= n:
+        bound = "oracle" if len(pool) == len(every) else f"oracle of {columns}"
+        wanted.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
+    curves: list[Curve] = []
+    missing: dict[str, str] = {}
+    for name, curve in wanted:
+        try:
+            curves.append(curve(name, outcomes=test, n=n))
+        except UnknownOutcomeError as error:
+            missing[name] = error.problem
+    _check_asked(entries, missing)
+    if not curves:
+        raise InputError(f"nothing can be reported: {_left_out(options, test, router, missing)}, or give --train")
+    return curves, missing
+
+
+def _check_asked(entries: Sequence[Entry], missing: Mapping[str, str]) -> None:
+    """Refuse a router, and a mix, of which no policy's tries are known."""
+    groups = {"--router": [each.name for each in entries if each.name.startswith(ROUTER)]}
+    for mix in dict.fromkeys(each.mix for each in entries if each.mix != Mix()):
+        groups[f"--mixes {mix}"] = [each.name for each in entries if each.mix == mix]
+    for option, names in groups.items():
+        if names and all(name in missing for name in names):
+            mixes = ", name the mix of its tries by --mixes" if option == "--router" else ""
+            raise InputError(
+                f"the tries of {option} are not known at all questions ({missing[names[0]]}); sweep them{mixes}, or "
+                f"leave out {option}"
+            )
 
 
 def _test_router(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str, float]]]:
     """Test the router against each other policy at each N: mean difference, p, and p after Holm's correction."""
     router, *rivals = [curve for curve in curves if not curve.is_bound]
+    if not rivals:
+        return {}
     n = router.values.shape[1]
     differences = np.concatenate([router.values - rival.values for rival in rivals], axis=1)
     means, p = differences.mean(0).tolist(), sign_flip_test(differences, seed).tolist()
@@ -265,7 +350,9 @@ def cost_table(curves: Sequence[Curve]) -> str:
 
 
 def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
-    """Return a Markdown table of the router's differences and p-values; significant ones are bold."""
+    """Return a Markdown table of the router's differences and p-values, significant ones bold; empty without tests."""
+    if not tests:
+        return ""
 
     def cell(test: dict[str, float]) -> str:
         text = f"{test['difference']:+.3f} ({test['p']:.2g})"

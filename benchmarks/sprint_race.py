@@ -24,9 +24,10 @@ from pathlib import Path
 import torch
 from _record import RESULTS, environment
 from sprint_race_costs import estimate
-from sprint_race_folders import PROBE, STAGES
+from sprint_race_folders import PROBE, STAGES, LineParser
 from sprint_race_stages import Race
 
+from lmeval_prune import preflight
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.registration import RacePlan
@@ -47,7 +48,7 @@ def rehearsal(plan: RacePlan, questions: int) -> RacePlan:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = LineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--folds", default="")
     parser.add_argument("--plan", default=str(OUTPUT / "plan.md"))
@@ -60,20 +61,21 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.stages = [name for name in options.stages.split(",") if name]
     if unknown := [name for name in options.stages if name not in STAGES]:
-        raise SystemExit(f"sprint_race: no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
+        raise InputError(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
     if options.limit is not None and options.limit < 3:
-        raise SystemExit("sprint_race: --limit must be at least 3 questions")
+        raise InputError("--limit must be at least 3 questions")
+    preflight.check({"device": options.device})
     return options
 
 
 def main() -> None:
-    options = parse()
-    torch.set_num_threads(options.threads)
     from lmeval_prune.plugin import registration
 
-    registration.register()
-    work = Path(options.work or ("out/sprint_race_rehearsal" if options.limit else "out/sprint_race"))
     try:
+        options = parse()
+        torch.set_num_threads(options.threads)
+        registration.register()
+        work = Path(options.work or ("out/sprint_race_rehearsal" if options.limit else "out/sprint_race"))
         plan = RacePlan.read(options.plan)
         try:
             folds = sorted({int(word) for word in options.folds.split(",") if word}) or list(range(len(plan.folds)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from _record import timed
 
@@ -33,6 +34,14 @@ FIRST_USE = {
     **dict.fromkeys(["test_samples", "most"], "test"),
     "margin": "report",
 }
+
+
+class LineParser(argparse.ArgumentParser):
+    """A parser whose errors are `InputError`s, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line."""
+        raise InputError(f"{message.removeprefix('argument ')} (--help lists all options)")
 
 
 @dataclass

@@ -205,7 +205,10 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     output = source.report_folder
     choices, curves = read_json(source.choices_file), list(report.curves.values())
     comparisons = report.comparisons()
-    rows = race.test_comparisons(comparisons, plan.seed)
+    rows = [
+        row | {"differing": int((each.policy != each.sampling).sum())}
+        for row, each in zip(race.test_comparisons(comparisons, plan.seed), comparisons, strict=True)
+    ]
     primary, registered = rows[0] | narrow_interval(comparisons[0]), status(source, folds)
     only = report.solved_only()
     without_model = guesses.passes(source, [f.outcomes.texts for f in report.folds])
@@ -228,6 +231,7 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         plan=plan,
         choices_link=Markup("[choices.json](choices.json)") if not source.note else Markup("`choices.json`"),
         primary=primary,
+        interval_text=interval_text,
         verdict=verdict(primary, bool(registered["commit"]), plan.margin),
         over_folds=folds_difference,
         cut_off=cut_off,
@@ -332,6 +336,11 @@ def _formatted(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def interval_text(low: float, high: float, differing: int) -> str:
+    """Return the ends of an interval of a difference, and whether none of its questions (or folds) differs."""
+    return f"{low:+.3f} to {high:+.3f}" + ("" if differing else ", no question differs")
+
+
 def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
     """The secondary comparisons; significant ones are bold."""
     table = [
@@ -340,7 +349,7 @@ def secondary_table(rows: Sequence[dict[str, Any]]) -> Any:
             "policy": f"{row['policy']:.3f}",
             "sampling": f"{row['sampling']:.3f}",
             "difference": bold(f"{row['difference']:+.3f}", row["p_holm"] < race.LEVEL),
-            "95% interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
+            "95% interval": interval_text(row["low"], row["high"], row["differing"]),
             "p": p_value(row["p"]),
             "p (Holm)": p_value(row["p_holm"]),
         }

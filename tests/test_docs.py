@@ -239,6 +239,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert first[0] == "Unreleased" and (first[1] == version) != (".dev" in version)
 
 
+def test_a_version_of_the_changelog_has_each_heading_once() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        headings = re.findall(r"^### (.*)", section, re.MULTILINE)
+        assert sorted(headings) == sorted(set(headings)), section.splitlines()[0]
+
+
 def test_the_pythons_of_the_package_are_those_that_are_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     prefix = "Programming Language :: Python :: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from sprint_race_report import (
     Fold,
     Report,
     at_budget,
+    interval_text,
     narrow_interval,
     over_folds,
     write_race_report,
@@ -131,6 +133,18 @@ def test_folds_are_compared_by_students_interval() -> None:
     assert over_folds(rows[:1]) is None
 
 
+def test_a_comparison_without_a_difference_is_explained(folds: list[Fold], page_of: Any) -> None:
+    """If every answer is right, each interval says that nothing differs, and none is `+0.000 to +0.000`."""
+    assert interval_text(-0.1, 0.2, 3) == "-0.100 to +0.200"
+    for fold in folds:
+        fold.outcomes.z[:] = 1
+    page = page_of(folds)
+    assert re.search(r"difference \+0.000 \(95% interval -0.\d+ to \+0.\d+, no question differs\)", page)
+    table = re.findall(r"^\|.*\+0.000 \|.*$", page, re.MULTILINE)
+    assert table and all("no question differs" in row for row in table) and "+0.000 to +0.000" not in page
+    assert "is +0.000 (the same for each model, so there is no interval)" in page
+
+
 def test_a_comparison_that_cannot_be_made_is_an_error(report: Report) -> None:
     report.race.note = ""
     with pytest.raises(InputError, match=r"^report: 8 comparisons can be made of the plan's 11; [^\n]*$"):
@@ -145,19 +159,29 @@ def test_guesses_are_expressions_over_the_numbers_of_the_text() -> None:
     assert guesses.expressions("No numbers", 8) == []
 
 
-def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [fold.outcomes for fold in folds]
-    monkeypatch.setattr(Report, "_fold", lambda _, number: folds[number])
-    monkeypatch.setattr(Report, "solved_only", lambda _: solved_only(parts, [0.5, 0.5], 4))
-    code = {"test 0": [{"commit": "c" * 40, "changed": ["lmeval_prune/x.py"]}]}
-    race = SimpleNamespace(
-        plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0, margin=0.02, max_gen_toks=30, task="other"), rivals=lambda _: {"b": ("second", Mix())},
-        note="A rehearsal.", limit=5, report_folder=tmp_path, choices_file=tmp_path / "choices.json", twins={}, code=code,
-        seconds={}, rates={},
-    )  # fmt: skip
-    race.choices_file.write_text('{"smallest_difference": 0.1}')
-    write_race_report(race, [0, 1])
-    page, results = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
+@pytest.fixture
+def page_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that writes the report of folds, and returns its page."""
+
+    def write(folds: list[Fold]) -> str:
+        parts = [fold.outcomes for fold in folds]
+        monkeypatch.setattr(Report, "_fold", lambda _, number: folds[number])
+        monkeypatch.setattr(Report, "solved_only", lambda _: solved_only(parts, [0.5, 0.5], 4))
+        code = {"test 0": [{"commit": "c" * 40, "changed": ["lmeval_prune/x.py"]}]}
+        race = SimpleNamespace(
+            plan=SimpleNamespace(n=2, most=2, test_samples=4, seed=0, margin=0.02, max_gen_toks=30, task="other"), rivals=lambda _: {"b": ("second", Mix())},
+            note="A rehearsal.", limit=5, report_folder=tmp_path, choices_file=tmp_path / "choices.json", twins={}, code=code,
+            seconds={}, rates={},
+        )  # fmt: skip
+        race.choices_file.write_text('{"smallest_difference": 0.1}')
+        write_race_report(race, [0, 1])
+        return (tmp_path / "report.md").read_text()
+
+    return write
+
+
+def test_the_page_has_the_figures(folds: list[Fold], tmp_path: Path, page_of: Any) -> None:
+    page, results = page_of(folds), json.loads((tmp_path / "results.json").read_text())
     assert f"A rehearsal. Code: commit {'c' * 12} for test 0; with uncommitted changes in the stages test 0" in page
     assert "Not tested: over the 2 models, each with choices of its own" in page
     assert "which are scored as they stand: 0.0% (greedy, unpruned), 0.0% (sampled, unpruned), 50.0% (under v" in page

@@ -36,11 +36,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from sprint_race_costs import duration  # noqa: E402
-from sprint_race_folders import STAGES  # noqa: E402
+from sprint_race_folders import STAGES, LineParser  # noqa: E402
 from sprint_race_stages import Race  # noqa: E402
 
+from lmeval_prune import preflight  # noqa: E402
 from lmeval_prune.artefacts import write_text  # noqa: E402
-from lmeval_prune.errors import InputError  # noqa: E402
+from lmeval_prune.errors import InputError, check_exists  # noqa: E402
 from lmeval_prune.sprint import race  # noqa: E402
 from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
 from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
@@ -167,7 +168,7 @@ def print_estimate(model_race: ModelRace) -> None:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = LineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name or folder of the model")
     parser.add_argument(
         "--task", help="prune_math500 by default: a greedy task of this package that has a _pass16 task"
@@ -197,6 +198,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse a model, a task, a device or adapters that do not exist, before anything is read or made."""
+    try:
+        preflight.check({"pretrained": options.model, "task": options.task, "device": options.device})
+    except InputError as error:
+        raise InputError(str(error).replace("pretrained=", "--model=").replace("device=", "--device=")) from None
+    if options.adapters:
+        check_exists(options.adapters)
+
+
 def make_race(options: argparse.Namespace) -> ModelRace:
     """Make the race of a command line; `InputError` if a value is wrong."""
     plan = replace(PLAN, pretrained=options.model or "smollm2-135m", task=options.task)
@@ -224,9 +235,10 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command."""
     from lmeval_prune.plugin import registration
 
-    options = parse(words)
-    registration.register()
     try:
+        options = parse(words)
+        check(options)
+        registration.register()
         model_race = make_race(options)
         if options.estimate:
             print_estimate(model_race)

@@ -30,6 +30,7 @@ from sprint_race_stages import Race
 from lmeval_prune import preflight
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError
+from lmeval_prune.reporting.quiet import silence_libraries
 from lmeval_prune.sprint.registration import RacePlan
 
 OUTPUT = RESULTS.parent.parent / "docs/results/sprint_race"
@@ -75,6 +76,7 @@ def main() -> None:
         options = parse()
         torch.set_num_threads(options.threads)
         registration.register()
+        silence_libraries()
         work = Path(options.work or ("out/sprint_race_rehearsal" if options.limit else "out/sprint_race"))
         plan = RacePlan.read(options.plan)
         try:

@@ -42,6 +42,7 @@ from sprint_race_stages import Race  # noqa: E402
 from lmeval_prune import preflight  # noqa: E402
 from lmeval_prune.artefacts import write_text  # noqa: E402
 from lmeval_prune.errors import InputError, check_exists  # noqa: E402
+from lmeval_prune.reporting.quiet import silence_libraries  # noqa: E402
 from lmeval_prune.sprint import race  # noqa: E402
 from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
 from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
@@ -239,6 +240,7 @@ def main(words: Sequence[str] | None = None) -> None:
         options = parse(words)
         check(options)
         registration.register()
+        silence_libraries()
         model_race = make_race(options)
         if options.estimate:
             print_estimate(model_race)

@@ -18,14 +18,13 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
     from lmeval_prune.cards.hub import check_push, push
 
     check_push(push_to_hub)
-    from transformers.utils.logging import disable_progress_bar
-
     from lmeval_prune.distance.summary import cells
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
+    from lmeval_prune.reporting.quiet import silence_libraries
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    disable_progress_bar()
+    silence_libraries()
     try:
         note = recursion.distill(settings)
     except KeyboardInterrupt:

@@ -20,8 +20,10 @@ from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 def sweep(**options: Any) -> int:
     """Sweep a task: answer its questions under each variant of a pool, e.g. each pruned head of some layers."""
     settings = SweepOptions(**options)
+    from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.sweep import Sweep
 
+    silence_libraries()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune").setLevel(logging.INFO)
     try:
@@ -68,12 +70,13 @@ def fit(
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     method = settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.cards.hub import check_push, push
+    from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.router import FILES
 
     check_push(push_to_hub)
-
+    silence_libraries()
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
     _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
@@ -167,8 +170,10 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
             raise InputError(f"samples must be NAME=FILE, not {text!r}")
         pairs.append((name, path))
     settings = ReportOptions(samples=tuple(pairs), **options)
+    from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report
 
+    silence_libraries()
     page, left_out = write_report(settings)
     print(page)
     if left_out:

@@ -31,6 +31,7 @@ from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.preflight import outline
 from lmeval_prune.sprint import policies, race
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
@@ -166,14 +167,25 @@ class Race(Folders):
         if after > before:
             self.note_down("rates", [part, str(number)], noted(entry, before, after, seconds, len(attempts)))
 
+    def pool_size(self, number: int) -> int | None:
+        """Number of answers of the whole pool and all samples to a question; None if the model's heads are unknown."""
+        layers, plan = outline(str(self.model_args(number)["pretrained"])), self.plan
+        if not layers:
+            return None
+        sets = sum(int(each.partition("x")[2]) for each in plan.random_sets)
+        heads = len(plan.layers) * layers.attention[0].heads
+        return 1 + heads + sets + len(plan.variants) + len(plan.plans) + plan.draws * len(plan.temperatures)
+
     def sweep_cost(self, number: int, part: str, attempts: Attempts) -> str:
         """Time the answers to a few questions, which the sweep then has, and multiply by the number of questions."""
         if probe := dict(list(attempts.items())[: self.probe]):
-            tries = (
-                "the whole pool and all samples" if [] in probe.values() else f"{sum(map(len, probe.values()))} tries"
-            )
+            tries = f"{sum(map(len, probe.values()))} tries"
+            if [] in probe.values():
+                size = self.pool_size(number)
+                tries = "the whole pool and all samples" + (f", {len(probe) * size} answers" if size else "")
+            first = "first question is" if len(probe) == 1 else f"first {len(probe)} questions are"
             limit = f"up to {self.plan.max_gen_toks} tokens each"
-            print(f"the first {len(probe)} questions are answered by {tries}, {limit}, and timed", flush=True)
+            print(f"the {first} answered by {tries}, {limit}, and timed", flush=True)
             self.sweep(number, part, probe)
         entry = self.rates.get(part, {}).get(str(number))
         if not entry or not entry["answers"]:

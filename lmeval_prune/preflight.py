@@ -28,8 +28,12 @@ def check(options: Mapping[str, Any]) -> None:
         check_pruner(name)
     model = {**(options.get("model_args") or {}), **options}
     pretrained = model.get("pretrained")
-    for name in filter(None, [pretrained, model.get("teacher"), *(options.get("names") or ())]):
-        embedded.check_name(str(name), model if name == pretrained else {})
+    if pretrained:
+        embedded.check_name(str(pretrained), model)
+    for name in options.get("names") or ():
+        embedded.check_name(str(name))
+    if model.get("teacher"):
+        embedded.check_name(str(model["teacher"]), option="teacher")
     for heads in _values(options, "heads", "each"):
         if heads.endswith(".json"):
             check_exists(heads)

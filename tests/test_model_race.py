@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,28 @@ def test_a_work_folder_has_one_race(script: Any, tiny_splits: dict[str, list[str
     for changed, name in ((["--task", "prune_gsm8k"], "task"), (["--questions", "9,9"], "numbers")):
         with pytest.raises(SystemExit, match=rf"^race: [^\n]*another {name}; give --work another folder$"):
             script.main([*words, *changed])
+
+
+def test_an_estimate_says_first_how_much_it_answers(
+    script: Any, tiny_splits: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """One question under the whole pool: the unpruned model, 9 heads, 8 sets, 16 samples; then the cost at its rate."""
+    said: list[str] = []
+
+    def sweep(race: Any, number: int, part: str, attempts: dict[str, list[str]]) -> None:
+        said.append(capsys.readouterr().out)
+        assert (part, list(attempts.values())) == ("train", [[]])
+        race.rates["train"] = {"0": {"start": 0, "questions": 1, "made": 34, "answers": 34, "seconds": 68.0}}
+
+    layers = SimpleNamespace(attention=[SimpleNamespace(heads=9)])
+    monkeypatch.setattr("sprint_race_stages.outline", lambda _: layers)
+    monkeypatch.setattr(script.ModelRace, "sweep", sweep)
+    script.main(["--quick", "--device", "cpu", "--estimate", "--work", str(tmp_path / "work")])
+    line = (
+        "the first question is answered by the whole pool and all samples, 34 answers, up to 4 tokens each, and timed"
+    )
+    assert said == [f"{line}\n"]
+    assert "6 questions, about 7 min at the first ones' rate (34 answers took 68 s)" in capsys.readouterr().out
 
 
 def test_a_file_is_no_work_folder(script: Any, tmp_path: Path) -> None:

@@ -256,6 +256,12 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("demo --limit 0", "demo has no option 'limit'"),
         ("fit --outcomes a --output b --epochs 0", "--epochs=0 must be a whole number, at least 1"),
         ("prune --pretrained smollm2-135m --output b --method flapp", "--method='flapp' is not known"),
+        ("distill --pretrained smollm2-135m --output o --teacher ./gone", "--teacher=./gone: there is no such folder"),
+        (
+            "distill --pretrained smollm2-135m --output o --teacher no:name",
+            "cannot read the model teacher=no:name here: there is no such folder",
+        ),
+        ("distill --pretrained ./gone --output o", "--pretrained=./gone: there is no such folder"),
         ("grid run gone.yaml", "no such file: gone.yaml"),
         ("grid run --grid gone.yaml", "no such file: gone.yaml"),
         ("grid compare --folder=gone", "no such file: gone"),

@@ -155,11 +155,11 @@ class ModelRace(Race):
 
 
 def print_estimate(model_race: ModelRace) -> None:
-    """Answer a few choosing questions, and print the cost of the sweeps."""
+    """Answer one choosing question, and print the cost of the sweeps at its rate."""
     model_race.keep_settings()
     print(f"choosing: {model_race.sweep_cost(0, 'train', model_race.pool_tries(0))}")
     rate, plan = model_race.rates["train"]["0"], model_race.plan
-    per_answer = rate["seconds"] / rate["answers"]
+    per_answer = rate["seconds"] / max(rate["answers"], 1)
     sampled = sum("next@" in mix for mix in plan.mixes) * len(plan.orders) * plan.n * model_race.numbers[0]
     print(f"samples under variants: at most {sampled} answers, about {duration(sampled * per_answer)}")
     columns = 1 + plan.test_samples + plan.most + 2 * plan.n
@@ -226,6 +226,8 @@ def make_race(options: argparse.Namespace) -> ModelRace:
         settings |= {"dtype": "float32", "fewest": 20, "probe": 0}
     elif options.server:  # servers have an adapter for each pruned head alone
         plan = replace(plan, random_sets=())
+    if options.estimate:
+        settings |= {"probe": 1}  # a question under the whole pool: what a sweep does, but little of it
     name = Path(plan.pretrained).name.lower()
     work = Path(options.work or f"out/sprint_race_{name}{'_quick' if options.quick else ''}")
     settings |= {"server": options.server, "adapters": options.adapters, "numbers": counts}

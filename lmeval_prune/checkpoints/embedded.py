@@ -96,17 +96,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
 
-def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS, option: str = "pretrained") -> None:
     """Raise `InputError` if a name is no folder, no embedded model and no hub model; `options` as in `cached_file`.
 
-    Without this check transformers would search the model hub for half a minute.
+    `option` is the one that has the name, for messages. Without this check transformers would search the model
+    hub for half a minute.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
     if suggestion := closest_match(name, MODELS):
-        raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
+        raise InputError(f"{option}={name} is not known; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(f"pretrained={name}: there is no such folder{similar_path(name)}")
+        raise InputError(f"{option}={name}: there is no such folder{similar_path(name)}")
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -121,7 +122,8 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     except Exception as error:  # error types of the hub's HTTP client differ between versions
         why = f"the model hub cannot be reached ({first_line(error, 80)})"
     if why:
-        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}{similar_path(name)}")
+        named = name if option == "pretrained" else f"{option}={name}"
+        raise InputError(f"cannot read the model {named} here: there is no such folder, and {why}{similar_path(name)}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:

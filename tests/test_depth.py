@@ -15,6 +15,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
+from lmeval_prune.architectures.sublayer_names import block_names, compact_names
+from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
@@ -407,3 +409,29 @@ def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPat
         InputError, match="blocks cannot be left out of this seed_oss model: a SeedOssDecoderLayer without"
     ):
         plan.fit_to(map_model(model))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("L5", "L5"),
+        ("L6+L5+L9.attention+L7", "L5-7+L9.attention"),
+        ("L3.feed_forward+L3.attention+L4.feed_forward", "L3+L4.feed_forward"),
+        ("decoder.L1+encoder.L2+decoder.L2-3.attention", "decoder.L1+decoder.L2-3.attention+encoder.L2"),
+    ],
+)
+def test_compact_names_are_the_same_blocks(names: str, text: str) -> None:
+    assert compact_names(block_names(names)) == text
+
+    def blocks(several: str) -> set[tuple[str, int, str]]:
+        split = set()
+        for name in block_names(several):
+            label, _, kind = name.rpartition(".") if name[-1].isalpha() else (name, "", "")
+            first, _, last = label.partition("L")[2].partition("-")
+            for layer in range(int(first), int(last or first) + 1):
+                split |= {
+                    (label.partition("L")[0], layer, each) for each in ([kind] if kind else (ATTENTION, FEED_FORWARD))
+                }
+        return split
+
+    assert blocks(text) == blocks(names)

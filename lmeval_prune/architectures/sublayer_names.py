@@ -31,6 +31,31 @@ def block_names(blocks: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_normalised(name.strip()) for item in items for name in item.split("+")))
 
 
+def compact_names(blocks: Iterable[str]) -> str:
+    """Return normalised names of blocks as one text that `block_names` reads: `L5-7+L9.attention`.
+
+    Both blocks of a layer are the layer, and layers in a row are a range.
+    """
+    kinds: dict[tuple[str, int], set[str]] = {}
+    for match in filter(None, map(_NAME.fullmatch, blocks)):
+        first, last = _bounds(match["layers"])
+        for layer in range(first, last + 1):
+            both = {match["kind"]} if match["kind"] else {ATTENTION, FEED_FORWARD}
+            kinds.setdefault((match["stack"] or "", layer), set()).update(both)
+    runs: list[tuple[str, str, int, int]] = []
+    for (stack, layer), removed in sorted(kinds.items()):
+        for kind in [""] if len(removed) > 1 else removed:
+            previous = runs[-1] if runs else None
+            if previous and previous[:2] == (stack, kind) and previous[3] == layer - 1:
+                runs[-1] = (stack, kind, previous[2], layer)
+            else:
+                runs.append((stack, kind, layer, layer))
+    return "+".join(
+        f"{stack}{'.' * bool(stack)}L{first}{f'-{last}' * (last > first)}{'.' * bool(kind)}{kind}"
+        for stack, kind, first, last in runs
+    )
+
+
 def _normalised(name: str) -> str:
     match = _NAME.fullmatch(name)
     if not match:

@@ -18,6 +18,7 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
     from lmeval_prune.cards.hub import check_push, push
 
     check_push(push_to_hub)
+    from lmeval_prune.cards.command import without_folders
     from lmeval_prune.distance.summary import cells
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
@@ -36,13 +37,17 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
     for stage in note["stages"]:
         removed = stage["removed"]
         heads += removed["heads"]
-        summary = (
-            f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {total_heads} heads in all"
-        )
+        counts = {name: removed.get(name, 0) for name in ("heads", "channels", "blocks")}
+        named = [f"{count} {name}" for name, count in counts.items() if count] or ["nothing"]
+        whole = f" ({removed['layers']} whole layers)" if removed.get("layers") else ""
+        in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
+        summary = f"{', '.join(named)}{whole} removed{in_all}"
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
         if distance := stage.get("distance"):  # stages of earlier versions lack it
             shown = cells(distance)
-            print(f"  from the unpruned model: mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%")
+            print(
+                f"  from {without_folders(settings.pretrained)}: mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
+            )
     if settings.budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")

@@ -407,6 +407,7 @@ def _with_provenance(
 
 def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
     """Print the removed units, and say if rounding to whole units removes less than requested."""
+    from lmeval_prune.architectures.sublayer_names import compact_names
     from lmeval_prune.pruners.base import pruner_name
 
     report = plan.report(model_map)["plan"]
@@ -416,7 +417,7 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
     if "blocks_pruned" in report:
-        counts.append(f"{report['blocks_pruned']} of {report['blocks_total']} blocks")
+        counts.append(f"{report['blocks_pruned']} of {report['blocks_total']} blocks ({compact_names(plan.blocks)})")
         counts = [count for count in counts if not count.startswith("0 ")]
     parameters = plan.provenance.get("parameters")
     share = ""

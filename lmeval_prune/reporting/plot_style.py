@@ -102,6 +102,6 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]
             push = max(0.0, gap - heights[above] + heights[below]) / 2
             heights[above], heights[below] = min(heights[above] + push, 1.0), max(heights[below] - push, 0.0)
     for (x, y, name, style), height in zip(ordered, heights, strict=True):
-        axes.plot([x, right], [y, bottom + height * (top - bottom)], color=style["color"], lw=0.5, alpha=0.6)
+        axes.plot([x, right], [y, bottom + height * (top - bottom)], color=style["color"], lw=0.8, ls=(0, (1, 3)))
         axes.annotate(name, (1.0, height), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points",
                       va="center", fontsize=9, annotation_clip=False, **style)  # fmt: skip

@@ -45,9 +45,8 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
         if distance := stage.get("distance"):  # stages of earlier versions lack it
             shown = cells(distance)
-            print(
-                f"  from {without_folders(settings.pretrained)}: mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
-            )
+            text = f"mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
+            print(f"  from {without_folders(settings.pretrained)}: {text}")
     if settings.budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")

@@ -7,9 +7,20 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Interval
 
@@ -188,6 +199,38 @@ def required_fields(declaration: Any) -> list[str]:
     ]
 
 
+class Use(NamedTuple):
+    """Options that are read only under a condition.
+
+    Attributes:
+        when: the condition, as words that say what to give.
+        holds: called with the settings; True under the condition.
+        names: names of the options.
+    """
+
+    when: str
+    holds: Callable[[Any], bool]
+    names: tuple[str, ...]
+
+
+def check_used(settings: Any, uses: Iterable[Use], context: Any = None) -> None:
+    """Raise `InputError` for a setting that is not its default, and that nothing reads.
+
+    `context`: what the conditions are of; default: the settings.
+    """
+    for use in uses:
+        given = [name for name in use.names if is_given(settings, name)]
+        if given and not use.holds(settings if context is None else context):
+            raise InputError(f"{given[0]} is for {use.when}; give that, or leave out {given[0]}")
+
+
+def is_given(settings: Any, name: str) -> bool:
+    """Return whether a setting has another value than its default."""
+    (field,) = [each for each in fields(settings) if each.name == name]
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(settings, name) != default)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Base of frozen dataclasses whose values users write: each field is parsed by its type and bounds, or refused.
@@ -197,9 +240,12 @@ class Settings:
 
     Attributes:
         hashable: (class variable) fields that are compared are frozen, so that settings can be dictionary keys.
+        uses: (class variable) fields that are read only under conditions; others than their defaults are refused where
+            they are not read. Those of base classes count, too.
     """
 
     hashable: ClassVar[bool] = False
+    uses: ClassVar[tuple[Use, ...]] = ()
 
     @classmethod
     def label(cls, message: str) -> str:
@@ -216,6 +262,8 @@ class Settings:
             except InputError as error:
                 raise InputError(self.label(str(error))) from None
             object.__setattr__(self, field.name, value)
+        for each in kind.__mro__:
+            check_used(self, vars(each).get("uses", ()))
 
     @classmethod
     def setting_names(cls) -> list[str]:

@@ -201,12 +201,12 @@ def test_the_manifest_says_which_layers_are_left() -> None:
     [
         ({"layer_map": {"L5": "L0"}}, "layer_map: the student has no layer L5; it has L0 to L1"),
         ({"layer_map": {"L0": "L7"}}, "layer_map: the teacher has no layer L7; it has L0 to L1"),
-        ({"layer_map": {"L0": "L0"}, "hidden": False}, "layer_map names the layers of the hidden-state term"),
+        ({"layer_map": {"L0": "L0"}, "hidden": False}, "layer_map is for the hidden-state term"),
         ({"lora": {"rank": 3}}, r"lora: rank cannot be used here.*use r, lora_alpha"),
         ({"lora": {"r": 0}}, "lora: peft refuses"),
         ({"lora": {"r": 2, "target_modules": ["q_prjo"]}}, "has no module q_prjo; did you mean 'q_proj'"),
         ({"corpus": "nowhere/else"}, "corpus=nowhere/else is neither a file or folder nor a data set"),
-        ({"corpus_prompt": "question"}, "corpus_prompt describes a corpus; give corpus, too"),
+        ({"corpus_prompt": "question"}, "corpus_prompt is for a corpus; give that"),
         ({"task": None, "corpus": "x"}, "test is for the problems of a task"),
         ({"normalize": "all"}, "normalize='all' must be teacher or none"),
         ({"top_k_rest": "all"}, "top_k_rest='all' must be bucket or none"),
@@ -394,7 +394,8 @@ def test_a_corpus_beside_the_problems(options: DistillOptions, tmp_path: Path) -
 
 def test_a_corpus_alone(options: DistillOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Once upon a time there was a text of words. " * 20)
-    alone = replace(options, task=None, test=None, limit=None, corpus=str(tmp_path / "text.txt"), corpus_tokens=40)
+    of_task: dict[str, Any] = {"task": None, "test": None, "limit": None, "answer": "{}"}
+    alone = replace(options, **of_task, corpus=str(tmp_path / "text.txt"), corpus_tokens=40)
     examples = make_host(alone).examples()
     assert len(examples.validation) == round(0.25 * (len(examples.train) + len(examples.validation)))
     distill(alone)

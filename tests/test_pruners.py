@@ -59,7 +59,8 @@ def select(
     kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **settings: Any
 ) -> Labelled:
     """Return the heads or channels of each layer that a budget of heads or channels removes."""
-    budget = Budget((kind,), ratio, allocation, by_heads(**settings))
+    share = {"ratio" if kind == "heads" else "ffn_ratio": ratio}
+    budget = Budget((kind,), ratio, allocation, by_heads(**share, **settings))
     pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
     removed = removed_by(pools, allocate(pools, budget), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
@@ -553,7 +554,7 @@ def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
     [
         (lambda m: PruneOptions(1.0), "ratio=1.0"),
         (lambda m: PruneOptions(-0.1), "ratio=-0.1"),
-        (lambda m: PruneOptions(0.2, p_min=0.3), "p_min=0.3 must be at most the ratio, 0.2"),
+        (lambda m: PruneOptions(0.2, p_min=0.3, steps=2), "p_min=0.3 must be at most the ratio, 0.2"),
         (lambda m: PruneOptions(0.2, steps=0), "steps=0"),
         (lambda m: PruneOptions(0.2, growth=0), "growth=0"),
         (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth=nan"),
@@ -563,7 +564,7 @@ def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
         (lambda m: make_pruner("norm_entropi", {}), "did you mean 'norm_entropy'"),
         (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "'alfa'.*did you mean 'alpha'"),
         (lambda m: PruneOptions(ffn_ratio=0.3, p_min=0.9, steps=3), "p_min=0.9 must be at most the ratio, 0.3"),
-        (lambda m: PruneOptions(p_min=0.1), "p_min=0.1 must be at most the ratio, 0.0"),
+        (lambda m: PruneOptions(p_min=0.1, steps=2), "p_min=0.1 must be at most the ratio, 0.0"),
         (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
         (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "'alpha'; it has none"),
         (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),

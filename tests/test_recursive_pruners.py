@@ -73,7 +73,6 @@ def options(model_folder: str, tmp_path: Path) -> DistillOptions:
         budget="parameters",
         stages=2,
         epochs=0,
-        calibration=6,
         max_length=400,
         feature=False,
     )
@@ -186,7 +185,7 @@ def test_stages_compose_blocks_heads_and_channels(options: DistillOptions) -> No
     assert [each["options"]["depth_method"] for each in made] == ["random"] * 2
     removable = made[0]["parameters"]["removable"]
     assert sum(each["parameters"]["removed"] for each in made) >= 0.7 * removable - 2
-    with pytest.raises(InputError, match="depth_method=random scores the blocks of a composition"):
+    with pytest.raises(InputError, match="depth_method is for --allocation composition"):
         replace(options, depth_method="random")
 
 
@@ -225,6 +224,7 @@ def test_stages_read_answers_of_the_model_that_is_to_give_them(options: DistillO
         regenerate=regenerate,
         stages=3,
         prompts_count=False,
+        calibration=6,
     )
     distill(options)
     texts = made_texts(options)
@@ -236,7 +236,7 @@ def test_stages_read_answers_of_the_model_that_is_to_give_them(options: DistillO
 
 
 def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> None:
-    options = replace(options, calibrate_on="own", max_gen_toks=10)
+    options = replace(options, calibrate_on="own", max_gen_toks=10, calibration=6)
     host: Any = make_host(options)
     examples, model = host.examples(), host.read(options.pretrained)
     text = host.calibration(examples, model, None)

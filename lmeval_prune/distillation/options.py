@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne, Use
+
+CORPUS = ("corpus_field", "corpus_prompt", "corpus_options", "corpus_texts", "corpus_tokens")
+PROBLEMS = ("train", "test", "answer", "answer_field", "limit")
+ANSWERS = ("samples", "sample_temperature", "max_gen_toks", "responses")
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,40 @@ class DistillOptions(Settings):
         data_dir: folder with the data file (default: LMEVAL_PRUNE_DATA, or the public source if it is not set)
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use("a corpus", lambda own: bool(own.corpus), CORPUS),
+        Use("a corpus without corpus_prompt", lambda own: not own.corpus_prompt, ("corpus_tokens",)),
+        Use("the problems of a task", lambda own: own.task or not own.corpus, PROBLEMS),
+        Use(
+            "problems with answers (a task, or corpus_prompt)",
+            lambda own: own.task or own.corpus_prompt or not own.corpus,
+            ("chat", "max_length"),
+        ),
+        Use("several stages", lambda own: own.stages > 1, ("p_min", "growth")),
+        Use("ffn_method", lambda own: bool(own.ffn_method), ("ffn_options",)),
+        Use("channels (ffn_ratio, or parts=both)", lambda own: own.removes_channels, ("ffn_method",)),
+        Use("calibrate_on=own", lambda own: own.calibrate_on == "own", ("prompts_count", "regenerate")),
+        Use("several stages", lambda own: own.stages > 1, ("regenerate",)),
+        Use("train_on=teacher", lambda own: own.train_on == "teacher", ("keep_answers", "unsolved", "answer_metric")),
+        Use("calibrate_on=own or train_on=teacher", lambda own: own.asks_models, ANSWERS),
+        Use("a distill_weight above 0", lambda own: own.distill_weight > 0, ("hidden",)),
+        Use("the response term", lambda own: own.distill_weight > 0 and own.response, ("top_k", "temperature")),
+        Use("top_k", lambda own: own.top_k > 0, ("top_k_rest",)),
+        Use("the feature term", lambda own: own.uses_attention_maps, ("feature_weight",)),
+        Use("the hidden-state term (hidden=true)", lambda own: own.uses_hidden_states, ("hidden_weight", "layer_map")),
+        Use(
+            "the feature or the hidden-state term",
+            lambda own: own.uses_attention_maps or own.uses_hidden_states,
+            ("normalize",),
+        ),
+        Use(
+            "a term that needs a teacher, or train_on=teacher",
+            lambda own: own.uses_teacher or own.train_on == "teacher",
+            ("teacher",),
+        ),
+        Use("a term that needs a teacher", lambda own: own.uses_teacher, ("teachers",)),
+        Use("a term that needs a teacher", lambda own: own.uses_teacher or not own.distill_weight, ("distill_weight",)),
+    )
     pretrained: str
     output: str
     teacher: str | None = None
@@ -199,7 +237,7 @@ class DistillOptions(Settings):
         if self.unit is None and self.budget == "heads":
             object.__setattr__(self, "unit", "head")
         self.pruning()
-        self._check_answers()
+        check_samples(self.samples, self.sample_temperature)
         if self.test in self.train:
             raise InputError(f"test={self.test} is also a training split; leave it out of train")
         if not (self.uses_teacher or self.task_weight):
@@ -208,40 +246,16 @@ class DistillOptions(Settings):
             raise InputError("patience needs a validation split; give validation")
         if "{}" not in self.answer:
             raise InputError("answer must contain {}, which is replaced by the target")
-        self._check_sources()
-        if self.layer_map and not self.hidden:
-            raise InputError("layer_map names the layers of the hidden-state term; give hidden=true, too")
-        if self.ffn_options and not self.ffn_method:
-            raise InputError("ffn_options need ffn_method; give both")
-
-    def _check_answers(self) -> None:
-        """Raise an `InputError` for options of generated answers that are not used, or ask for equal ones."""
-        check_samples(self.samples, self.sample_temperature)
-        uses = {
-            "calibrate_on=own": ("prompts_count", "regenerate"),
-            "train_on=teacher": ("keep_answers", "unsolved", "answer_metric"),
-            "calibrate_on=own or train_on=teacher": ("samples", "sample_temperature", "max_gen_toks", "responses"),
-        }
-        used = {"calibrate_on=own": self.calibrate_on == "own", "train_on=teacher": self.train_on == "teacher"}
-        for use, names in uses.items():
-            for name in names:
-                if getattr(self, name) != getattr(type(self), name) and not used.get(use, self.asks_models):
-                    raise InputError(f"{name} is for {use}; give that, or leave out {name}")
 
     @property
     def asks_models(self) -> bool:
         """Whether models answer training problems."""
         return self.calibrate_on == "own" or self.train_on == "teacher"
 
-    def _check_sources(self) -> None:
-        """Raise an `InputError` for options of a source of training text that is not given."""
-        for name in ("corpus_prompt", "corpus_options"):
-            if getattr(self, name) and not self.corpus:
-                raise InputError(f"{name} describes a corpus; give corpus, too")
-        if self.corpus and not self.task:
-            for name in ("train", "test", "answer_field", "limit"):
-                if getattr(self, name):
-                    raise InputError(f"{name} is for the problems of a task; give task, too, or leave {name} out")
+    @property
+    def removes_channels(self) -> bool:
+        """Whether channels are removed."""
+        return self.ffn_ratio > 0 if self.budget == "heads" else self.parts in (None, "both", "channels")
 
     @property
     def uses_teacher(self) -> bool:
@@ -262,4 +276,6 @@ class DistillOptions(Settings):
         """Return the pruner's options; each stage is one step of its schedule."""
         names = {each.name for each in fields(PruneOptions)} & {each.name for each in fields(self)}
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.budget == "heads" and self.unit == "head":
+            shared["unit"] = None  # it is the default, also where no heads are removed
         return PruneOptions(**{**shared, "steps": self.stages})

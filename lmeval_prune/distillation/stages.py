@@ -20,7 +20,9 @@ from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
+from lmeval_prune.pruners.scoring import kinds_read_for
 from lmeval_prune.pruners.sequential import count_removed
+from lmeval_prune.settings import Use, check_used
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 
@@ -37,6 +39,9 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             )
     within = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
     check_methods(head_pruner, channel_pruner, model_map, within, True)
+    reads_text = bool(kinds_read_for(within, head_pruner, channel_pruner, {})) or within.compensation != "none"
+    reading = Use("a method or compensation that reads text", lambda _: reads_text, ("calibration", "calibrate_on"))
+    check_used(options, [reading])
     pruning = replace(within, steps=pruning.steps, p_min=pruning.p_min, growth=pruning.growth)
     check_cuttable(model_map, HEADS in pruning.kinds)
     if HEADS in pruning.kinds and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):

@@ -10,7 +10,7 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
 
@@ -47,7 +47,7 @@ def importance(
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    text_options = TextOptions(**calibration_options)
+    text_options = ScoringOptions(**calibration_options)
     _check_paths(output, text_options)  # before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
@@ -162,6 +162,8 @@ def prune(
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
+    if ffn_method and "channels" not in pruning.kinds:
+        raise InputError("ffn_method scores channels, and none are removed; leave it out, or give --parts both")
     stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
@@ -261,13 +263,14 @@ def _calibration(
     is_used: bool,
     scores: str | None = None,
 ) -> Any:
-    """Return the source of the calibration text if it is used; with stored scores, refuse a text nothing would read."""
+    """Return the source of the calibration text if it is used; refuse a text that nothing would read."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder
 
     if not is_used:
-        if scores and text_options.has_text:
-            raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
+        if text_options.has_text:
+            reason = f"the scores are those of {scores}" if scores else "the method needs none"
+            raise InputError(f"{reason}, and no text is read; leave out --task and --text")
         return None
     tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
     if tokenizer is None:
@@ -368,14 +371,9 @@ def _stored_scores(scored_plan: Any, path: str | None, pruning: PruneOptions, ff
 
 def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, stored: Mapping[str, Any]) -> list[str]:
     """Return what the calibration text is read for, as keys of the plan's provenance."""
-    from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, scored_kinds
+    from lmeval_prune.pruners.scoring import kinds_read_for
 
-    pruners = pruners_by_kind(pruner, channel_pruner, pruning)
-    reading = [
-        kind
-        for kind in scored_kinds(pruning)
-        if pruners.get(kind, pruner).reads_text and not has_scores_of(stored, kind)
-    ]
+    reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
     names = {"heads": "calibration", "channels": "ffn_calibration"}
     uses = list(dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading))
     return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne, Use
 
 T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
@@ -66,6 +66,12 @@ class PruneOptions(Settings):
         damping: for least squares, number added to the diagonal of the covariance, divided by the diagonal's mean
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use("several --steps", lambda own: own.steps > 1, ("p_min", "growth")),
+        Use("--allocation composition", lambda own: own.allocation == "composition", ("depth_method",)),
+        Use("--budget parameters", lambda own: own.budget != "heads", ("parts", "skip_first", "skip_last")),
+        Use("channels (--ffn_ratio)", lambda own: own.budget != "heads" or own.ffn_ratio > 0, ("ffn_multiple",)),
+    )
     ratio: ShareBelowOne = 0.0
     unit: Unit | None = None
     ffn_ratio: ShareBelowOne = 0.0
@@ -96,11 +102,6 @@ class PruneOptions(Settings):
             )
         if self.budget == "latency" and self.allocation != "composition":
             raise InputError("a budget of latency is met by --allocation composition; give it")
-        if self.depth_method != type(self).depth_method and self.allocation != "composition":
-            raise InputError(
-                f"depth_method={self.depth_method} scores the blocks of a composition; give --allocation composition, "
-                f"or leave it out (--method scores whole layers and blocks)"
-            )
         by_parameters = ("joint", "standardised", "log", "flap_reference", "composition")
         if self.budget == "heads" and self.allocation in by_parameters:
             raise InputError(
@@ -178,6 +179,10 @@ def check_samples(samples: int, temperature: float) -> None:
         raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
 
 
+OWN = tuple(each.name for each in fields(AnswerOptions) if each.name != "calibrate_on")  # options of own answers
+READING = ("windows", "tokens", "batch", "seed", "apply_chat_template", "add_bos_token")  # options of any text
+
+
 @dataclass(frozen=True)
 class TextOptions(AnswerOptions):
     """Options of calibration text.
@@ -194,6 +199,10 @@ class TextOptions(AnswerOptions):
         add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use("--calibrate_on own", lambda own: own.calibrate_on == "own", OWN),
+        Use("a calibration text (--task or --text)", lambda own: own.has_text or own.calibrate_on == "own", READING),
+    )
     task: str | None = None
     text: str | None = None
     windows: Count = 64
@@ -209,8 +218,6 @@ class TextOptions(AnswerOptions):
             raise InputError("give the calibration text by --task or by --text, not both")
         if self.calibrate_on == "own":
             self._check_own()
-        elif changed := [name for name in OWN if getattr(self, name) != getattr(type(self), name)]:
-            raise InputError(f"{changed[0]} is for own answers; add --calibrate_on own, or leave out {changed[0]}")
 
     def _check_own(self) -> None:
         if not self.task:
@@ -229,12 +236,18 @@ class TextOptions(AnswerOptions):
         return self.tokens or WINDOW
 
 
-OWN = tuple(each.name for each in fields(AnswerOptions) if each.name != "calibrate_on")  # options of own answers
+@dataclass(frozen=True)
+class ScoringOptions(TextOptions):
+    """Options of the calibration text of scores."""
+
+    uses: ClassVar[tuple[Use, ...]] = (Use("the steps of `prune`", lambda _: False, ("regenerate",)),)
 
 
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
+
+    uses: ClassVar[tuple[Use, ...]] = (Use("several --steps", lambda own: own.steps > 1, ("regenerate",)),)
 
 
 def pick(base: type[T], settings: Any) -> T:

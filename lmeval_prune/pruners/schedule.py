@@ -41,6 +41,7 @@ from lmeval_prune.pruners.sequential import (
     count_removed,
     make_plan,
 )
+from lmeval_prune.settings import Use, check_used
 
 Progress = Callable[[str], None]
 Renew = Callable[[int], CalibrationText | None]
@@ -255,13 +256,13 @@ def resolve_options(
     options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
 ) -> PruneOptions:
     """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
-    channel_pruner = channel_pruner or pruner
+    channel_pruner, given = channel_pruner or pruner, options
     counts_parameters = options.budget != "heads"
     parts: Any = _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts
     options = replace(options, parts=parts)
     has_depth = not {*options.kinds} <= {*KINDS}
     defaults: dict[str, Any] = {
-        "unit": options.unit or _default_unit(model_map, options.budget),
+        "unit": options.unit or (_default_unit(model_map, options.budget) if HEADS in options.kinds else None),
         "allocation": options.allocation or (pruner.allocation if counts_parameters else None),
         "compensation": options.compensation or pruner.compensates,
     }
@@ -269,7 +270,31 @@ def resolve_options(
         defaults |= {"allocation": options.allocation or "global", "compensation": options.compensation or "none"}
     options = replace(options, **defaults)
     _check_options(options, pruner, channel_pruner, model_map)
+    check_used(given, _USES, (options, pruner))
     return options
+
+
+# conditions on resolved options and the pruner of heads
+_USES = (
+    Use("heads", lambda resolved: HEADS in resolved[0].kinds, ("unit",)),
+    Use(
+        "heads, or channels within --budget parameters",
+        lambda resolved: _may_empty(resolved[0]),
+        ("allow_empty_layer",),
+    ),
+    Use("--allocation log", lambda resolved: resolved[0].allocation == "log", ("log_start",)),
+    Use("--compensation least_squares", lambda resolved: _is_damped(*resolved), ("damping",)),
+)
+
+
+def _may_empty(options: PruneOptions) -> bool:
+    """Return whether a layer may lose all heads or channels, if that is allowed."""
+    kinds = {HEADS} if options.budget == "heads" else {*KINDS}
+    return bool(kinds & {*options.kinds}) and options.allocation != COMPOSITION
+
+
+def _is_damped(options: PruneOptions, pruner: Pruner) -> bool:
+    return options.compensation == "least_squares" or (isinstance(pruner, SequentialPruner) and pruner.needs_second)
 
 
 def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> None:
@@ -296,9 +321,6 @@ def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
 
 
 def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
-    for name, default in (("parts", None), ("skip_first", 0), ("skip_last", 0)):
-        if getattr(options, name) != default:
-            raise InputError(f"{name} is for --budget parameters; give that budget, or leave out {name}")
     if isinstance(pruners[0], SequentialPruner):
         raise InputError(
             f"{pruner_name(pruners[0])} counts parameters; give --budget parameters, or leave out --budget"
@@ -408,7 +430,7 @@ def _removes_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options:
     """Return whether the shares amount to at least one unit with some scores; a composition removes any share."""
     if options.allocation == COMPOSITION:
         return True
-    return any(next(smallest_removal(model_map, replace(options, steps=1, p_min=0.0), pruners)).values())
+    return any(next(smallest_removal(model_map, replace(options, steps=1, p_min=0.0, growth=1.0), pruners)).values())
 
 
 def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:

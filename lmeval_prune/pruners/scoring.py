@@ -34,6 +34,15 @@ def pruners_by_kind(pruner: Pruner, channel_pruner: Pruner, options: PruneOption
     return pruners | dict.fromkeys(BLOCKS.values(), make_pruner(options.depth_method, {}))
 
 
+def kinds_read_for(
+    options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, stored: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the kinds of parts that resolved options read a text for, as they have no stored scores."""
+    pruners = pruners_by_kind(pruner, channel_pruner, options)
+    kinds = scored_kinds(options)
+    return [kind for kind in kinds if pruners.get(kind, pruner).reads_text and not has_scores_of(stored, kind)]
+
+
 def score(
     pruners: Mapping[str, Pruner],
     model_map: ModelMap,

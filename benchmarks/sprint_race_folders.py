@@ -146,12 +146,12 @@ class Folders:
         if self.limit:
             texts = tested if part == "test" else choosers
             return random.Random(self.plan.seed).sample(texts, min(self.limit, len(texts)))
-        in_both = [text for text in choosers if text in set(tested)]
-        shuffled = random.Random(self.plan.seed).sample(in_both, len(in_both))
-        drawn = set(shuffled[number :: len(self.plan.folds)])
+        both = set(tested) & set(choosers)
+        in_both = [text for text in choosers if text in both]
+        drawn = set(random.Random(self.plan.seed).sample(in_both, len(in_both))[number :: len(self.plan.folds)])
         if part == "test":
             return [text for text in tested if text not in drawn]
-        return [text for text in choosers if text in drawn or text not in set(in_both)]
+        return [text for text in choosers if text in drawn or text not in both]
 
     def kept(self, split: str) -> list[str]:
         """The questions of a split without those that are left out."""
@@ -161,10 +161,33 @@ class Folders:
     def twins(self) -> dict[str, str]:
         """Questions that are left out, each with its twin."""
         splits = dict.fromkeys(split for fold in self.plan.folds for split in fold.values())
-        rows = list({row["question"]: row for split in splits for row in data.load(DATA, split)}.values())
+        rows = list({(x["fold"], x["question"]): x for split in splits for x in data.load(DATA, split)}.values())
         texts = [row["question"] for row in rows]
         pairs = race.near_duplicates(texts, [row["fold"] for row in rows], self.plan.twins)
         return {texts[i]: texts[j] for i, j in pairs.items()}
+
+    def check_folds(self) -> None:
+        """Refuse a plan by which a model knows questions that choose or are tested, or a question is tested twice."""
+        tested: dict[str, int] = {}
+        for number, fold in enumerate(self.plan.folds):
+            if "finetune" not in fold:
+                raise InputError(f"folds: number {number} has no finetune; name the splits that its model is tuned on")
+            trained = {*data.load(DATA, fold["finetune"])["question"]}
+            for part, name in (("train", "choosing"), ("test", "test")):
+                texts = self.texts(number, part)
+                if not texts:
+                    raise InputError(f"folds: number {number} has no {name} question left; give {name} another split")
+                if common := trained & set(texts):
+                    raise InputError(
+                        f"folds: number {number} is fine-tuned on {len(common)} of its {name} questions; leave "
+                        f"{fold[name]} out of {fold['finetune']}"
+                    )
+            if twice := [tested[text] for text in texts if text in tested]:
+                raise InputError(
+                    f"folds: {len(twice)} test questions of number {number} are also of number {twice[0]}; test each "
+                    f"by one model"
+                )
+            tested |= dict.fromkeys(texts, number)
 
     def counts(self, folds: Sequence[int]) -> dict[str, int]:
         """Numbers of problems of all fine-tunes, and of questions of each sweep."""

@@ -8,6 +8,7 @@ a router embeds, and `target`, the final answer as text.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -243,21 +244,36 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
         raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
     data = DATA[name]
     parts = [_selected(name, data, part, data_dir) for part in split_parts(split)]
-    seen: set[str] = set()
-    for part, documents in zip(split_parts(split), parts, strict=True):
-        keys = {json.dumps(row, sort_keys=True) for row in documents}
-        if len(parts) > 1 and (repeated := len(keys & seen)):
-            raise InputError(f"{name}: split {part} has {repeated} rows of the splits before it in {split}")
-        seen |= keys
-    return datasets.Dataset.from_list([row for documents in parts for row in documents])
+    for first, second in itertools.combinations(parts, 2):
+        if repeated := first.overlap(second):
+            rows = f"{repeated} row{'s' if repeated > 1 else ''}"
+            raise InputError(f"{name}: {second.instruction} has {rows} of {first.instruction}, which {split} has, too")
+    return datasets.Dataset.from_list([row for part in parts for row in part.documents])
 
 
-def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> list[Row]:
+@dataclass(frozen=True)
+class _Part:
+    """Documents of a split, or of a slice of it, with their positions in the split."""
+
+    instruction: str
+    split: str
+    positions: range
+    documents: list[Row]
+
+    def overlap(self, other: _Part) -> int:
+        """Count the documents in both: those at the same position of one split, or equal ones of two splits."""
+        if self.split == other.split:
+            return len(set(self.positions) & set(other.positions))
+        return sum(row in self.documents for row in other.documents)
+
+
+def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> _Part:
     """Return the documents of a split, or of a slice of it such as `fold0[:50%]`."""
     [split] = split_names(instruction)
     if split not in data.splits:
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
     documents = _all_documents(name, data, split, folder)
+    positions = range(len(documents))
     if instruction != split:
         try:
             [part] = datasets.ReadInstruction.from_spec(instruction).to_absolute({split: len(documents)})
@@ -266,10 +282,11 @@ def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathL
                 f"data set {name}: {instruction!r} is no slice of a split ({first_line(error)}); write, e.g., "
                 f"{split}[:50%] or {split}[100:200]"
             ) from None
+        positions = range(part.from_, part.to)
         documents = documents[part.from_ : part.to]
     if not documents:
         raise InputError(f"{name}: {data.files.get(split, data.files.get('all'))} has no rows for split {instruction}")
-    return documents
+    return _Part(instruction, split, positions, documents)
 
 
 def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> list[Row]:

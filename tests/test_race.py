@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from scipy import stats
 from sprint_race import rehearsal
 from sprint_race_costs import estimate, noted, seconds_a_question
@@ -238,6 +239,45 @@ def test_the_folds_of_asdiv_a_have_few_twins(
     trial = Race(rehearsal(whole_race.plan, 12), PLAN, tmp_path, "cpu", 12)
     assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in folds)  # a rehearsal asks no test question
     assert all(len(trial.texts(k, part)) == 12 for k in folds for part in ("train", "test"))
+
+
+@pytest.mark.parametrize(
+    ("fold", "message"),
+    [
+        ({"choosing": "fold1", "test": "fold2"}, "number 0 has no finetune"),
+        ({"finetune": "fold0", "choosing": "fold0", "test": "fold1"}, "on [0-9]+ of its choosing questions"),
+        ({"finetune": "fold0", "choosing": "fold1", "test": "fold0[:5]+fold2"}, "on 5 of its test questions"),
+        ({"finetune": "fold0", "choosing": "fold1", "test": "fold1"}, "number 0 has no test question left"),
+        ({"finetune": "fold0", "choosing": "fold1", "test": "fold4+fold2"}, "of number 1 are also of number 0"),
+    ],
+)
+def test_plans_by_which_models_know_questions_are_refused(
+    fold: dict[str, str], message: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
+    monkeypatch.setattr(Race, "twins", {})
+    plan = RacePlan.read(PLAN)
+    Race(plan, PLAN, tmp_path, "cpu").check_folds()
+    other = {"finetune": "fold0", "choosing": "fold1", "test": "fold2"}
+    folds = (fold,) if fold["test"] != "fold4+fold2" else (fold, other)
+    with pytest.raises(InputError, match=message) as error:
+        Race(replace(plan, folds=folds), PLAN, tmp_path, "cpu").check_folds()
+    assert "\n" not in str(error.value)
+
+
+def test_a_question_of_two_folds_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    same = "Mia has 3 red cups and buys 4 blue ones. How many cups does she have?"
+    rows = {
+        "a": [
+            {"question": same, "fold": 0},
+            {"question": "A bus drives 7 miles a day for 9 days. How far?", "fold": 0},
+        ],
+        "b": [{"question": "Tom sold 12 of his 30 stamps to Ann yesterday. How many remain?", "fold": 1}],
+        "c": [{"question": same, "fold": 2}],
+    }
+    monkeypatch.setattr("sprint_race_folders.data.load", lambda _, split: Dataset.from_list(rows[split]))
+    plan = replace(RacePlan.read(PLAN), folds=({"finetune": "a", "choosing": "b", "test": "c"},))
+    assert set(Race(plan, PLAN, tmp_path, "cpu").twins) == {same}
 
 
 # --------------------------------------------------------------------------- tests

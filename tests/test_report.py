@@ -320,6 +320,16 @@ def test_what_is_known_of_a_partial_store_is_reported(
     assert all(name in page for name in kept)
 
 
+def test_a_temperature_without_enough_samples_is_said_to_be_left_out(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "test", 0, 30, 2, pool=(*POOL, *(f"dense@0.6#{draw}" for draw in range(3))))
+    forget(tmp_path / "test", lambda number, attempt: attempt in ("dense@0.6#1", "dense@0.6#2") and number > 9)
+    assert (
+        main(["report", "sprint", "--test", str(tmp_path / "test"), "--n", "2", "--output", str(tmp_path / "o")]) == 0
+    )
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert "'sampling, T = 0.6'" in line
+
+
 def test_a_router_is_reported_by_the_tries_that_are_known(tmp_path: Path) -> None:
     """As of a race, whose store has the chosen mix of the router's order, and lacks columns of its pool."""
     write(tmp_path / "train", 100, 80, 1)

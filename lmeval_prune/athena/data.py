@@ -60,7 +60,7 @@ class ProblemSplit:
         """Load the training splits and draw the validation split; `InputError` if too few problems remain."""
         test = load(options.data, options.test, options.data_dir)
         names = options.train or other_folds(options.data, options.test)
-        rows = [row for name in names for row in load(options.data, name, options.data_dir)]
+        rows = list(load(options.data, "+".join(names), options.data_dir))
         rows, repeated = drop_test_questions(rows, test, ", ".join(names), options.test)
         if options.limit is not None:
             rows = random.Random(options.seed).sample(rows, min(options.limit, len(rows)))

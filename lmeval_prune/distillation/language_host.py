@@ -186,7 +186,7 @@ class LanguageHost(Host):
         splits = self.options.train or (("train",) if "train" in DATA[data].splits else other_folds(data, test))
         if test in splits:
             raise InputError(f"test={test} is also a training split; leave it out of train")
-        rows = [dict(row) for split in splits for row in load(data, split, folder)]
+        rows = [dict(row) for row in load(data, "+".join(splits), folder)]
         sources = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
         datasets = tuple(dict.fromkeys(source.id for source in sources if source))
         return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits), datasets)

@@ -49,7 +49,8 @@ class BlockKl(DepthPruner):
         """Average over the text; see `Pruner.depth_scores`.
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
-        one batch: layers · tokens of the batch · width numbers.
+        one batch: layers · tokens of the batch · width numbers. Beside them stand three tensors of counted tokens ·
+        vocabulary numbers in float32, which are larger for models with a large vocabulary.
         """
         model, text, sums, count = model_map.model, self.require_text(text), sums or Sums(), 0
         before = make_plan(earlier.removed, True, compensation=earlier.compensation)
@@ -60,7 +61,6 @@ class BlockKl(DepthPruner):
                 continue
             with torch.no_grad():
                 dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
-                shares = dense.exp()
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)

@@ -147,13 +147,10 @@ class Samples:
 
 
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
-    """Return the temperatures at which each question has at least so many known samples of the unpruned model."""
-    columns: dict[float, list[int]] = {}
-    for column, attempt in enumerate(map(Attempt.named, outcomes.pool)):
-        if attempt.is_sampled and attempt.variant == DENSE:
-            columns.setdefault(attempt.temperature, []).append(column)
-    known = outcomes.observed
-    return sorted(t for t, chosen in columns.items() if known[:, chosen].sum(1).min() >= least)
+    """Return the temperatures of at least so many samples of the unpruned model; a question may lack some of them."""
+    attempts = map(Attempt.named, outcomes.pool)
+    counts = Counter(each.temperature for each in attempts if each.is_sampled and each.variant == DENSE)
+    return sorted(temperature for temperature, count in counts.items() if count >= least)
 
 
 def tries_of(policy: Policy, outcomes: Outcomes, n: int, mix: Mix | None = None) -> list[list[Attempt]]:

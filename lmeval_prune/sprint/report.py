@@ -290,7 +290,7 @@ def _curves(
 def _check_asked(entries: Sequence[Entry], missing: Mapping[str, str]) -> None:
     """Refuse a router, and a mix, of which no policy's tries are known."""
     groups = {"--router": [each.name for each in entries if each.name.startswith(ROUTER)]}
-    for mix in dict.fromkeys(each.mix for each in entries if each.mix != Mix()):
+    for mix in dict.fromkeys(each.mix for each in entries if each.mix.uses_order and each.mix != Mix()):
         groups[f"--mixes {mix}"] = [each.name for each in entries if each.mix == mix]
     for option, names in groups.items():
         if names and all(name in missing for name in names):

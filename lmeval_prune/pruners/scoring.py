@@ -70,7 +70,7 @@ def score(
         if known:
             scores = Scores(*known)
         else:
-            sums = store.sums(name) if store and pruner.depth_only else None
+            sums = store.sums(name) if store and {*together} <= {*DEPTH_KINDS} else None
             scores = _computed(pruner, model_map, together, text, removed, earlier, sums)
             if store:
                 store.save(name, scores.values, scores.means)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 # by logger, the beginnings or parts of messages that are meant for who writes tasks, or repeat what the user typed
@@ -27,7 +28,7 @@ def silence_libraries() -> None:
     """Silence the bars of loading weights, hints of lm-eval, and warnings of deprecation; bars of downloads stay."""
     for name in HINTS:
         logging.getLogger(name).addFilter(_FILTER)  # the same one once, however often this is called
-    for category in (DeprecationWarning, FutureWarning):
+    for category in () if sys.warnoptions else (DeprecationWarning, FutureWarning):  # -W is the user's choice
         warnings.simplefilter("ignore", category)
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar

@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, wi
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.pruners.base import PRUNERS
+from lmeval_prune.pruners.base import PRUNERS, pruner_class
 from lmeval_prune.surgery.cut import cut_to
 from tests.tiny_models import ALL, output, tiny, tokens
 
@@ -323,10 +323,17 @@ def broken_folder(tiny_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
+TEXTLESS = ("global_threshold", "magnitude", "random")  # a text that nothing reads is refused
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"prune --ratio 0.5 --output p.json --text t --method {name}" for name in PRUNERS if name != "sweep"),
+        *(
+            f"prune --ratio 0.5 --output p.json --method {name}{'' if name in TEXTLESS else ' --text t'}"
+            for name in PRUNERS
+            if name != "sweep"
+        ),
         "importance --method magnitude --output p.json",
         "mask --heads L0H0 --output p.json",
         "cut --plan plan.json --output c",
@@ -603,9 +610,11 @@ def test_a_classifier_is_scored_by_every_method_or_refused(
     Path("t").write_text("some words of a text that is read for calibration " * 40)
     build("llama", "LlamaForSequenceClassification", vocab_size=259, pad_token_id=pad).save_pretrained("m")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained("m")
-    text = ["--text", "t", "--windows", "3", "--tokens", "16", "--unit", "group"]
+    text = ["--text", "t", "--windows", "3", "--tokens", "16"]
     for name in PRUNERS:
-        words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name, *text]
+        words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name]
+        words += [] if name in TEXTLESS else text
+        words += [] if pruner_class(name).depth_only else ["--unit", "group"]
         if name in ("llm_pruner", "gisp", "block_kl"):
             assert "causal language model" in refused(capsys, *words)
         elif name == "sweep":

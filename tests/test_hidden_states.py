@@ -128,7 +128,7 @@ def test_a_routed_run_and_a_report_order_as_the_store_says(
     assert [heads for *_, heads in samples.values()] == [order[:4] for order in expected]
     assert results["config"]["pruning"]["router"]["encoder"] == LAST_HIDDEN_STATE
     options = {"router": str(router), "n": 2, "shortlist": 2}
-    assert write_report(ReportOptions(str(store), str(tmp_path / "report"), **options)).is_file()
+    assert write_report(ReportOptions(str(store), str(tmp_path / "report"), **options))[0].is_file()
 
 
 def test_unsuitable_stores_models_and_tasks_are_refused(

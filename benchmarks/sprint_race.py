@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from _record import RESULTS, environment
 from sprint_race_costs import estimate
-from sprint_race_folders import PROBE, STAGES, LineParser
+from sprint_race_folders import STAGES, LineParser
 from sprint_race_stages import Race
 
 from lmeval_prune import preflight
@@ -90,10 +90,10 @@ def main() -> None:
         if options.estimate:
             print(json.dumps(estimate(plan, read_json(options.rates), whole.counts(range(len(plan.folds)))), indent=1))
             return
-        settings = rehearsal(plan, options.limit) if options.limit else plan
-        race = Race(
-            settings, Path(options.plan), work, options.device, options.limit, probe=0 if options.limit else PROBE
-        )
+        race = whole
+        if options.limit:
+            settings = rehearsal(plan, options.limit)
+            race = Race(settings, Path(options.plan), work, options.device, options.limit, probe=0)
         race.run(options.stages, folds)
         if options.limit and "report" in options.stages:
             write_text(work / "rates.json", json.dumps({**race.rates, "environment": environment()}, indent=1) + "\n")

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -260,11 +260,17 @@ class _Part:
     positions: range
     documents: list[Row]
 
+    @cached_property
+    def keys(self) -> list[str]:
+        """The documents as text, to compare them."""
+        return [json.dumps(row, sort_keys=True, default=str) for row in self.documents]
+
     def overlap(self, other: _Part) -> int:
         """Count the documents in both: those at the same position of one split, or equal ones of two splits."""
         if self.split == other.split:
             return len(set(self.positions) & set(other.positions))
-        return sum(row in self.documents for row in other.documents)
+        known = set(self.keys)
+        return sum(key in known for key in other.keys)
 
 
 def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> _Part:

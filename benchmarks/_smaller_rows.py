@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _record import environment, processor
 from _smaller import DENSE, Experiment, Row
+from transformers import Trainer
 from typing_extensions import override
 
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
-from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.distillation.language_host import LanguageHost, Rows
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
@@ -28,6 +32,7 @@ from lmeval_prune.pruners.calibration import encode
 
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
+GPU_MEMORY = 2**32  # bytes of keys and values on a GPU, which other processes use, too
 
 
 def write_problems(experiment: Experiment) -> Path:
@@ -70,24 +75,39 @@ class PackedHost(LanguageHost):
         return str(document["rendered"]["target"])
 
 
-def make_row(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
+def make_row(experiment: Experiment, row: Row, device: str, volatile: bool = False) -> dict[str, Any]:
     """Train a row's model, unless it is there, let it answer, and write the record of the row.
 
     The answers to the test are stored without being scored. A `limit`, of a rehearsal, is also that of the test.
+
+    Args:
+        experiment: the experiment.
+        row: the row.
+        device: cpu or cuda.
+        volatile: begin a training again that was killed; its checkpoints are a third as large.
     """
     begin = time.monotonic()
-    record = {
-        "recipe": row.recipe,
-        "fold": row.fold,
-        "seed": row.seed,
-        "device": device_name(device),
-        "settings": experiment.digest(row),
-        **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device)),
-        **_answered(experiment, row, device),
-        "seconds": round(time.monotonic() - begin, 1),
-    }
+    with without_optimizer_states(experiment.model(row)) if volatile else nullcontext():
+        record = {
+            "recipe": row.recipe,
+            "fold": row.fold,
+            "seed": row.seed,
+            "device": device_name(device),
+            "settings": experiment.digest(row),
+            **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device)),
+            **_answered(experiment, row, device),
+            "seconds": round(time.monotonic() - begin, 1),
+        }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
+
+
+@contextmanager
+def without_optimizer_states(model: Path) -> Iterator[None]:
+    """Delete what a killed training has left, and write checkpoints with the weights only, from which none resumes."""
+    shutil.rmtree(model.with_name(f"{model.name}.distilling"), ignore_errors=True)
+    with patch.object(Trainer, "_save_optimizer_and_scheduler", lambda *_: None):
+        yield
 
 
 def _other_parent(experiment: Experiment, dense: Row, device: str) -> dict[str, Any]:
@@ -170,7 +190,11 @@ def answers(
         for number in range(samples)
     ]
     texts: list[dict[int, str]] = [{} for _ in prompts]
-    for request, tokens in Engine(model, host.tokenizer, deterministic=not params.do_sample).decode(requests):
+    on_gpu: dict[str, Any] = {"memory": GPU_MEMORY, "schedule": Schedule(static=False)}  # no graphs for 48 tokens
+    engine = Engine(
+        model, host.tokenizer, deterministic=not params.do_sample, **(on_gpu if model.device.type == "cuda" else {})
+    )
+    for request, tokens in engine.decode(requests):
         texts[request.tag][request.seed] = host.tokenizer.decode(tokens, skip_special_tokens=True)
     return [
         {"id": str(document["id"]), "answers": [by_seed[number] for number in range(samples)]}

@@ -7,6 +7,7 @@
     python benchmarks/smaller_model.py train --recipes CHOSEN              # its rows by the seeds of the verdict
     python benchmarks/smaller_model.py speed                               # on an otherwise idle machine
     python benchmarks/smaller_model.py report                              # its first line: is the goal reached?
+    python benchmarks/smaller_model.py run --recipes A B [--processes 8]   # train, choose, train; again after a kill
 
 The experiment is smaller_model.yaml. A row is one model: a recipe, or the dense model, on one fold by one seed. It is
 stored under --work when it is done and never made again; a row that was killed goes on where it was. Each row has the
@@ -20,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ import yaml
 from _smaller import DENSE, Experiment
 from _smaller_plan import check_plan
 
-from lmeval_prune.artefacts import output_lock
-from lmeval_prune.errors import BusyError, InputError, yaml_error_text
+from lmeval_prune.errors import InputError, yaml_error_text
 
 HERE = Path(__file__).parent
-COMMANDS = ("problems", "estimate", "train", "collect", "choose", "speed", "report")
+COMMANDS = ("problems", "estimate", "train", "collect", "choose", "speed", "report", "run")
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,8 +61,13 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--discard", action="store_true", help="train: delete models of recipes when they have answered"
     )
+    parser.add_argument(
+        "--volatile", action="store_true", help="train, run: begin killed rows again; writes a third as much"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="run: processes beside each other")
     parser.add_argument("--out", help="report: a name in benchmarks/results, or a path; default: smaller_model")
     options = parser.parse_args(arguments)
+    options.words = sys.argv[1:] if arguments is None else arguments
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; leave out --device")
     return options
@@ -133,40 +136,30 @@ def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def train(experiment: Experiment, options: argparse.Namespace) -> None:
     """Make the rows that are missing; go on with the next if another process makes one."""
-    from _smaller_estimate import expected_seconds
     from _smaller_plan import planned_rows
-    from _smaller_rows import make_row, write_problems
+    from _smaller_rows import write_problems
+    from _smaller_run import Workshop
 
     rows = list(planned_rows(experiment, options.recipes, options.folds, options.seeds))
     write_problems(experiment)
-    begin, longest, made, waiting = time.monotonic(), 0.0, 0, 0
+    workshop, waiting = Workshop(experiment, options), 0
     for row in rows:
-        if experiment.record(row):
-            continue
-        elapsed = time.monotonic() - begin
-        seconds = expected_seconds(experiment, row, options.device) or longest
-        if made == options.rows or elapsed + seconds > options.budget:
-            print(f"{made} rows made in {elapsed:.0f} s; the next is {row.key}, of about {seconds:.0f} s")
+        waiting += workshop.make(row)
+        if workshop.is_late:
             return
-        if row.recipe != DENSE and experiment.record(row.dense) is None:  # another process makes it
-            waiting += 1
-            continue
-        try:
-            with output_lock(experiment.path(row)):
-                if experiment.record(row):
-                    continue
-                record = make_row(experiment, row, options.device)
-        except BusyError as error:
-            waiting += 1
-            print(f"{row.key} is left: {error.problem}", flush=True)
-            continue
-        if options.copy:
-            experiment.give(row, options.copy)
-        if options.discard and row.recipe != DENSE:
-            shutil.rmtree(experiment.model(row))
-        made, longest = made + 1, max(longest, record["seconds"])
-        print(f"{row.key}: {record['seconds']:.0f} s, {time.monotonic() - begin:.0f} s in all", flush=True)
     print(f"{waiting} rows wait for other processes; run the command again" if waiting else "all rows are made")
+
+
+def run(experiment: Experiment, options: argparse.Namespace) -> int:
+    """Make the rows of the choice, choose, and make the rows of the verdict, in one or several processes."""
+    from _smaller_rows import write_problems
+    from _smaller_run import run_all, run_processes
+
+    write_problems(experiment)
+    if options.processes > 1:
+        return run_processes(experiment, options)
+    run_all(experiment, options)
+    return 0
 
 
 def collect(experiment: Experiment, options: argparse.Namespace) -> None:

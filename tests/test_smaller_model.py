@@ -16,6 +16,7 @@ import yaml
 from _smaller import DENSE, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import removed_share
+from _smaller_plan import chosen_recipes
 from _smaller_rows import PROBLEMS
 from _smaller_scores import Scored
 from transformers import LlamaConfig
@@ -201,13 +202,13 @@ def test_training_goes_on_if_another_process_makes_a_row(
         record(experiment, Row(DENSE, fold, 0), {"validation": "1111", "test": "1111"}, 100)
     made: list[Row] = []
 
-    def make(experiment: Experiment, row: Row, device: str) -> Any:
+    def make(experiment: Experiment, row: Row, device: str, volatile: bool) -> Any:
         made.append(row)
         record(experiment, row, {"validation": "1111", "test": "1111"}, 80)
         return experiment.record(row)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as elsewhere:
-        patch.setattr("_smaller_rows.make_row", make)
+        patch.setattr("_smaller_run.make_row", make)
         lock = output_lock(experiment.path(Row("ours", 0, 0)))
         elsewhere.submit(lock.__enter__).result()
         assert command(experiment, "train") == 0
@@ -215,6 +216,24 @@ def test_training_goes_on_if_another_process_makes_a_row(
     assert set(made) == {Row("other", 0, 0), Row("ours", 1, 0), Row("other", 1, 0)}
     output = capsys.readouterr().out
     assert "ours_fold0_seed0 is left: another run is writing" in output and "1 rows wait for other processes" in output
+
+
+def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of the choice, the choice, and rows of the verdict; what is there is not made again."""
+    words = ("run", "--recipes", "ours", "other", "--volatile", "--discard")
+    settings = yaml.safe_load(experiment.file.read_text())
+    experiment.file.write_text(yaml.safe_dump({**settings, "goal": {**settings["goal"], "parameters": 0.05}}))
+    assert command(experiment, *words, "--processes", "2") == 0
+    (chosen,) = chosen_recipes(experiment)
+    rows = [*experiment.rows([], [0]), *experiment.rows([chosen], [1, 2])]
+    assert set(experiment.records()) == set(rows)
+    assert {path.name for path in (experiment.work / "models").iterdir() if path.is_dir()} == {
+        row.key for row in rows if row.recipe == DENSE
+    }
+    written = {row: experiment.path(row).stat().st_mtime_ns for row in rows}
+    assert command(experiment, *words) == 0
+    assert "all rows are made" in capsys.readouterr().out
+    assert written == {row: experiment.path(row).stat().st_mtime_ns for row in rows}
 
 
 def test_scoring_is_timed_from_the_calibration_text_to_the_cut_model(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.distillation.language_host import LanguageHost, Rows
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
+from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.calibration import encode
@@ -87,7 +88,7 @@ def make_row(experiment: Experiment, row: Row, device: str, volatile: bool = Fal
         volatile: begin a training again that was killed; its checkpoints are a third as large.
     """
     begin = time.monotonic()
-    with without_optimizer_states(experiment.model(row)) if volatile else nullcontext():
+    with without_optimizer_states(experiment.model(row)) if volatile else nullcontext(), tf32_training():
         record = {
             "recipe": row.recipe,
             "fold": row.fold,
@@ -100,6 +101,22 @@ def make_row(experiment: Experiment, row: Row, device: str, volatile: bool = Fal
         }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
+
+
+@contextmanager
+def tf32_training() -> Iterator[None]:
+    """On a GPU, compute the products of a training in TF32; scores, compensation and answers stay in float32."""
+    train = DistillTrainer.run
+
+    def run(trainer: DistillTrainer) -> dict[str, Any]:
+        torch.set_float32_matmul_precision("high")  # has no effect on a CPU without TF32
+        try:
+            return train(trainer)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    with patch.object(DistillTrainer, "run", run if torch.cuda.is_available() else train):
+        yield
 
 
 @contextmanager
@@ -190,10 +207,12 @@ def answers(
         for number in range(samples)
     ]
     texts: list[dict[int, str]] = [{} for _ in prompts]
-    on_gpu: dict[str, Any] = {"memory": GPU_MEMORY, "schedule": Schedule(static=False)}  # no graphs for 48 tokens
-    engine = Engine(
-        model, host.tokenizer, deterministic=not params.do_sample, **(on_gpu if model.device.type == "cuda" else {})
-    )
+    if (
+        model.device.type == "cuda"
+    ):  # short answers: no graphs, and near-ties are not decided again
+        engine = Engine(model, host.tokenizer, memory=GPU_MEMORY, schedule=Schedule(static=False))
+    else:
+        engine = Engine(model, host.tokenizer, deterministic=not params.do_sample)
     for request, tokens in engine.decode(requests):
         texts[request.tag][request.seed] = host.tokenizer.decode(tokens, skip_special_tokens=True)
     return [

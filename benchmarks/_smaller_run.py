@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from _smaller import DENSE, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import expected_seconds
@@ -17,10 +18,11 @@ from _smaller_plan import chosen_entries, chosen_recipes
 from _smaller_rows import make_row
 
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.errors import BusyError, InputError
+from lmeval_prune.errors import BusyError, InputError, first_line
 
 POLL = 1.0  # seconds between looks at what other processes have made
 REPORT = 30.0  # seconds between lines of progress
+FAILURES = 5  # rows of a process without enough memory, after which it ends
 
 
 class Workshop:
@@ -30,6 +32,7 @@ class Workshop:
         self.experiment, self.options = experiment, options
         self.begin, self.longest, self.count = time.monotonic(), 0.0, 0
         self.is_late = False  # no further row fits
+        self.failures = 0  # rows for which the GPU, which others use too, had too little memory
 
     def make(self, row: Row) -> bool:
         """Make a row if it is missing; return whether it has to wait for another process."""
@@ -49,10 +52,18 @@ class Workshop:
                 if experiment.record(row):
                     return False
                 record = make_row(experiment, row, options.device, options.volatile)
+        except torch.OutOfMemoryError as error:
+            self.failures += 1
+            if self.failures == FAILURES:
+                raise
+            print(f"{row.key} is tried again later: {first_line(error)}", flush=True)
+            return True
         except BusyError as error:
             if options.command == "train":
                 print(f"{row.key} is left: {error.problem}", flush=True)
             return True
+        finally:
+            torch.cuda.empty_cache()
         if options.copy:
             experiment.give(row, options.copy)
         if options.discard and row.recipe != DENSE:

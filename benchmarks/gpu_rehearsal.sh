@@ -4,8 +4,8 @@
 # Here:   benchmarks/gpu_rehearsal.sh rehearse            # every part on this CPU, with tiny models
 #         benchmarks/gpu_rehearsal.sh pack                # writes .gpu-carry/, which git does not see
 # There, each in less than ten minutes (BUDGET=seconds: for less):
-#         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: tests, a rehearsal of
-#                 smaller_model.py's rows by random weights, and the gates of a step
+#         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: a row of
+#                 smaller_model.py by random weights, and the gates of a step
 #         RECIPES="width depth" benchmarks/gpu_rehearsal.sh run        # with base and .gpu-carry/second: the experiment of a
 #                 smaller model, in PROCESSES processes that share the GPU by MPS, if MPS starts
 # or, part by part, in this order:
@@ -33,7 +33,7 @@ WORK=${WORK:-/tmp/lmeval-prune-gpu}
 PYTHON=${PYTHON:-python3}
 GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
 FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
-PROCESSES=${PROCESSES:-14}     # of the experiment of a smaller model
+PROCESSES=${PROCESSES:-11}     # of the experiment of a smaller model
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 engine() { "$PYTHON" benchmarks/gpu_engine.py "$@"; }
@@ -130,7 +130,7 @@ stop_mps() {
 smaller() {
     local work=$1 pretrained=$2
     shift 2
-    mkdir -p "$work" && cp -rn "$CARRY"/base/smaller/. "$work/"
+    mkdir -p "$work" && cp -rn "$CARRY"/base/smaller/. "$work/" 2>/dev/null || true
     export LMEVAL_PRUNE_DATA="$CARRY/base/smaller" # for answers that the task scores
     "$PYTHON" benchmarks/smaller_model.py run --device "$DEVICE" --work "$work" --pretrained "$pretrained" \
         --processes "$PROCESSES" --volatile --discard --copy "$work/new" "$@"
@@ -144,12 +144,8 @@ collect_rows() {
 }
 
 DEVICE=${DEVICE:-cuda}
-CHANGES=${CHANGES:-"{trainer: {bf16: true}}"}
-TRIAL=${TRIAL:-"{trainer: {bf16: true}, limit: 300, epochs: 2}"}
-if [ "$DEVICE" = cuda ] && command -v nvidia-smi >/dev/null; then # about 9 GB each
-    most=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
-    PROCESSES=$((PROCESSES < most / 9216 ? PROCESSES : most / 9216))
-fi
+CHANGES=${CHANGES:-"{}"}
+TRIAL=${TRIAL:-"{limit: 100, epochs: 2}"}
 case "${1:-}" in
 rehearse)
     for part in tests steps sweep peers filter; do
@@ -194,25 +190,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).float().save_pretrained(sys.argv[1])" "$random"
     fi
     rm -rf "$WORK/trial"
-    (
-        if [ "$DEVICE" = cuda ]; then start_mps; fi
-        (sleep "${TRIAL_SECONDS:-100}" && pkill -f "smaller_model.py run") &
-        # shellcheck disable=SC2086 # names of recipes
-        smaller "$WORK/trial" "$random" --recipes ${RECIPES:-width composition depth} --changes "$TRIAL" \
-            --budget "${TRIAL_BUDGET:-55}" || true
-        kill %1 2>/dev/null
-        stop_mps
-    ) >"$OUT/trial.log" 2>&1 &
-    engine --part tests --budget "${TESTS:-80}" --device "$DEVICE" --out "$OUT/gpu_engine_tests" || true
-    wait
-    collect_rows "$WORK/trial" trial
-    tail -n 5 "$OUT/trial.log"
-    grep -h " s in all" "$WORK"/trial/logs/*.log | sort | tail -n 60
-    grep -h "epoch 1.00" "$WORK"/trial/logs/*.log | tail -n 6
+    if [ "$DEVICE" = cuda ]; then start_mps; fi
+    (sleep "${TRIAL_SECONDS:-75}" && pkill -f "smaller_model.py run") &
+    watchdog=$!
+    # shellcheck disable=SC2086 # names of recipes
+    PROCESSES=3 smaller "$WORK/trial" "$random" --recipes ${RECIPES:-width depth composition} --folds 0 \
+        --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" || true
+    kill $watchdog 2>/dev/null || true
+    stop_mps
+    collect_rows "$WORK/trial" trial || true
+    for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
     engine --part steps --no-compile --models llama-3-8b-bfloat16 smollm2-135m-float32 smollm2-135m-bfloat16 \
-        --rows ${ROWS_OF_STEPS:-256 512} --keys 300 --device "$DEVICE" --budget "${BUDGET:-110}" --out "$OUT/gpu_engine_steps"
+        --rows ${ROWS_OF_STEPS:-256 512} --keys 300 --device "$DEVICE" --budget "${BUDGET:-60}" --out "$OUT/gpu_engine_steps"
     ;;
-collect) prepare ;;
 run)
     prepare
     begin=$SECONDS
@@ -237,7 +227,7 @@ run)
         collect_rows "$WORK/smaller" rows
     fi
     stop_mps
-    grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70
+    grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70 || true
     ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2

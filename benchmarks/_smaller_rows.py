@@ -22,7 +22,7 @@ from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
-from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
+from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.distillation.language_host import LanguageHost, Rows
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
@@ -33,7 +33,7 @@ from lmeval_prune.pruners.calibration import encode
 
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
-GPU_MEMORY = 2**32  # bytes of keys and values on a GPU, which other processes use, too
+ROWS = 512  # answers of a batch of `generate`
 
 
 def write_problems(experiment: Experiment) -> Path:
@@ -199,26 +199,49 @@ def shape(folder: str | Path, model: Any) -> dict[str, Any]:
 def answers(
     host: PackedHost, model: Any, documents: Sequence[Any], params: SamplingParams, samples: int = 1
 ) -> list[dict[str, Any]]:
-    """Return a model's answers to documents."""
+    """Return a model's answers to documents: by the engine on a CPU, by `generate` on a GPU.
+
+    On a GPU the engine compiles kernels for each number of heads in a cut model, in each process: longer than 784 short
+    answers take.
+    """
     prompts = [tuple(encode(host.tokenizer, host.prompt(document))) for document in documents]
+    by_prompt = (generated if model.device.type == "cuda" else decoded)(host, model, prompts, params, samples)
+    return [{"id": str(document["id"]), "answers": texts} for document, texts in zip(documents, by_prompt, strict=True)]
+
+
+def decoded(
+    host: PackedHost, model: Any, prompts: Sequence[tuple[int, ...]], params: SamplingParams, samples: int
+) -> list[list[str]]:
+    """Return the texts of answers by the engine; sample n of each prompt has the seed n."""
     requests = [
         Request(prompt, params=params, seed=number, tag=place)
         for place, prompt in enumerate(prompts)
         for number in range(samples)
     ]
     texts: list[dict[int, str]] = [{} for _ in prompts]
-    if (
-        model.device.type == "cuda"
-    ):  # short answers: no graphs, and near-ties are not decided again
-        engine = Engine(model, host.tokenizer, memory=GPU_MEMORY, schedule=Schedule(static=False))
-    else:
-        engine = Engine(model, host.tokenizer, deterministic=not params.do_sample)
-    for request, tokens in engine.decode(requests):
+    for request, tokens in Engine(model, host.tokenizer, deterministic=not params.do_sample).decode(requests):
         texts[request.tag][request.seed] = host.tokenizer.decode(tokens, skip_special_tokens=True)
-    return [
-        {"id": str(document["id"]), "answers": [by_seed[number] for number in range(samples)]}
-        for document, by_seed in zip(documents, texts, strict=True)
-    ]
+    return [[by_seed[number] for number in range(samples)] for by_seed in texts]
+
+
+def generated(
+    host: PackedHost, model: Any, prompts: Sequence[tuple[int, ...]], params: SamplingParams, samples: int
+) -> list[list[str]]:
+    """Return the texts of answers by `generate`, in batches padded on the left; one seed for all samples."""
+    sampling: dict[str, Any] = {"do_sample": params.do_sample, "max_new_tokens": params.max_new_tokens}
+    if params.do_sample:
+        sampling |= {"temperature": params.temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
+    texts: list[list[str]] = []
+    torch.manual_seed(0)
+    size = max(1, ROWS // samples)
+    for batch in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+        inputs = host.tokenizer.pad(
+            {"input_ids": [list(prompt) for prompt in batch]}, padding_side="left", return_tensors="pt"
+        ).to(model.device)
+        tokens = model.generate(**inputs, **sampling, pad_token_id=host.tokenizer.pad_token_id)
+        answers = host.tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts += [answers[start : start + samples] for start in range(0, len(answers), samples)]
+    return texts
 
 
 def first(several: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -17,12 +17,13 @@ from _smaller import DENSE, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import removed_share
 from _smaller_plan import chosen_recipes
-from _smaller_rows import PROBLEMS
+from _smaller_rows import PROBLEMS, PackedHost, decoded, generated
 from _smaller_scores import Scored
 from transformers import LlamaConfig
 
 from lmeval_prune import InputError, load_pretrained
 from lmeval_prune.artefacts import output_lock
+from lmeval_prune.decoding import SamplingParams
 from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.profiling import costs
@@ -234,6 +235,20 @@ def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pyte
     assert command(experiment, *words) == 0
     assert "all rows are made" in capsys.readouterr().out
     assert written == {row: experiment.path(row).stat().st_mtime_ns for row in rows}
+
+
+def test_generate_answers_as_the_engine_does(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths in several batches; sampled answers are as many, and differ."""
+    problems(experiment)
+    monkeypatch.setattr("_smaller_rows.ROWS", 3)
+    host = PackedHost(experiment.options(Row(DENSE, 0, 0)), experiment.work / PROBLEMS)
+    model: Any = load_pretrained(experiment.pretrained).eval()
+    prompts = [tuple(host.tokenizer(text)["input_ids"]) for text in ("1 and 2?", "a longer one", "so", "what is it")]
+    params = SamplingParams(max_new_tokens=6)
+    assert generated(host, model, prompts, params, 1) == decoded(host, model, prompts, params, 1)
+    params = SamplingParams(max_new_tokens=6, do_sample=True, temperature=2.0)
+    sampled = generated(host, model, prompts, params, 4)
+    assert [len(set(texts)) for texts in sampled] == [4] * 4
 
 
 def test_scoring_is_timed_from_the_calibration_text_to_the_cut_model(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class Report:
                 row["failed"] = str(error)
             except Exception as error:  # time on a GPU is short: other cases go on, and the program fails at its end
                 row["failed"] = f"{type(error).__name__}: {error}"
-                row["traceback"] = traceback.format_exc()[-3000:]
+                row["traceback"] = traceback.format_exc()[-3000:].replace(f"{RESULTS.parents[1]}/", "")
                 traceback.print_exc()
         row["row_seconds"] = self.seconds - begin
         self._longest[kind] = max(self._longest.get(kind, 0), row["row_seconds"])

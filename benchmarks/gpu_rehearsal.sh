@@ -33,7 +33,7 @@ WORK=${WORK:-/tmp/lmeval-prune-gpu}
 PYTHON=${PYTHON:-python3}
 GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
 FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
-PROCESSES=${PROCESSES:-11}     # of the experiment of a smaller model
+PROCESSES=${PROCESSES:-8}      # of the experiment of a smaller model
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 engine() { "$PYTHON" benchmarks/gpu_engine.py "$@"; }

@@ -17,16 +17,19 @@ from test_decoding import Letters, alone, answers, model_of, some_requests
 from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping, static_step
 from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.sampling import uniforms
 from lmeval_prune.decoding.scheduler import Statistics
+from lmeval_prune.decoding.self_check import _compare, _rounding_effect
 from lmeval_prune.decoding.static_step import StaticStep, bucket_sizes
 from lmeval_prune.interventions import HeadMask, Intervention, Plan, interventions_on
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.interventions.unsupported import UnsupportedAttention
 from lmeval_prune.kernels.decode_attention import ops
 from tests.covers import crossed
 
@@ -210,12 +213,33 @@ def test_permanent_changes_are_captured(plan: Any, recordings: list[Recording]) 
     assert sum(recording.replays for recording in recordings) > 10
 
 
-def test_logits_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logits_that_differ_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
     """A step that attends to another row's slot does not pass the check."""
     decode = ops.decode
     monkeypatch.setattr(ops, "decode", lambda *args, slots, **kwargs: decode(*args, slots=slots.flip(0), **kwargs))
-    engine = Engine(model_of("llama"), Letters(), schedule=STATIC)
+    engine = Engine(model_of("llama").to(dtype), Letters(), schedule=STATIC)
     assert not engine.is_static and "logits would differ" in eager_reasons(caplog)[0]
+
+
+def test_roundings_of_a_deep_model_in_half_precision_are_no_reason() -> None:
+    """One rounding of its embeddings moves the logits by more than a twentieth of the largest."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=24, vocab_size=256, initializer_range=0.3, pad_token_id=0)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    tokens = [7 * i % 256 for i in range(12)]
+    with torch.inference_mode():
+        largest = float(model(torch.tensor([tokens])).logits.abs().max())
+    assert _rounding_effect(model, tokens) > 0.05 * largest
+    assert Engine(model, Letters()).unsupported is None
+    assert Engine(model, Letters(), schedule=STATIC).is_static
+    with pytest.raises(UnsupportedAttention, match="differ"):
+        _compare(model, [2 * largest], [torch.full((1,), largest)], tokens)
+    with pytest.raises(UnsupportedAttention, match="differ"):
+        _compare(model, [0.1, float("nan")], [torch.full((1,), largest)], tokens)
 
 
 def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:

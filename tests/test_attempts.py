@@ -312,16 +312,21 @@ def test_a_report_says_that_answers_are_read_by_the_gold_answer(scoring: str, is
     assert bool(note) == is_said
 
 
-def test_accuracy_at_n_averages_disjoint_samples() -> None:
-    """Of five samples, two at a time make two replicates; a literal count."""
+@pytest.mark.parametrize("has_holes", [False, True])
+def test_accuracy_at_n_averages_disjoint_samples(has_holes: bool) -> None:
+    """Of five samples, two at a time make two replicates; a literal count. Samples whose outcome is unknown are skipped."""
     outcomes = world(5, questions=30)
+    first = outcomes.pool.index("dense@0.6#0")
+    if has_holes:
+        for i in range(0, 30, 2):
+            outcomes.z[i, first + i // 2 % 5] = np.nan
     policy = policies.best(outcomes.greedy())
     result = accuracy_at(policy, outcomes, [1, 2], Mix.parse("dense@0.6"))
     assert set(result) == {"majority", "weighted", "variants", "likelihood"}
-    assert result["majority"].replicates == [5, 2]
-    first = outcomes.pool.index("dense@0.6#0")
+    assert result["majority"].replicates == [4 if has_holes else 5, 2]
+    known = [[j for j in range(first, first + 5) if not np.isnan(outcomes.z[i, j])] for i in range(30)]
     for i in range(30):
-        pairs = [(first, first + 1), (first + 2, first + 3)]
+        pairs = [known[i][:2], known[i][2:4]]
         for rule, choices in result.items():
             right, tied = [], []
             for pair in pairs:
@@ -331,4 +336,5 @@ def test_accuracy_at_n_averages_disjoint_samples() -> None:
                 right.append(winner is not None and outcomes.z[i, pair[winner]] == 1)
                 tied.append(tie)
             assert choices.values[i, 1] == pytest.approx(np.mean(right)) and choices.ties[i, 1] == np.mean(tied)
-    assert np.allclose(result["majority"].values[:, 0], outcomes.z[:, first : first + 5].mean(1))
+    alone = [outcomes.z[i, known[i][: result["majority"].replicates[0]]].mean() for i in range(30)]
+    assert np.allclose(result["majority"].values[:, 0], alone)

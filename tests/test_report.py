@@ -23,7 +23,7 @@ from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.report import write_report
+from lmeval_prune.sprint.report import _left_out, write_report
 from lmeval_prune.sprint.router import Router
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
@@ -350,6 +350,21 @@ def test_a_router_is_reported_by_the_tries_that_are_known(tmp_path: Path) -> Non
         "SPRINT router, next@0.4", "random of the 4 complete columns", "oracle of the 4 complete columns (not a method)",
     }  # fmt: skip
     assert "Paired tests" in text and set(result["router_minus"]) == {"random of the 4 complete columns"}
+    assert result["tested_policy"] == "SPRINT router, next@0.4" and "\nSPRINT router, next@0.4 minus …" in text
+
+
+def test_each_reason_is_named_with_the_curves_that_it_leaves_out(tmp_path: Path) -> None:
+    write(tmp_path / "test", 0, 30, 2)
+    missing = {
+        "one curve": "the test store has no L5H1",
+        "another": "no samples",
+        "third": "the test store has no L5H1",
+    }
+    options = ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"))
+    line = _left_out(options, OutcomeStore(tmp_path / "test").read(), None, missing)
+    assert line.startswith(
+        "left out: 'one curve', 'third' (the test store has no L5H1); 'another' (no samples); `lmeval"
+    )
 
 
 def test_nothing_to_report_names_the_fix(tmp_path: Path) -> None:

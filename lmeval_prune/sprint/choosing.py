@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import count as natural_numbers
-from itertools import takewhile
+from functools import cache, cached_property
 from pkgutil import resolve_name
 from typing import Any
 
@@ -194,12 +192,21 @@ class _Table:
             raise InputError("choosing needs the extracted answers, and the store has none; sweep again")
         self.outcomes, self.extracted = outcomes, outcomes.extracted
         self.columns = {name: j for j, name in enumerate(outcomes.pool)}
+        self.draws = cache(self._draws)
 
-    def draws(self, row: int, kind: Kind) -> int:
-        """Return how many samples of a kind a question has, up to the first unknown one."""
-        columns = (self.columns.get(str(Attempt(*kind, draw))) for draw in natural_numbers())
-        known = takewhile(lambda j: j is not None and not np.isnan(self.outcomes.z[row, j]), columns)
-        return sum(1 for _ in known)
+    def _draws(self, row: int, kind: Kind) -> list[int]:
+        """Return the numbers of a kind's samples whose outcome at a question is known, in order."""
+        return [draw for draw, j in self._samples.get(kind, ()) if not np.isnan(self.outcomes.z[row, j])]
+
+    @cached_property
+    def _samples(self) -> dict[Kind, list[tuple[int, int]]]:
+        """Map each kind of samples to the numbers of its samples, in order, with their columns."""
+        attempts = [(Attempt.named(name), j) for name, j in self.columns.items()]
+        samples: dict[Kind, list[tuple[int, int]]] = {}
+        for each, j in sorted(attempts, key=lambda pair: pair[0].draw):
+            if each.is_sampled:
+                samples.setdefault((each.variant, each.temperature), []).append((each.draw, j))
+        return samples
 
     def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
         """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy.
@@ -208,9 +215,9 @@ class _Table:
             InputError: it has too few samples.
         """
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        sets = {kind: self.draws(row, kind) // number for kind, number in used.items()}
+        sets = {kind: len(self.draws(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
-            have, kind = self.draws(row, few[0]), Attempt(*few[0])
+            have, kind = len(self.draws(row, few[0])), Attempt(*few[0])
             raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
         return min(sets.values(), default=1)
 
@@ -228,10 +235,16 @@ class _Table:
     ) -> tuple[float, float]:
         """Return whether the chosen try of a replicate is right, and whether there is a tie."""
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        names = [
-            str(Attempt(each.variant, each.temperature, each.draw + replicate * used[each.variant, each.temperature]))
-            for each in tries
-        ]
+        known = {kind: self.draws(row, kind) for kind in used}
+
+        def name(attempt: Attempt) -> str:
+            """Return the column of a try: sample n is the n-th that is known, after those of earlier replicates."""
+            kind = attempt.variant, attempt.temperature
+            if not attempt.is_sampled:
+                return str(attempt)
+            return str(Attempt(*kind, known[kind][attempt.draw + replicate * used[kind]]))
+
+        names = [name(each) for each in tries]
         missing = [name for name in names if name not in self.columns]
         if missing:
             raise InputError(f"the test store has no {missing[0]}; sweep it too")

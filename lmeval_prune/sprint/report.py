@@ -70,6 +70,7 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         **_pass_json(curves, significance),
+        **({"tested_policy": curves[0].name} if significance else {}),
         "dense": dense,
         "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
@@ -88,6 +89,7 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
         without_gold=choice_table(choices),
         extraction=extraction_note(test.tasks),
         tests=_difference_table(significance),
+        tested_policy=curves[0].name,
         choices=_choice_table(head_counts),
         heads=heads,
         left_out=left_out,
@@ -115,8 +117,9 @@ def _left_out(options: ReportOptions, test: Outcomes, router: Router | None, mis
     known = set(complete(test.pool, test))
     partly = [name for name in dict.fromkeys([*pool, *test.greedy().pool]) if name not in known]
     parts = []
-    if missing:
-        parts.append(f"{', '.join(map(repr, missing))} ({next(iter(missing.values()))})")
+    for reason in dict.fromkeys(missing.values()):
+        names = [repr(name) for name, own_reason in missing.items() if own_reason == reason]
+        parts.append(f"{', '.join(names)} ({reason})")
     if partly:
         reason = f"columns without outcomes of all questions: {first_few(map(test.label, partly), most=3)}"
         enough = len(complete(pool, test)) >= options.n

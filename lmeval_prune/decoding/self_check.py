@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from traceback import walk_tb
 from typing import Any
@@ -24,7 +25,15 @@ from lmeval_prune.interventions import HeadMask, interventions_on
 from lmeval_prune.interventions.unsupported import REASONS, UnsupportedAttention
 
 logger = logging.getLogger(__name__)
+HALF = (torch.float16, torch.bfloat16)
 MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family without tests goes beyond
+
+
+class LogitsDiffer(UnsupportedAttention):
+    """The engine's logits are not the model's own."""
+
+    def __init__(self, difference: float) -> None:
+        super().__init__("logits", difference=difference)
 
 
 def why_unsupported(model_map: ModelMap) -> str | None:
@@ -45,7 +54,12 @@ def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -
     """Return why a check of a model fails; None if it does not."""
     refuse_locked(model_map.model)
     try:
-        check(model_map, *arguments)
+        try:
+            check(model_map, *arguments)
+        except LogitsDiffer as difference:
+            if not _is_half(model_map.model) or any(arguments):  # compiling again would take minutes
+                raise
+            _check_in_float32(partial(check, model_map, *arguments), model_map.model, difference)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedAttention as error:
@@ -53,6 +67,16 @@ def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -
     except Exception as error:  # any error of a model that works otherwise, or what a graph cannot capture
         return REASONS["error"].format(module=_failed_module(error), error=first_line(error))
     return None
+
+
+def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: LogitsDiffer) -> None:
+    """Check a model again with float32 weights; raise `difference` if they differ there, too, or cannot be run."""
+    logger.info("checking the engine again in float32: in half precision roundings alone may move the logits as much")
+    try:
+        with _float32_weights(model):
+            check()
+    except Exception as error:  # also too little memory for weights of twice the size
+        raise difference from error
 
 
 def _failed_module(error: Exception) -> str:
@@ -128,8 +152,8 @@ def _check(model_map: ModelMap) -> None:
                     _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
                 ]
     try:
-        _compare(model, differences, [expected], tokens)
-    except UnsupportedAttention:
+        _compare(model, differences, [expected])
+    except LogitsDiffer:
         _explain_difference(model_map)
         raise
 
@@ -151,37 +175,30 @@ def _prefixed_difference(
     return float((logits.unflatten(0, (2, -1)).float() - expected[start:stop]).abs().max())
 
 
-def _compare(model: Any, differences: list[float], expected: list[torch.Tensor], tokens: Sequence[int]) -> None:
-    """Refuse differences of logits above a share of the largest expected logit.
-
-    In half precision they may be as large as what one rounding of the embeddings of `tokens` does, too: roundings in
-    each layer of a deep model, such as one with random weights, can move its logits by more than that share.
-    """
-    is_half = next(model.parameters()).element_size() < 4
-    allowed = (0.05 if is_half else 1e-3) * max(float(logits.abs().max()) for logits in expected)
-    if not all(value <= allowed for value in differences) and is_half:
-        allowed = max(allowed, _rounding_effect(model, tokens))
-    if not all(value <= allowed for value in differences):  # false for NaN, too
-        raise UnsupportedAttention("logits", difference=max(differences))
+def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:
+    """Refuse differences of logits above a share of the largest expected logit."""
+    tolerance = 0.05 if _is_half(model) else 1e-3
+    largest = max(float(logits.abs().max()) for logits in expected)
+    if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
+        raise LogitsDiffer(max(differences))
 
 
-def _rounding_effect(model: Any, tokens: Sequence[int]) -> float:
-    """Return how much a model's logits move if each number of its embeddings moves by a unit in the last place."""
-    embeddings = model.get_input_embeddings()
-    ids = torch.tensor([tokens], device=next(model.parameters()).device)
-    generator = torch.Generator().manual_seed(0)
+def _is_half(model: Any) -> bool:
+    """Return whether the weights have less than 32 bits."""
+    return bool(next(model.parameters()).element_size() < 4)
 
-    def shift(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
-        return (output * (1 + signs * torch.finfo(output.dtype).eps)).to(output.dtype)
 
-    with torch.inference_mode():
-        expected = model(ids, use_cache=False).logits.float()
-        handle = embeddings.register_forward_hook(shift)
-        try:
-            return float((model(ids, use_cache=False).logits.float() - expected).abs().max())
-        finally:
-            handle.remove()
+@contextmanager
+def _float32_weights(model: nn.Module) -> Iterator[None]:
+    """Widen weights in half precision to float32, which is exact, and give them back; `yield` runs in between."""
+    narrow = {parameter: parameter.data for parameter in model.parameters() if parameter.dtype in HALF}
+    try:
+        for parameter, data in narrow.items():
+            parameter.data = data.float()
+        yield
+    finally:
+        for parameter, data in narrow.items():
+            parameter.data = data
 
 
 def _check_likelihoods(model_map: ModelMap) -> None:
@@ -199,7 +216,7 @@ def _check_likelihoods(model_map: ModelMap) -> None:
             expected = logits[request.tag][:-1].log_softmax(-1).cpu()
             chosen = expected.gather(1, torch.tensor(request.continuation)[:, None])[:, 0]
             differences.append(float((result.logprobs.float() - chosen).abs().max()))
-    _compare(model, differences, logits, texts[0])
+    _compare(model, differences, logits)
 
 
 def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:
@@ -247,7 +264,7 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
             for logits, number in zip(result.logits.float(), order, strict=False):
                 differences.append(float((logits - expected[number][lengths[number]]).abs().max()))
             lengths[order] += 1
-    _compare(model, differences, expected, tokens)
+    _compare(model, differences, expected)
 
 
 def _check_interventions(model: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,10 +16,20 @@ from lmeval_prune.artefacts import check_finite
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
+# embeddings by encoder and text: several routers of one encoder embed the same questions
+_EMBEDDINGS: MutableMapping[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
 
 def load_encoder(name: str) -> Any:
-    """Load a sentence-transformers model by name or folder; `InputError` if that fails."""
+    """Load a sentence-transformers model by name or folder, once for all routers; `InputError` if that fails."""
     folder = embedded.resolve(name)
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file()) if Path(folder).is_dir() else []
+    return _loaded(folder, name, tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files))
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: str, name: str, files: tuple[tuple[str, int, int], ...]) -> Any:
+    """Load an encoder; the files of its folder, with times and sizes, make a changed one be read again."""
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
@@ -34,10 +47,14 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
 
     Texts are embedded one at a time, so that rounding, which may decide a ranking, does not depend on other texts.
     """
-    embeddings = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
-    vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()
-    check_finite({"vectors": vectors}, "the sentence encoder")
-    return vectors
+    known = _EMBEDDINGS.setdefault(encoder, {})
+    new = [text for text in dict.fromkeys(texts) if text not in known]
+    if new:
+        embeddings = encoder.encode(new, batch_size=1, convert_to_tensor=True, show_progress_bar=len(new) > 500)
+        vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()
+        check_finite({"vectors": vectors}, "the sentence encoder")
+        known.update(zip(new, vectors, strict=True))
+    return torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
 
 
 def fingerprint(encoder: Any) -> str:

@@ -84,6 +84,8 @@ class Record(TypedDict):
     validation: list[Answer]
     sampled: list[Samples]  # to the validation problems
     test: list[Answer]
+    products: NotRequired[str]  # float32 or tf32
+    answered_by: NotRequired[str]  # engine or generate
     made: NotRequired[list[dict[str, Any]]]  # commit, versions and device of each run that trained the model
     dense: NotRequired[dict[str, Any]]  # answers of the parent, if it is not the model of the dense row
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from _record import environment, processor
 from _smaller import DENSE, Experiment, Row
-from transformers import Trainer
 from typing_extensions import override
 
 from lmeval_prune.artefacts import read_json, write_text
@@ -26,7 +22,6 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.distillation.language_host import LanguageHost, Rows
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
-from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.calibration import encode
@@ -34,6 +29,7 @@ from lmeval_prune.pruners.calibration import encode
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
 ROWS = 512  # answers of a batch of `generate`
+PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of dense and pruned models alike
 
 
 def write_problems(experiment: Experiment) -> Path:
@@ -76,58 +72,30 @@ class PackedHost(LanguageHost):
         return str(document["rendered"]["target"])
 
 
-def make_row(experiment: Experiment, row: Row, device: str, volatile: bool = False) -> dict[str, Any]:
+def make_row(experiment: Experiment, row: Row, device: str, resumable: bool = True) -> dict[str, Any]:
     """Train a row's model, unless it is there, let it answer, and write the record of the row.
 
     The answers to the test are stored without being scored. A `limit`, of a rehearsal, is also that of the test.
-
-    Args:
-        experiment: the experiment.
-        row: the row.
-        device: cpu or cuda.
-        volatile: begin a training again that was killed; its checkpoints are a third as large.
+    Without `resumable` a training that was killed begins again, and its checkpoints are a third as large.
     """
     begin = time.monotonic()
-    with without_optimizer_states(experiment.model(row)) if volatile else nullcontext(), tf32_training():
-        record = {
-            "recipe": row.recipe,
-            "fold": row.fold,
-            "seed": row.seed,
-            "device": device_name(device),
-            "settings": experiment.digest(row),
-            **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device)),
-            **_answered(experiment, row, device),
-            "seconds": round(time.monotonic() - begin, 1),
-        }
+    record = {
+        "recipe": row.recipe,
+        "fold": row.fold,
+        "seed": row.seed,
+        "device": device_name(device),
+        "settings": experiment.digest(row),
+        "products": PRODUCTS[device],
+        "answered_by": "generate" if device == "cuda" else "engine",
+        **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device, resumable)),
+        **_answered(experiment, row, device, resumable),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
     write_text(experiment.path(row), json.dumps(record) + "\n")
     return record
 
 
-@contextmanager
-def tf32_training() -> Iterator[None]:
-    """On a GPU, compute the products of a training in TF32; scores, compensation and answers stay in float32."""
-    train = DistillTrainer.run
-
-    def run(trainer: DistillTrainer) -> dict[str, Any]:
-        torch.set_float32_matmul_precision("high")  # has no effect on a CPU without TF32
-        try:
-            return train(trainer)
-        finally:
-            torch.set_float32_matmul_precision("highest")
-
-    with patch.object(DistillTrainer, "run", run if torch.cuda.is_available() else train):
-        yield
-
-
-@contextmanager
-def without_optimizer_states(model: Path) -> Iterator[None]:
-    """Delete what a killed training has left, and write checkpoints with the weights only, from which none resumes."""
-    shutil.rmtree(model.with_name(f"{model.name}.distilling"), ignore_errors=True)
-    with patch.object(Trainer, "_save_optimizer_and_scheduler", lambda *_: None):
-        yield
-
-
-def _other_parent(experiment: Experiment, dense: Row, device: str) -> dict[str, Any]:
+def _other_parent(experiment: Experiment, dense: Row, device: str, resumable: bool) -> dict[str, Any]:
     """Return the answers of the dense model of this machine, if it is not that of the dense row; train it if need be.
 
     The record of a dense row can come from another machine, its model does not. The answers of a model that was trained
@@ -142,7 +110,7 @@ def _other_parent(experiment: Experiment, dense: Row, device: str) -> dict[str, 
     path = folder.with_name(f"{dense.key}.answers.json")
     answered = read_json(path) if path.is_file() else {}
     if weights is None or answered.get("weights") != weights:
-        answered = _answered(experiment, dense, device)
+        answered = _answered(experiment, dense, device, resumable)
         write_text(path, json.dumps(answered) + "\n")
     return {} if answered["weights"] == record["weights"] else {"dense": answered}
 
@@ -164,9 +132,9 @@ def _trained_by(experiment: Experiment, row: Row, device: str) -> list[dict[str,
     return runs
 
 
-def _answered(experiment: Experiment, row: Row, device: str) -> dict[str, Any]:
+def _answered(experiment: Experiment, row: Row, device: str, resumable: bool) -> dict[str, Any]:
     """Train a row's model, unless it is there; return its digest, what was removed, and its answers."""
-    host = PackedHost(experiment.options(row), experiment.work / PROBLEMS)
+    host = PackedHost(replace(experiment.options(row), resumable=resumable), experiment.work / PROBLEMS)
     made = _trained_by(experiment, row, device)
     note = distill(host.options, host)
     model = load_pretrained(str(experiment.model(row))).float().to(device)
@@ -201,8 +169,8 @@ def answers(
 ) -> list[dict[str, Any]]:
     """Return a model's answers to documents: by the engine on a CPU, by `generate` on a GPU.
 
-    On a GPU the engine compiles kernels for each number of heads in a cut model, in each process: longer than 784 short
-    answers take.
+    On a GPU the engine was slow for cut models in several processes, probably as each compiles kernels for each number
+    of heads.
     """
     prompts = [tuple(encode(host.tokenizer, host.prompt(document))) for document in documents]
     by_prompt = (generated if model.device.type == "cuda" else decoded)(host, model, prompts, params, samples)

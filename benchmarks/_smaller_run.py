@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 from _smaller import DENSE, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import expected_seconds
-from _smaller_plan import chosen_entries, chosen_recipes
+from _smaller_plan import chosen_entries, planned_rows
 from _smaller_rows import make_row
 
 from lmeval_prune.artefacts import output_lock
@@ -25,36 +26,41 @@ REPORT = 30.0  # seconds between lines of progress
 FAILURES = 5  # rows of a process without enough memory, after which it ends
 
 
-class Workshop:
-    """Makes rows one after another, as long as the budget lasts."""
+class RowMaker:
+    """Makes rows one after another, as long as the budget lasts.
+
+    Attributes:
+        is_late: whether a row was not begun, because it would end after the budget.
+    """
 
     def __init__(self, experiment: Experiment, options: argparse.Namespace) -> None:
         self.experiment, self.options = experiment, options
         self.begin, self.longest, self.count = time.monotonic(), 0.0, 0
-        self.is_late = False  # no further row fits
-        self.failures = 0  # rows for which the GPU, which others use too, had too little memory
+        self.is_late = False
+        self._known: set[Row] = set()  # rows whose records were read and are right
+        self._failures = 0  # rows for which the GPU, which others use too, had too little memory
+
+    def has(self, row: Row) -> bool:
+        """Return whether a row is there; its record is read and checked once."""
+        if row not in self._known and self.experiment.record(row):
+            self._known.add(row)
+        return row in self._known
 
     def make(self, row: Row) -> bool:
         """Make a row if it is missing; return whether it has to wait for another process."""
         experiment, options = self.experiment, self.options
-        if experiment.record(row):
+        if self.has(row):
             return False
-        if row.recipe != DENSE and experiment.record(row.dense) is None:
+        if row.recipe != DENSE and not self.has(row.dense):
             return True
-        elapsed = time.monotonic() - self.begin
-        seconds = expected_seconds(experiment, row, options.device) or self.longest
-        if self.count == options.rows or elapsed + seconds > options.budget:
-            self.is_late = True
-            print(f"{self.count} rows made in {elapsed:.0f} s; the next is {row.key}, of about {seconds:.0f} s")
-            return False
         try:
             with output_lock(experiment.path(row)):
-                if experiment.record(row):
+                if self.has(row) or self._is_too_late(row):
                     return False
-                record = make_row(experiment, row, options.device, options.volatile)
+                record = make_row(experiment, row, options.device, options.resumable)
         except torch.OutOfMemoryError as error:
-            self.failures += 1
-            if self.failures == FAILURES:
+            self._failures += 1
+            if self._failures == FAILURES:
                 raise
             print(f"{row.key} is tried again later: {first_line(error)}", flush=True)
             return True
@@ -72,64 +78,84 @@ class Workshop:
         print(f"{row.key}: {record['seconds']:.0f} s, {time.monotonic() - self.begin:.0f} s in all", flush=True)
         return False
 
+    def _is_too_late(self, row: Row) -> bool:
+        """Return whether a row would end after the budget, or is one too many; the first time, say so."""
+        elapsed = time.monotonic() - self.begin
+        seconds = expected_seconds(self.experiment, row, self.options.device) or self.longest
+        if self.count != self.options.rows and elapsed + seconds <= self.options.budget:
+            return False
+        if not self.is_late:
+            print(f"{self.count} rows made in {elapsed:.0f} s; the next is {row.key}, of about {seconds:.0f} s")
+        self.is_late = True
+        return True
+
 
 def run_all(experiment: Experiment, options: argparse.Namespace) -> None:
     """Make all rows, and choose as soon as the rows of the choice are there; other processes may do the same."""
-    workshop = Workshop(experiment, options)
-    while not workshop.is_late:
-        waits, rows = False, list(_planned(experiment, options))
-        for row in rows:
-            waits |= workshop.make(row)
-            if workshop.is_late:
-                return
-        if not waits and not chosen_entries(experiment):
-            try:
-                with output_lock(experiment.work / "choice"):
-                    if not chosen_entries(experiment):
-                        print(choice(experiment, options.recipes, options.folds), flush=True)
-                if not chosen_entries(experiment):
-                    raise InputError("no recipe can be chosen (above); add recipes to the YAML file")
-                continue
-            except BusyError:
-                waits = True
+    maker = RowMaker(experiment, options)
+    while not maker.is_late:
+        waits = False
+        for row in _planned(experiment, options):
+            waits |= maker.make(row)
+            if not chosen_entries(experiment) and all(map(maker.has, _rows_of_choice(experiment, options))):
+                waits |= _choose(experiment, options)
+        if maker.is_late:
+            return
         if not waits:
             print("all rows are made")
             return
         time.sleep(POLL)
 
 
+def _choose(experiment: Experiment, options: argparse.Namespace) -> bool:
+    """Choose a recipe, unless another process does; return whether there are further rows to make."""
+    try:
+        with output_lock(experiment.work / "choice"):
+            if not chosen_entries(experiment):
+                print(choice(experiment, options.recipes, options.folds), flush=True)
+    except BusyError:
+        return True
+    if not chosen_entries(experiment):
+        raise InputError("no recipe can be chosen (above); add recipes to the YAML file")
+    return True
+
+
+def _rows_of_choice(experiment: Experiment, options: argparse.Namespace) -> Iterator[Row]:
+    return experiment.rows(options.recipes, experiment.settings["choice_seeds"], options.folds)
+
+
 def _planned(experiment: Experiment, options: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of the choice, the dense models of the verdict, and its other rows when the recipe is chosen."""
-    settings = experiment.settings
-    yield from experiment.rows(options.recipes, settings["choice_seeds"], options.folds)
-    yield from experiment.rows([DENSE], settings["seeds"], options.folds)
-    if chosen := chosen_recipes(experiment):
-        yield from experiment.rows(chosen, settings["seeds"], options.folds)
+    yield from _rows_of_choice(experiment, options)
+    yield from experiment.rows([DENSE], experiment.settings["seeds"], options.folds)
+    yield from planned_rows(experiment, options.recipes, options.folds, ())
 
 
 def run_processes(experiment: Experiment, options: argparse.Namespace) -> int:
     """Let several processes run the experiment; report how many rows there are, and return 1 if a process failed."""
-    logs = experiment.work / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name("smaller_model.py")), *options.words, "--processes", "1"]
-    names = [logs / f"{number}.log" for number in range(options.processes)]
+    folder = experiment.work / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    script = str(Path(__file__).with_name("smaller_model.py"))
+    logs = [folder / f"{number}.log" for number in range(options.processes)]
     processes = []
-    for name in names:
-        with name.open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    for log in logs:
+        with log.open("w") as file:
+            command = [sys.executable, script, *options.arguments, "--processes", "1"]
+            processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, too
     begin = shown = time.monotonic()
     try:
         while any(process.poll() is None for process in processes):
             time.sleep(POLL)
             if time.monotonic() - shown >= REPORT:
                 shown = time.monotonic()
-                rows = list(_planned(experiment, options))
+                rows = set(_planned(experiment, options))
                 count = sum(experiment.path(row).is_file() for row in rows)
                 print(f"{shown - begin:.0f} s: {count} of {len(rows)} rows", flush=True)
     finally:
         for process in processes:
             process.terminate()
-    failed = [name for name, process in zip(names, processes, strict=True) if process.wait()]
-    for name in failed:
-        print(f"failed, {name}:\n{name.read_text()[-2000:]}", file=sys.stderr)
+    failed = [log for log, process in zip(logs, processes, strict=True) if process.wait()]
+    for log in failed:
+        print(f"failed, {log}:\n{log.read_text()[-2000:]}", file=sys.stderr)
     return int(bool(failed))

@@ -2,7 +2,7 @@
 
     python benchmarks/smaller_model.py problems                            # once, where lm-eval is
     python benchmarks/smaller_model.py estimate                            # seconds of a row of each recipe
-    python benchmarks/smaller_model.py train --recipes layer_map [--rows 1]  # the next rows; again and again
+    python benchmarks/smaller_model.py train --recipes width [--rows 1]  #     the next rows; again and again
     python benchmarks/smaller_model.py choose                              # by the validation problems alone
     python benchmarks/smaller_model.py train --recipes CHOSEN              # its rows by the seeds of the verdict
     python benchmarks/smaller_model.py speed                               # on an otherwise idle machine
@@ -62,12 +62,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--discard", action="store_true", help="train: delete models of recipes when they have answered"
     )
     parser.add_argument(
-        "--volatile", action="store_true", help="train, run: begin killed rows again; writes a third as much"
+        "--no-resume",
+        dest="resumable",
+        action="store_false",
+        help="train, run: begin killed rows again; writes a third as much",
     )
     parser.add_argument("--processes", type=int, default=1, help="run: processes beside each other")
     parser.add_argument("--out", help="report: a name in benchmarks/results, or a path; default: smaller_model")
     options = parser.parse_args(arguments)
-    options.words = sys.argv[1:] if arguments is None else arguments
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; leave out --device")
     return options
@@ -77,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; errors of the user are one line."""
     options = parsed(arguments)
     torch.set_num_threads(options.threads)
+    if options.device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         experiment = Experiment(options.experiment, options.work, options.pretrained, changes_of(options.changes))
@@ -138,14 +143,14 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     """Make the rows that are missing; go on with the next if another process makes one."""
     from _smaller_plan import planned_rows
     from _smaller_rows import write_problems
-    from _smaller_run import Workshop
+    from _smaller_run import RowMaker
 
     rows = list(planned_rows(experiment, options.recipes, options.folds, options.seeds))
     write_problems(experiment)
-    workshop, waiting = Workshop(experiment, options), 0
+    maker, waiting = RowMaker(experiment, options), 0
     for row in rows:
-        waiting += workshop.make(row)
-        if workshop.is_late:
+        waiting += maker.make(row)
+        if maker.is_late:
             return
     print(f"{waiting} rows wait for other processes; run the command again" if waiting else "all rows are made")
 

@@ -475,6 +475,22 @@ def test_interrupted_distillation_ends_the_same(
         assert json.loads(before)["stages"] == read_note(Path(again.output))["stages"][:1]
 
 
+@pytest.mark.parametrize("resumable", [False, True], ids=["again", "then resumable"])
+def test_a_killed_stage_without_optimizer_states_begins_again(
+    whole: DistillOptions, tmp_path: Path, resumable: bool
+) -> None:
+    """Its checkpoints have weights, from which training on would be another training."""
+    options = replace(whole, output=str(tmp_path / "student"), resumable=False)
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 4)
+        with pytest.raises(Killed):
+            distill(options)
+    left = [path.name for path in tmp_path.rglob("checkpoint-*/*")]
+    assert "trainer_state.json" in left and not any(name.startswith("optimizer") for name in left)
+    distill(replace(options, resumable=resumable))
+    assert_same(whole.output, options.output)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("owner", [DistillTrainer, recursion], ids=["trainer", "recursion"])
 def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, owner: Any) -> None:

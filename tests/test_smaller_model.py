@@ -203,7 +203,7 @@ def test_training_goes_on_if_another_process_makes_a_row(
         record(experiment, Row(DENSE, fold, 0), {"validation": "1111", "test": "1111"}, 100)
     made: list[Row] = []
 
-    def make(experiment: Experiment, row: Row, device: str, volatile: bool) -> Any:
+    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
         made.append(row)
         record(experiment, row, {"validation": "1111", "test": "1111"}, 80)
         return experiment.record(row)
@@ -221,7 +221,7 @@ def test_training_goes_on_if_another_process_makes_a_row(
 
 def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of the choice, the choice, and rows of the verdict; what is there is not made again."""
-    words = ("run", "--recipes", "ours", "other", "--volatile", "--discard")
+    words = ("run", "--recipes", "ours", "other", "--no-resume", "--discard")
     settings = yaml.safe_load(experiment.file.read_text())
     experiment.file.write_text(yaml.safe_dump({**settings, "goal": {**settings["goal"], "parameters": 0.05}}))
     assert command(experiment, *words, "--processes", "2") == 0
@@ -235,6 +235,29 @@ def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pyte
     assert command(experiment, *words) == 0
     assert "all rows are made" in capsys.readouterr().out
     assert written == {row: experiment.path(row).stat().st_mtime_ns for row in rows}
+
+
+def test_the_choice_does_not_wait_for_rows_of_the_verdict(experiment: Experiment) -> None:
+    """A budget that ends after the rows of the choice leaves a choice; a row of another process ends nothing."""
+    settings = yaml.safe_load(experiment.file.read_text())
+    experiment.file.write_text(yaml.safe_dump({**settings, "goal": {**settings["goal"], "parameters": 0.05}}))
+    problems(experiment)
+
+    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
+        record(experiment, row, {"validation": "1111", "test": "1111"}, 100 if row.recipe == DENSE else 80)
+        return experiment.record(row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("_smaller_run.make_row", make)
+        assert command(experiment, "run", "--recipes", "ours", "--rows", "4") == 0
+    assert chosen_recipes(experiment) == ["ours"] and len(experiment.records()) == 4
+
+
+def test_a_process_that_fails_is_named(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    (experiment.work / PROBLEMS).parent.mkdir(parents=True)
+    (experiment.work / PROBLEMS).write_text("{}")
+    assert command(experiment, "run", "--recipes", "ours", "--processes", "2") == 1
+    assert "failed, " in capsys.readouterr().err
 
 
 def test_generate_answers_as_the_engine_does(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:

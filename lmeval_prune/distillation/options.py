@@ -108,6 +108,8 @@ class DistillOptions(Settings):
         batch: problems per step
         accumulate: steps per update
         save_steps: updates between checkpoints, validations and logs; 0: once per epoch
+        resumable: false keeps no optimizer states: checkpoints are a third as large, and a killed training begins its
+            stage again
         lora: train LoRA updates of the projections instead of all weights, and add them to the written weights:
             arguments of peft's LoraConfig, e.g. r=16,lora_dropout=0.05 (default of lora_alpha: 2·r)
         rate: learning rate
@@ -223,6 +225,7 @@ class DistillOptions(Settings):
     batch: Count = 8
     accumulate: Count = 1
     save_steps: Natural = 0
+    resumable: bool = True
     lora: dict[str, Any] = field(default_factory=dict)
     rate: Positive = 5e-5
     decay: NonNegative = 0.01

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, runs_in_parts
+from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, pays, runs_in_parts
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.layer_map import LayerMap
@@ -139,6 +139,7 @@ class DistillTrainer(ResumableTrainer):
             examples.lengths,
             Progress(f"stage {stage} of {options.stages}, ", options.stages - stage, preparation),
             options.patience,
+            options.resumable,
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
@@ -161,11 +162,8 @@ class DistillTrainer(ResumableTrainer):
 
     @cached_property
     def runs_in_parts(self) -> bool:
-        """Whether student and teacher run the common prefix of a batch once; attention maps need whole texts.
-
-        Only on a CPU: on a GPU a short prefix costs as many kernel launches as the rest of the batch.
-        """
-        if self.options.uses_attention_maps or self.args.device.type != "cpu":
+        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts."""
+        if self.options.uses_attention_maps:
             return False
         return all(runs_in_parts(model) for model in (self.student, self.teacher) if model is not None)
 
@@ -201,7 +199,7 @@ class DistillTrainer(ResumableTrainer):
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
-        if LENGTH in inputs and not self.runs_in_parts:
+        if LENGTH in inputs and not (self.runs_in_parts and pays(inputs, self.args.device.type)):
             del real_inputs[LENGTH]
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:

@@ -28,11 +28,11 @@ class _TrainerState(TypedDict):
 
 
 def result_settings(options: Any) -> dict[str, Any]:
-    """Return the options that the result depends on, as JSON: all except paths."""
+    """Return the options that the result depends on, as JSON: all except paths and what is kept on the way."""
     return {
         name: value
         for name, value in json.loads(json.dumps(asdict(options))).items()
-        if name not in ("output", "data_dir", "responses")
+        if name not in ("output", "data_dir", "responses", "resumable")
     }
 
 
@@ -76,16 +76,20 @@ def write_options(checkpoints: Path, settings: Mapping[str, Any]) -> None:
 
 
 def last_checkpoint(checkpoints: Path) -> str | None:
-    """Return the newest complete checkpoint, and delete incomplete ones.
+    """Return the newest complete checkpoint, and delete those from which no training resumes.
 
-    `trainer_state.json` is the last file of a checkpoint that transformers writes.
+    `trainer_state.json` is the last file of a checkpoint that transformers writes, also without optimizer states.
     """
     complete: dict[int, Path] = {}
     for folder in checkpoints.glob("checkpoint-*"):
         try:
-            complete[read_json(folder / "trainer_state.json", _TrainerState)["global_step"]] = folder
+            step = read_json(folder / "trainer_state.json", _TrainerState)["global_step"]
         except InputError:
+            step = None
+        if step is None or not any(folder.glob("optimizer*")):
             shutil.rmtree(folder)
+        else:
+            complete[step] = folder
     return str(complete[max(complete)]) if complete else None
 
 

@@ -105,7 +105,7 @@ class ResumableTrainer(Trainer):
     """Trainer on batches of similar length; a subclass can add validation metrics.
 
     `lengths` are the numbers of tokens of the training examples. Training stops after `patience` validations without
-    improvement (0: never).
+    improvement (0: never). Without `resumable`, checkpoints have the weights only, of which the best are kept.
     """
 
     def __init__(
@@ -118,8 +118,9 @@ class ResumableTrainer(Trainer):
         lengths: Sequence[int],
         progress: Progress,
         patience: int = 0,
+        resumable: bool = True,
     ) -> None:
-        self.lengths = lengths
+        self.lengths, self.resumable = lengths, resumable
         stop: list[TrainerCallback] = [EarlyStoppingCallback(patience)] if patience else []
         super().__init__(
             model,
@@ -151,6 +152,10 @@ class ResumableTrainer(Trainer):
             "best_epoch": round(best / self.state.max_steps * self.args.num_train_epochs, 2),
             "log": [row for row in self.state.log_history if "loss" in row or "eval_loss" in row],
         }
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.resumable:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)

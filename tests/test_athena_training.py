@@ -207,7 +207,7 @@ def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
 
 
 def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
-    """One without optimizer states has weights, but no training resumes from it."""
+    """A checkpoint without optimizer states has weights, but no training resumes from it."""
     whole = [(step, f'{{"global_step": {step}}}') for step in (10, 20, 50)]
     for step, state in (*whole, (30, '{"global_'), (40, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -16,7 +16,7 @@ from lmeval_prune.artefacts import check_finite
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
-# embeddings by encoder and text: several routers of one encoder embed the same questions
+# embeddings by encoder and text: routers that share an encoder embed the same questions
 _EMBEDDINGS: MutableMapping[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 
@@ -29,7 +29,7 @@ def load_encoder(name: str) -> Any:
 
 @lru_cache(maxsize=2)
 def _loaded(folder: str, name: str, files: tuple[tuple[str, int, int], ...]) -> Any:
-    """Load an encoder; the files of its folder, with times and sizes, make a changed one be read again."""
+    """Load an encoder; `files` of its folder, with times and sizes, so that a changed encoder is read again."""
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)

@@ -77,6 +77,7 @@ UNREAD: dict[str, dict[str, Any]] = {
         (("hidden", "teacher", "teachers"), {"distill_weight": 0.0}),
         (("distill_weight",), {"response": False, "feature": False}),
         (("p_min", "growth"), {"stages": 1}),
+        (("best_by",), {"validation": 0.0}),
     )
     for name in names
 }

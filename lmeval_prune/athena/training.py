@@ -176,10 +176,10 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
         f"{split.ungrounded} without an equation over their numbers, {split.repeated} that are also in the test",
         flush=True,
     )
-    best_by = (ACCURACY, True) if options.validation else None  # metric of the best epoch, and whether higher is better
-    arguments = training_arguments(
-        options, work, options.encoder_rate, options.seed, best_by, others={"per_device_eval_batch_size": 32}
-    )
+    validates = options.validation > 0
+    best_by = (ACCURACY, True) if validates else None  # metric of the best epoch, and whether higher is better
+    others = {"per_device_eval_batch_size": 32}
+    arguments = training_arguments(options, work, options.encoder_rate, options.seed, validates, best_by, others=others)
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings)
     training = trainer.run()

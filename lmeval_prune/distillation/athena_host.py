@@ -36,7 +36,7 @@ _LANGUAGE_OPTIONS = {  # with their defaults
 class AthenaHost(Host):
     """ATHENA as a host, with the data, test split and validation split of its own training."""
 
-    metric, greater = ACCURACY, True
+    best_by = "accuracy"
     token, token_use = "mask_token", "replaces numbers"
 
     def __init__(self, options: DistillOptions) -> None:
@@ -79,7 +79,7 @@ class AthenaHost(Host):
     @override
     def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
         datasets: list[str] = []  # its data sets are not on the Hub
-        training = training_of(self.options, note, (self.metric, self.greater), datasets)
+        training = training_of(self.options, note, self.metric, datasets)
         title = Path(self.options.output).resolve().name
         return athena_card(title, model.about, {"What was removed": what_was_removed(manifest)}, training)
 

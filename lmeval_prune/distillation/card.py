@@ -15,17 +15,18 @@ from lmeval_prune.reporting.tables import significant
 
 SHOWN = ("epochs", "batch", "accumulate", "rate", "distill_weight", "task_weight", "temperature", "seed")
 METRICS = {"eval_task": "task loss", "eval_accuracy": "accuracy", "eval_loss": "loss"}
+LAST = "eval_task"  # shown of the last epoch where no metric chooses one
 
 
 def training_of(
-    options: DistillOptions, note: Mapping[str, Any], metric: tuple[str, bool], datasets: Sequence[str]
+    options: DistillOptions, note: Mapping[str, Any], metric: tuple[str, bool] | None, datasets: Sequence[str]
 ) -> Training:
     """Return what a card says about a distillation.
 
     Args:
         options: of the distillation.
         note: fields of `distillation.json`.
-        metric: that chooses the best epoch, and whether higher is better.
+        metric: that chooses the best epoch, and whether higher is better; None: the last epoch is kept.
         datasets: names on the Hub of the training data.
     """
     is_trained = options.epochs > 0
@@ -54,15 +55,16 @@ def _training(options: DistillOptions, material: Mapping[str, Any]) -> str:
     return "\n\n".join([" ".join(lines), table(rows, "option"), "All options are in `distillation.json`."])
 
 
-def _results(note: Mapping[str, Any], metric: tuple[str, bool]) -> str:
-    """Return a table of the stages: sizes, the best validation, and the distance from the unpruned model."""
+def _results(note: Mapping[str, Any], metric: tuple[str, bool] | None) -> str:
+    """Return a table of the stages: sizes, the validation, and the distance from the unpruned model."""
     rows: list[dict[str, Any]] = []
     for stage in note["stages"]:
-        name, greater = metric
+        name, greater = metric or (LAST, None)
         values = [entry[name] for entry in stage.get("log", ()) if name in entry]
         row: dict[str, Any] = {"stage": stage["stage"], "parameters": f"{stage['parameters']:,}"}
         if values:
-            row[f"validation {METRICS.get(name, name)}"] = significant((max if greater else min)(values))
+            kept = values[-1] if greater is None else (max if greater else min)(values)
+            row[f"validation {METRICS.get(name, name)}"] = significant(kept)
         distances = cells(stage["distance"]) if stage.get("distance") else {}
         rows.append(row | {key: distances[key] for key in ("mean KLD", "same top p (%)") if key in distances})
     explained = (

@@ -21,15 +21,17 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
-from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.options import BestBy, DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
+METRICS = {"accuracy": (ACCURACY, True), "loss": ("eval_task", False)}  # in the log, and whether higher is better
 
 
 class StageNote(TypedDict):
@@ -81,13 +83,17 @@ class Host(ABC):
     The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
     """
 
-    metric: ClassVar[str]  # metric in the log that chooses the best epoch
-    greater: ClassVar[bool]  # whether a higher metric is better
+    best_by: ClassVar[BestBy]  # default of the option
     token: ClassVar[str]  # special token that the tokenizer must have
     token_use: ClassVar[str]  # its purpose, for the message
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
+
+    @property
+    def metric(self) -> tuple[str, bool] | None:
+        """The metric in the log that chooses the best epoch, and whether higher is better; None: the last is kept."""
+        return METRICS.get(self.options.best_by or self.best_by)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,6 +39,7 @@ from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
+from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
 
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
@@ -56,7 +58,7 @@ class Rows(NamedTuple):
 class LanguageHost(Host):
     """A causal language model as a host."""
 
-    metric, greater = "eval_task", False
+    best_by = "loss"
     token, token_use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
@@ -109,7 +111,7 @@ class LanguageHost(Host):
     @override
     def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
         origin, title = Origin.of(self.options.pretrained), Path(self.options.output).resolve().name
-        training = training_of(self.options, note, (self.metric, self.greater), note["material"].get("datasets", ()))
+        training = training_of(self.options, note, self.metric, note["material"].get("datasets", ()))
         return checkpoint_card(title, model, manifest, origin, True, training)
 
     @override
@@ -249,6 +251,18 @@ class LanguageHost(Host):
         if self.options.task is None:
             raise InputError("answers of a model are to the problems of a task; give task")
         check_generative(self.task)
+
+    @override
+    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
+        if self.options.best_by != "accuracy":
+            return {}
+        questions = [problem.question for problem in examples.problems]
+        with TemporaryDirectory() as responses:
+            greedy = Sampling(max_gen_toks=self.options.max_gen_toks)
+            answerer = Answerer(self.task, self.tokenizer, greedy, Path(responses))
+            answers = answerer.answers(model, questions)
+        rights = answerer.outcomes(questions, answers, self.options.answer_metric)
+        return {ACCURACY: sum(map(sum, rights)) / len(questions)}
 
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:

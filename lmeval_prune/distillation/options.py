@@ -13,7 +13,8 @@ from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, S
 
 CORPUS = ("corpus_field", "corpus_prompt", "corpus_options", "corpus_texts", "corpus_tokens")
 PROBLEMS = ("train", "test", "answer", "answer_field", "limit")
-ANSWERS = ("samples", "sample_temperature", "max_gen_toks", "responses")
+SAMPLES = ("samples", "sample_temperature", "responses")
+BestBy = Literal["accuracy", "loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class DistillOptions(Settings):
             a language model, the task's)
         validation: share of the training problems used to choose the best epoch; 0 takes the last epoch (default: for
             an ATHENA, that of its training; for a language model, 0.1)
+        best_by: what chooses the epoch whose weights are kept: accuracy (validation problems solved, greedily), loss
+            (the task loss on them) or none (the last epoch is kept) (default: for an ATHENA, accuracy; for a language
+            model, loss)
         limit: number of training problems, sampled with the seed (default: all)
         chat: (language models) use the model's chat template
         answer: (language models) template of the answer; {} is replaced by the task's target
@@ -78,11 +82,11 @@ class DistillOptions(Settings):
         keep_answers: with train_on=teacher, right (answers that the task's scorer finds right) or all
         unsolved: with train_on=teacher, what becomes of a question without an answer that is kept: target (its target
             is learned) or drop
-        answer_metric: METRIC or METRIC,FILTER of the task that decides what is right (default: exact_match or its
-            first)
+        answer_metric: METRIC or METRIC,FILTER of the task that decides what is right, for keep_answers and
+            best_by=accuracy (default: exact_match or its first)
         samples: own answers, or the teacher's, to each question; several need a sample_temperature
         sample_temperature: temperature of these answers; 0: greedy
-        max_gen_toks: tokens of such an answer at most (default: the task's)
+        max_gen_toks: tokens of such an answer, or of one for best_by=accuracy, at most (default: the task's)
         prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
         regenerate: stages after which the model pruned so far answers again for the calibration; 0: the unpruned
             model's answers are used throughout
@@ -135,8 +139,19 @@ class DistillOptions(Settings):
         Use("channels (ffn_ratio, or parts=both)", lambda own: own.removes_channels, ("ffn_method",)),
         Use("calibrate_on=own", lambda own: own.calibrate_on == "own", ("prompts_count", "regenerate")),
         Use("several stages", lambda own: own.stages > 1, ("regenerate",)),
-        Use("train_on=teacher", lambda own: own.train_on == "teacher", ("keep_answers", "unsolved", "answer_metric")),
-        Use("calibrate_on=own or train_on=teacher", lambda own: own.asks_models, ANSWERS),
+        Use("train_on=teacher", lambda own: own.train_on == "teacher", ("keep_answers", "unsolved")),
+        Use(
+            "train_on=teacher or best_by=accuracy",
+            lambda own: own.train_on == "teacher" or own.best_by == "accuracy",
+            ("answer_metric",),
+        ),
+        Use("calibrate_on=own or train_on=teacher", lambda own: own.asks_models, SAMPLES),
+        Use(
+            "calibrate_on=own, train_on=teacher or best_by=accuracy",
+            lambda own: own.asks_models or own.best_by == "accuracy",
+            ("max_gen_toks",),
+        ),
+        Use("a validation split", lambda own: own.validation != 0, ("best_by",)),
         Use("a distill_weight above 0", lambda own: own.distill_weight > 0, ("hidden",)),
         Use("the response term", lambda own: own.distill_weight > 0 and own.response, ("top_k", "temperature")),
         Use("top_k", lambda own: own.top_k > 0, ("top_k_rest",)),
@@ -163,6 +178,7 @@ class DistillOptions(Settings):
     train: tuple[str, ...] = ()
     test: str | None = None
     validation: ShareBelowOne | None = None
+    best_by: BestBy | None = None
     limit: Annotated[int, Ge(2)] | None = None
     chat: bool = False
     answer: str = "{}"
@@ -247,6 +263,8 @@ class DistillOptions(Settings):
             raise InputError("there is nothing to train on: no teacher, and task_weight=0; raise task_weight")
         if self.patience and self.validation == 0:
             raise InputError("patience needs a validation split; give validation")
+        if self.patience and self.best_by == "none":
+            raise InputError("patience waits for a better epoch, and best_by=none looks for none; leave out either")
         if "{}" not in self.answer:
             raise InputError("answer must contain {}, which is replaced by the target")
 

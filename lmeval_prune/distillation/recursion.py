@@ -125,7 +125,7 @@ def check(host: Host) -> None:
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
     host.check_layers()
-    if options.asks_models:
+    if options.asks_models or options.best_by == "accuracy":
         host.check_answers()
     check_pruning(options, model_map)
     check_arguments(options)
@@ -139,8 +139,12 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     options = host.options
     check_resumable(work, settings, default_settings(DistillOptions))
     examples = host.examples()
-    if options.patience and not examples.validation:
-        raise InputError("patience needs a validation split, and the model was trained without one; give validation")
+    if not examples.validation:  # an ATHENA's is that of its own training
+        for name in ("patience", "best_by"):
+            if getattr(options, name) not in (0, None, "none"):
+                raise InputError(
+                    f"{name} needs a validation split, and the model was trained without one; give validation"
+                )
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)

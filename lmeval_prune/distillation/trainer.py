@@ -127,8 +127,8 @@ class DistillTrainer(ResumableTrainer):
         self._training_sums: dict[str, Tensor] = {}
         self._updates = 0
         self._validation_sums: dict[str, Any] = {}
-        best_by = (host.metric, host.greater) if examples.validation else None
-        arguments = distillation_arguments(options, work, stage, best_by)
+        validates = bool(examples.validation)
+        arguments = distillation_arguments(options, work, stage, validates, host.metric if validates else None)
         self.padded_train = padded(examples.train, arguments.train_batch_size * arguments.world_size)
         super().__init__(
             Student(model, host.backbone(model)),
@@ -312,12 +312,16 @@ def check_arguments(options: DistillOptions) -> None:
 
 
 def distillation_arguments(
-    options: DistillOptions, work: Path, stage: int = 1, best_by: tuple[str, bool] | None = None
+    options: DistillOptions,
+    work: Path,
+    stage: int = 1,
+    validates: bool = False,
+    best_by: tuple[str, bool] | None = None,
 ) -> TrainingArguments:
     """Make transformers' arguments of a stage; each stage has its own seed."""
     others = {"per_device_eval_batch_size": 16, **options.trainer}
     seed = stage_seed(options, stage)
-    return training_arguments(options, work, options.rate, seed, best_by, options.save_steps, others)
+    return training_arguments(options, work, options.rate, seed, validates, best_by, options.save_steps, others)
 
 
 def stage_seed(options: DistillOptions, stage: int) -> int:

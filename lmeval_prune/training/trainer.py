@@ -144,7 +144,7 @@ class ResumableTrainer(Trainer):
     def run(self) -> dict[str, Any]:
         """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
 
-        Afterwards the model has the weights of the best epoch (of the last, without validation).
+        Afterwards the model has the weights of the best epoch (of the last, without a metric that chooses).
         """
         self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         best = self.state.best_global_step or self.state.global_step
@@ -166,6 +166,7 @@ def training_arguments(
     checkpoints: Path,
     learning_rate: float,
     seed: int,
+    validates: bool,
     best_by: tuple[str, bool] | None,
     save_steps: int = 0,
     others: Mapping[str, Any] | None = None,
@@ -177,6 +178,7 @@ def training_arguments(
         checkpoints: folder of the checkpoints.
         learning_rate: initial learning rate.
         seed: seed of the order of examples and of dropout.
+        validates: whether there is a validation split.
         best_by: metric that chooses the best epoch, and whether higher is better; None: keep the last epoch.
         save_steps: optimizer steps between checkpoints, validations and logs; 0: once per epoch.
         others: other fields of `TrainingArguments`.
@@ -203,7 +205,7 @@ def training_arguments(
         warmup_steps=options.warmup,
         max_grad_norm=options.clip,
         seed=seed,
-        eval_strategy=interval if best_by else "no",
+        eval_strategy=interval if validates else "no",
         save_strategy=interval,
         logging_strategy=interval,
         eval_steps=steps,

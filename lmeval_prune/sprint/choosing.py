@@ -192,20 +192,20 @@ class _Table:
             raise InputError("choosing needs the extracted answers, and the store has none; sweep again")
         self.outcomes, self.extracted = outcomes, outcomes.extracted
         self.columns = {name: j for j, name in enumerate(outcomes.pool)}
-        self.draws = cache(self._draws)
+        self.known = cache(self._known)
 
-    def _draws(self, row: int, kind: Kind) -> list[int]:
-        """Return the numbers of a kind's samples whose outcome at a question is known, in order."""
-        return [draw for draw, j in self._samples.get(kind, ()) if not np.isnan(self.outcomes.z[row, j])]
+    def _known(self, row: int, kind: Kind) -> list[int]:
+        """Return the columns of a kind's samples whose outcome at a question is known, by the samples' numbers."""
+        return [column for column in self._samples.get(kind, ()) if not np.isnan(self.outcomes.z[row, column])]
 
     @cached_property
-    def _samples(self) -> dict[Kind, list[tuple[int, int]]]:
-        """Map each kind of samples to the numbers of its samples, in order, with their columns."""
-        attempts = [(Attempt.named(name), j) for name, j in self.columns.items()]
-        samples: dict[Kind, list[tuple[int, int]]] = {}
-        for each, j in sorted(attempts, key=lambda pair: pair[0].draw):
+    def _samples(self) -> dict[Kind, list[int]]:
+        """Map each kind of samples to their columns, by the samples' numbers."""
+        attempts = [(Attempt.named(name), column) for name, column in self.columns.items()]
+        samples: dict[Kind, list[int]] = {}
+        for each, column in sorted(attempts, key=lambda pair: pair[0].draw):
             if each.is_sampled:
-                samples.setdefault((each.variant, each.temperature), []).append((each.draw, j))
+                samples.setdefault((each.variant, each.temperature), []).append(column)
         return samples
 
     def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
@@ -215,9 +215,9 @@ class _Table:
             InputError: it has too few samples.
         """
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        sets = {kind: len(self.draws(row, kind)) // number for kind, number in used.items()}
+        sets = {kind: len(self.known(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
-            have, kind = len(self.draws(row, few[0])), Attempt(*few[0])
+            have, kind = len(self.known(row, few[0])), Attempt(*few[0])
             raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
         return min(sets.values(), default=1)
 
@@ -235,23 +235,21 @@ class _Table:
     ) -> tuple[float, float]:
         """Return whether the chosen try of a replicate is right, and whether there is a tie."""
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        known = {kind: self.draws(row, kind) for kind in used}
-
-        def name(attempt: Attempt) -> str:
-            """Return the column of a try: sample n is the n-th that is known, after those of earlier replicates."""
-            kind = attempt.variant, attempt.temperature
-            if not attempt.is_sampled:
-                return str(attempt)
-            return str(Attempt(*kind, known[kind][attempt.draw + replicate * used[kind]]))
-
-        names = [name(each) for each in tries]
-        missing = [name for name in names if name not in self.columns]
+        missing = [each for each in tries if not each.is_sampled and str(each) not in self.columns]
         if missing:
             raise InputError(f"the test store has no {missing[0]}; sweep it too")
-        columns = [self.columns[name] for name in names]
+
+        def column(attempt: Attempt) -> int:
+            """Return the column of a try: sample n is the n-th that is known, after those of earlier replicates."""
+            if not attempt.is_sampled:
+                return self.columns[str(attempt)]
+            kind = attempt.variant, attempt.temperature
+            return self.known(row, kind)[attempt.draw + replicate * used[kind]]
+
+        columns = [column(each) for each in tries]
         z = self.outcomes.z[row, columns]
         if np.isnan(z).any():
-            raise unknown_outcomes(self.outcomes.z[:, columns], names, row)
+            raise unknown_outcomes(self.outcomes.z[:, columns], [self.outcomes.pool[j] for j in columns], row)
         logprobs = None if self.outcomes.logprobs is None else self.outcomes.logprobs[row, columns].tolist()
         chosen = choose(rule, tries, list(self.extracted[row, columns]), same, weights, logprobs)
         return float(chosen.winner is not None and z[chosen.winner] == 1), float(chosen.is_tied)

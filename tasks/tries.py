@@ -42,8 +42,7 @@ def is_right(task: Any, scores: Mapping[str, Any], metric: str) -> bool:
     if metric not in scores or float(scores[metric]) not in (0.0, 1.0):
         numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
         raise InputError(
-            f"task {task.task_name}: {metric} is not a metric with values 0 and 1; choose another with --metric, of "
-            f"{numbers}"
+            f"task {task.task_name}: {metric} is not a metric with values 0 and 1; name another, of {numbers}"
         )
     return bool(scores[metric])
 

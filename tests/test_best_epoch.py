@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained
 from lmeval_prune.distillation import language_host
+from lmeval_prune.distillation.athena_host import LANGUAGE_OPTIONS
 from lmeval_prune.distillation.host import read_note
-from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
-from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.distillation.trainer import DistillTrainer, solved_then_loss
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.planning.own_answers import Answerer
 from lmeval_prune.tasks import tries
 from tests.athena_hosts import data_folder, quick_training
@@ -28,6 +32,7 @@ from tests.conftest import ROOT
 from tests.kills import Killed, counted
 
 ACCURACY = "eval_accuracy"
+TEACHER = {"distill_weight": 0.5, "ratio": 0.5, "unit": "balanced", "calibration": 4}
 
 
 @pytest.fixture
@@ -59,135 +64,200 @@ def no_pictures() -> Any:
         yield
 
 
-def log_of(folder: str) -> list[dict[str, Any]]:
-    return list(read_note(folder)["stages"][0]["log"])
+def is_right(text: str) -> bool:
+    """Return whether a text counts as right, by a rule that the answers of a random model can meet."""
+    return sum(map(ord, text)) % 2 == 0
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge answers by `is_right`."""
+    monkeypatch.setattr(tries, "outcomes", lambda task, name, documents, texts: [is_right(text) for text in texts])
 
 
 def values(folder: str, name: str) -> list[float]:
-    return [row[name] for row in log_of(folder) if name in row]
+    return [row[name] for row in read_note(folder)["stages"][0]["log"] if name in row]
 
 
-def scripted(
-    patch: pytest.MonkeyPatch, rights: list[list[bool]], losses: list[float] | None = None
-) -> list[dict[str, torch.Tensor]]:
-    """Set which answers of each epoch are right, and its loss; return the weights of each epoch, filled in training."""
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def weights_of_epochs(patch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Return a list that is filled with the weights at each validation."""
     weights: list[dict[str, torch.Tensor]] = []
-    original = LanguageHost.metrics
+    original = DistillTrainer._solved
+    patch.setattr(
+        DistillTrainer, "_solved", lambda self, loss: weights.append(state_of(self.student)) or original(self, loss)
+    )
+    return weights
 
-    def metrics(self: Any, model: Any, examples: Any) -> dict[str, float]:
-        patch.setattr(Answerer, "outcomes", lambda *_: [[right] for right in rights[len(weights)]])
-        result = original(self, model, examples) | ({"eval_task": losses[len(weights)]} if losses else {})
-        weights.append({name: x.detach().clone() for name, x in model.state_dict().items()})
-        return result
 
-    patch.setattr(LanguageHost, "metrics", metrics)
+def told(patch: pytest.MonkeyPatch, rights: list[list[bool]], losses: list[float]) -> list[dict[str, torch.Tensor]]:
+    """Set which answers of each epoch are right, and its loss; return the weights of the epochs, when they are there."""
+    weights = weights_of_epochs(patch)
+    original = DistillTrainer._solved
+
+    def solved(self: Any, loss: float) -> dict[str, float]:
+        epoch = len(weights)
+        return {"eval_task": losses[epoch], **original(self, losses[epoch])}
+
+    patch.setattr(DistillTrainer, "_solved", solved)
+    patch.setattr(Answerer, "outcomes", lambda *_: [[right] for right in rights[len(weights) - 1]])
     return weights
 
 
 @pytest.mark.parametrize(
-    ("rights", "best"),
+    ("rights", "losses", "best"),
     [
-        ([[False, False], [True, True], [True, False]], 2),
-        ([[True, False], [False, True], [False, False]], 1),  # the first of equal ones
-        ([[False, False], [False, False], [False, True]], 3),
+        ([[False, False], [True, True], [True, False]], [1.0, 9.0, 0.1], 2),
+        ([[True, False], [False, True], [False, False]], [2.0, 1.5, 0.1], 2),  # of equal ones that of the least loss
+        ([[False, False], [False, False], [False, False]], [3.0, 2.0, 1.0], 3),
+        ([[True, True], [True, True], [True, True]], [1.0, 1.0, 1.0], 1),
     ],
 )
+@pytest.mark.parametrize("patience", [0, 1])
 def test_the_epoch_that_solves_most_is_kept(
-    options: DistillOptions, monkeypatch: pytest.MonkeyPatch, rights: list[list[bool]], best: int
+    options: DistillOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    rights: list[list[bool]],
+    losses: list[float],
+    best: int,
+    patience: int,
 ) -> None:
-    weights = scripted(monkeypatch, rights)
-    note = distill(options)
-    assert values(options.output, ACCURACY) == [sum(several) / 2 for several in rights]
-    assert note["stages"][0]["best_epoch"] == best
+    """Patience waits for a better epoch by the same order."""
+    weights = told(monkeypatch, rights, losses)
+    note = distill(replace(options, patience=patience))
+    epochs = min(3, best + 1) if patience else 3
+    assert values(options.output, ACCURACY) == [sum(several) / 2 for several in rights[:epochs]]
+    assert len(weights) == epochs and note["stages"][0]["best_epoch"] == best
     kept = load_pretrained(options.output).state_dict()
-    for epoch, expected in enumerate(weights, start=1):
-        equal = all(torch.equal(kept[name], expected[name]) for name in kept)
-        assert equal == (epoch == best)
+    assert [equal(kept, each) for each in weights] == [epoch == best for epoch in range(1, epochs + 1)]
     card = (Path(options.output) / "README.md").read_text()
-    assert "validation accuracy" in card and f"{max(map(sum, rights)) / 2:g}" in card
+    assert "validation accuracy" in card and "the epoch that solves most validation problems was kept" in card
+    assert re.search(rf"\| +{max(map(sum, rights)) / 2:g}(\.0+)? +\|", card)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1e4), st.floats(0, 1e4))
+def test_the_loss_only_decides_between_equal_numbers(solved: int, other: int, loss: float, other_loss: float) -> None:
+    one, two = solved_then_loss(solved, loss, 500), solved_then_loss(other, other_loss, 500)
+    if solved != other:
+        assert (one > two) == (solved > other)
+    elif abs(loss - other_loss) > 1e-3 * max(loss, other_loss, 1.0):
+        assert (one > two) == (loss < other_loss)
 
 
 def test_the_last_epoch_is_kept_and_still_validated(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = scripted(monkeypatch, [[]] * 3, [3.25, 1.25, 2.25])
+    weights = told(monkeypatch, [[]] * 3, [3.25, 1.25, 2.25])
     last = replace(options, best_by="none", max_gen_toks=None)
     note = distill(last)
     assert note["stages"][0]["best_epoch"] == 3
-    assert values(last.output, "eval_task") == [3.25, 1.25, 2.25]
-    kept = load_pretrained(last.output).state_dict()
-    assert all(torch.equal(kept[name], weights[-1][name]) for name in kept)
-    assert "2.250 |" in (Path(last.output) / "README.md").read_text()
+    assert values(last.output, "eval_task") == [3.25, 1.25, 2.25] and not values(last.output, ACCURACY)
+    assert equal(load_pretrained(last.output).state_dict(), weights[-1])
+    card = (Path(last.output) / "README.md").read_text()
+    assert re.search(r"\| +2\.25\d* +\|", card) and "the last epoch was kept" in card
 
 
-@pytest.mark.parametrize("lora", [{}, {"r": 2}])
-def test_accuracy_is_that_of_greedy_answers(
-    options: DistillOptions, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
-) -> None:
-    """Judged as the task judges: here by a rule that a random model can meet."""
-
-    def outcomes(task: Any, name: str, documents: Any, texts: list[str]) -> list[bool]:
-        assert task.task_name == options.task and len(documents) == len(texts)
-        return [is_right(text) for text in texts]
-
-    def is_right(text: str) -> bool:
-        return sum(map(ord, text)) % 2 == 0
-
-    monkeypatch.setattr(tries, "outcomes", outcomes)
-    one = replace(options, epochs=1, lora=lora, limit=12, validation=0.5, chat=False)
-    distill(one)
-    model: Any = load_pretrained(one.output).float().eval()
-    tokenizer = AutoTokenizer.from_pretrained(one.pretrained)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora": {"r": 2, "lora_dropout": 0.5}},
+        {"chat": True},
+        TEACHER,  # with attention maps, so that the student has eager attention
+        {**TEACHER, "feature": False, "hidden": True, "trainer": {"bf16": True}},
+        {"train_on": "teacher", "keep_answers": "all", "teacher": "PRETRAINED", "max_gen_toks": 5},
+    ],
+)
+@pytest.mark.usefixtures("judged")
+def test_accuracy_is_that_of_greedy_answers(options: DistillOptions, changes: dict[str, Any]) -> None:
+    options = replace(options, epochs=1, limit=16, validation=0.5, rate=1e-3, **changes)
+    if options.teacher:
+        options = replace(options, teacher=options.pretrained)
+    distill(options)
+    model: Any = load_pretrained(options.output).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
+    host: Any = make_host(options)
     rights = []
-    for problem in make_host(one).examples().problems:
-        ids = torch.tensor([tokenizer(problem.question.prompt)["input_ids"]])
-        tokens = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        for stop in make_host(one).task.get_config("generation_kwargs").get("until", ()):
+    for problem in host.examples().problems:
+        ids = torch.tensor([tokenizer(problem.question.prompt, add_special_tokens=False)["input_ids"]])
+        tokens = model.generate(ids, max_new_tokens=options.max_gen_toks, do_sample=False, pad_token_id=0)
+        text = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        for stop in host.task.get_config("generation_kwargs").get("until", ()):
             text = text.split(stop)[0]
         rights.append(is_right(text))
-    assert values(one.output, ACCURACY) == [sum(rights) / 6]
-    assert 0 < sum(rights) < 6
+    assert values(options.output, ACCURACY) == [sum(rights) / 8]
+    assert 0 < sum(rights) < 8
+
+
+@pytest.mark.usefixtures("judged")
+def test_answers_are_judged_by_the_metric_that_was_named(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[Any] = []
+    original = tries.choose_metric
+    monkeypatch.setattr(tries, "choose_metric", lambda task, metric: names.append(metric) or original(task, metric))
+    distill(replace(options, epochs=1, answer_metric="exact_match"))
+    assert len(names) == 2 and {*names} == {"exact_match"}  # before the training, and after its epoch
 
 
 @pytest.mark.parametrize("best_by", ["accuracy", "none"])
-def test_an_interrupted_distillation_ends_the_same(
-    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best_by: Any
+@pytest.mark.parametrize("moment", ["step", "answers"])
+@pytest.mark.usefixtures("judged")
+def test_a_killed_distillation_ends_the_same(
+    options: DistillOptions, tmp_path: Path, best_by: Any, moment: str
 ) -> None:
-    monkeypatch.setattr(
-        Answerer, "outcomes", lambda self, questions, answers, metric: [[len(a[0].text) % 2 > 0] for a in answers]
-    )
-    options = replace(options, best_by=best_by, max_gen_toks=6 if best_by == "accuracy" else None)
+    """With dropout, whose random numbers the answers must not take; killed in the last epoch or in its validation."""
+    if moment == "answers" and best_by == "none":
+        pytest.skip("nothing is answered")
+    tokens = 6 if best_by == "accuracy" else None
+    changes: dict[str, Any] = {"lora": {"r": 2, "lora_dropout": 0.5}, "validation": 0.5, "limit": 12}
+    options = replace(options, best_by=best_by, max_gen_toks=tokens, **changes)
     distill(options)
     again = replace(options, output=str(tmp_path / "again"))
     with pytest.MonkeyPatch.context() as patch:
-        counted(patch, DistillTrainer, "training_step", 4)
+        owner, name = (DistillTrainer, "training_step") if moment == "step" else (PrunedHFLM, "generate_until")
+        counted(patch, owner, name, 4 if moment == "step" else 2)
         with pytest.raises(Killed):
             distill(again)
     distill(again)
     for name in ("eval_task", ACCURACY):
         assert values(options.output, name) == values(again.output, name)
-    one, other = (load_pretrained(each.output).state_dict() for each in (options, again))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not list(tmp_path.glob("*.responses"))
+    assert len({*values(options.output, ACCURACY)}) > 1 or best_by == "none"
+    assert equal(load_pretrained(options.output).state_dict(), load_pretrained(again.output).state_dict())
+    assert {path.name for path in tmp_path.iterdir()} == {"student", "again", "data"}
 
 
 @pytest.mark.long
-def test_each_of_two_processes_counts_all_answers(options: DistillOptions, tmp_path: Path) -> None:
-    """All are right, so that half of them would show."""
+def test_two_processes_share_the_answers(options: DistillOptions, tmp_path: Path) -> None:
+    """Five problems, of which the first process has three; its answers are right."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, sys\n"
+        "import json, os, sys\n"
         "from lmeval_prune.distillation.options import DistillOptions\n"
         "from lmeval_prune.distillation.recursion import distill\n"
         "from lmeval_prune.planning.own_answers import Answerer\n"
-        "Answerer.outcomes = lambda self, questions, answers, metric: [[True] for _ in answers]\n"
+        "Answerer.outcomes = lambda self, questions, answers, metric: [[os.environ['RANK'] == '0'] for _ in answers]\n"
         "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
     )
+    options = replace(options, limit=10, validation=0.5)
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          str(script), json.dumps(asdict(options))],
         check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
     )  # fmt: skip
-    assert values(options.output, ACCURACY) == [1.0, 1.0, 1.0]
+    assert values(options.output, ACCURACY) == [0.6] * 3
+
+
+def test_options_of_language_models_are_refused_for_an_athena() -> None:
+    """All whose description says so."""
+    described = re.findall(r"^ +(\w+): \(language models\)", DistillOptions.__doc__ or "", re.MULTILINE)
+    assert {*described} == {*LANGUAGE_OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -198,8 +268,14 @@ def test_each_of_two_processes_counts_all_answers(options: DistillOptions, tmp_p
         ({"best_by": "loss"}, "max_gen_toks is for calibrate_on=own, train_on=teacher or best_by=accuracy"),
         ({"best_by": "loss", "max_gen_toks": None, "answer_metric": "acc"}, "answer_metric is for train_on=teacher or"),
         ({"best_by": "bleu"}, "best_by='bleu' must be accuracy, loss or none"),
-        ({"task": None, "test": None, "limit": None, "corpus": "texts"}, "to the problems of a task; give task"),
-        ({"task": "hellaswag", "test": None}, "is not generative"),
+        ({"max_gen_toks": 512}, "leaves no room for a prompt, since .* has 512 positions"),
+        ({"answer_metric": "bleu"}, "bleu is not a metric with values 0 and 1; name another, of exact_match"),
+        ({"answer_metric": "exact_match,strickt"}, "has no filter 'strickt'"),
+        ({"task": None, "test": None, "limit": None, "corpus": "texts"}, "give task, or best_by=loss"),
+        (
+            {"task": "hellaswag", "test": None},
+            "hellaswag is not generative, and .*; name another task, or best_by=loss",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_any_weights_are_read(

@@ -46,10 +46,10 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None 
     return total / (len(labels) if items is None else items)
 
 
-def accuracy_of(model: Athena, problems: Sequence[GroundedProblem]) -> float:
-    """Return the accuracy of a model on problems; the model stays in evaluation mode."""
+def count_solved(model: Athena, problems: Sequence[GroundedProblem]) -> int:
+    """Return how many problems a model solves; the model stays in evaluation mode."""
     texts = answers(model.eval(), [grounded.problem for grounded in problems])
-    return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True)) / len(problems)
+    return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True))
 
 
 class AthenaTrainer(ResumableTrainer):
@@ -128,7 +128,7 @@ class AthenaTrainer(ResumableTrainer):
 
     def further_metrics(self) -> dict[str, float]:
         """Return the validation accuracy."""
-        return {ACCURACY: accuracy_of(self.host, self.validation)}
+        return {ACCURACY: count_solved(self.host, self.validation) / len(self.validation)}
 
 
 def train(options: TrainOptions) -> Athena:

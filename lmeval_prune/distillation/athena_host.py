@@ -23,27 +23,27 @@ from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
+from lmeval_prune.settings import is_given
 from lmeval_prune.tasks.data import load
-from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import TrainingQuestions
 
-_LANGUAGE_OPTIONS = {  # with their defaults
-    **{"task": None, "chat": False, "answer": "{}", "answer_field": None},
-    **{"corpus": None, "top_k": 0, "calibrate_on": "task", "train_on": "task"},
-}
+LANGUAGE_OPTIONS = (
+    *("task", "chat", "answer", "answer_field", "max_length", "corpus", "top_k"),
+    *("calibrate_on", "train_on", "answer_metric", "max_gen_toks"),
+)
 
 
 class AthenaHost(Host):
     """ATHENA as a host, with the data, test split and validation split of its own training."""
 
-    best_by = "accuracy"
+    default_best_by = "accuracy"
     token, token_use = "mask_token", "replaces numbers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
         self.about = checkpoint.describe(options.pretrained)
-        for name, default in _LANGUAGE_OPTIONS.items():
-            if getattr(options, name) != default:
+        for name in LANGUAGE_OPTIONS:
+            if is_given(options, name):
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
         self.settings = checkpoint.read_settings(options.pretrained)
 
@@ -79,7 +79,7 @@ class AthenaHost(Host):
     @override
     def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
         datasets: list[str] = []  # its data sets are not on the Hub
-        training = training_of(self.options, note, self.metric, datasets)
+        training = training_of(self.options, note, self.best_by, self.shown_metric, datasets)
         title = Path(self.options.output).resolve().name
         return athena_card(title, model.about, {"What was removed": what_was_removed(manifest)}, training)
 
@@ -155,5 +155,5 @@ class AthenaHost(Host):
         return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)
 
     @override
-    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
-        return {ACCURACY: training.accuracy_of(model, examples.problems)}
+    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int:
+        return training.count_solved(model, problems)

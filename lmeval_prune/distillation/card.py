@@ -9,32 +9,40 @@ from lmeval_prune.cards.card import table
 from lmeval_prune.cards.checkpoint import Training
 from lmeval_prune.cards.command import without_folders
 from lmeval_prune.distance.summary import cells
-from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.host import METRICS
+from lmeval_prune.distillation.options import BestBy, DistillOptions
 from lmeval_prune.reporting.documents import escape_markdown
 from lmeval_prune.reporting.tables import significant
 
 SHOWN = ("epochs", "batch", "accumulate", "rate", "distill_weight", "task_weight", "temperature", "seed")
-METRICS = {"eval_task": "task loss", "eval_accuracy": "accuracy", "eval_loss": "loss"}
-LAST = "eval_task"  # shown of the last epoch where no metric chooses one
+LABELS = {METRICS["loss"]: "task loss", METRICS["accuracy"]: "accuracy"}
+KEPT = {
+    "accuracy": "Of each stage, the epoch that solves most validation problems was kept.",
+    "loss": "Of each stage, the epoch with the least validation loss was kept.",
+    "none": "Of each stage, the last epoch was kept.",
+}
 
 
 def training_of(
-    options: DistillOptions, note: Mapping[str, Any], metric: tuple[str, bool] | None, datasets: Sequence[str]
+    options: DistillOptions, note: Mapping[str, Any], best_by: BestBy, metric: str, datasets: Sequence[str]
 ) -> Training:
     """Return what a card says about a distillation.
 
     Args:
         options: of the distillation.
         note: fields of `distillation.json`.
-        metric: that chooses the best epoch, and whether higher is better; None: the last epoch is kept.
+        best_by: what chose the epoch whose weights are kept.
+        metric: name in the log of the validation metric that is shown.
         datasets: names on the Hub of the training data.
     """
     is_trained = options.epochs > 0
-    sections = {"Training": _training(options, note["material"])} if is_trained else {}
-    return Training({**sections, "Results": _results(note, metric)}, is_trained and options.uses_teacher, datasets)
+    sections = {"Training": _training(options, note["material"], best_by)} if is_trained else {}
+    return Training(
+        {**sections, "Results": _results(note, best_by, metric)}, is_trained and options.uses_teacher, datasets
+    )
 
 
-def _training(options: DistillOptions, material: Mapping[str, Any]) -> str:
+def _training(options: DistillOptions, material: Mapping[str, Any], best_by: BestBy) -> str:
     terms = ("response", "feature", "hidden") if options.distill_weight else ()
     learned = [name for name in terms if getattr(options, name)] + (["task"] if options.task_weight else [])
     sources = [f"the task `{options.task}`"] if options.task else []
@@ -49,22 +57,23 @@ def _training(options: DistillOptions, material: Mapping[str, Any]) -> str:
     if options.uses_teacher:
         lines.append(f"The first stage was taught by {teacher}{later}.")
     lines.append(f"Terms of the loss: {', '.join(learned)}.")
+    if material["validation"]:
+        lines.append(KEPT[best_by])
     settings: dict[str, Any] = {name: getattr(options, name) for name in SHOWN}
     settings |= {"lora": " ".join(f"{key}={value}" for key, value in options.lora.items())} if options.lora else {}
     rows = [{"option": name, "value": value} for name, value in settings.items()]
     return "\n\n".join([" ".join(lines), table(rows, "option"), "All options are in `distillation.json`."])
 
 
-def _results(note: Mapping[str, Any], metric: tuple[str, bool] | None) -> str:
+def _results(note: Mapping[str, Any], best_by: BestBy, metric: str) -> str:
     """Return a table of the stages: sizes, the validation, and the distance from the unpruned model."""
     rows: list[dict[str, Any]] = []
     for stage in note["stages"]:
-        name, greater = metric or (LAST, None)
-        values = [entry[name] for entry in stage.get("log", ()) if name in entry]
+        values = [entry[metric] for entry in stage.get("log", ()) if metric in entry]
         row: dict[str, Any] = {"stage": stage["stage"], "parameters": f"{stage['parameters']:,}"}
         if values:
-            kept = values[-1] if greater is None else (max if greater else min)(values)
-            row[f"validation {METRICS.get(name, name)}"] = significant(kept)
+            kept = {"accuracy": max, "loss": min}[best_by](values) if best_by != "none" else values[-1]
+            row[f"validation {LABELS[metric]}"] = significant(kept)
         distances = cells(stage["distance"]) if stage.get("distance") else {}
         rows.append(row | {key: distances[key] for key in ("mean KLD", "same top p (%)") if key in distances})
     explained = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired
+from typing import Any, ClassVar, Literal, NotRequired
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from lmeval_prune.training.questions import Document, TrainingQuestions, questio
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
-METRICS = {"accuracy": (ACCURACY, True), "loss": ("eval_task", False)}  # in the log, and whether higher is better
+METRICS = {"accuracy": ACCURACY, "loss": "eval_task"}  # names in the log
 
 
 class StageNote(TypedDict):
@@ -83,7 +83,7 @@ class Host(ABC):
     The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
     """
 
-    best_by: ClassVar[BestBy]  # default of the option
+    default_best_by: ClassVar[Literal["accuracy", "loss"]]
     token: ClassVar[str]  # special token that the tokenizer must have
     token_use: ClassVar[str]  # its purpose, for the message
 
@@ -91,9 +91,14 @@ class Host(ABC):
         self.options = options
 
     @property
-    def metric(self) -> tuple[str, bool] | None:
-        """The metric in the log that chooses the best epoch, and whether higher is better; None: the last is kept."""
-        return METRICS.get(self.options.best_by or self.best_by)
+    def best_by(self) -> BestBy:
+        """What chooses the epoch whose weights are kept."""
+        return self.options.best_by or self.default_best_by
+
+    @property
+    def shown_metric(self) -> str:
+        """Name in the log of the validation metric that a card shows."""
+        return METRICS.get(self.best_by, METRICS[self.default_best_by])
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -229,16 +234,22 @@ class Host(ABC):
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return KL(teacher ‖ student) at the temperature, summed over the items."""
 
-    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
-        """Return further metrics of a model in evaluation mode on the validation split."""
-        return {}
+    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:
+        """Return how many validation problems a model in evaluation mode solves; None if that is not asked for.
+
+        Answers are in `folder` until all are given, so that a run that was killed goes on.
+        """
+        return None
 
     def compared_texts(self, examples: TrainingExamples) -> list[Text]:
         """Return texts on which next-token distributions are compared; empty for a host without such."""
         return []
 
     def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if models cannot be asked the training problems."""
+        """Raise an `InputError` if models cannot be asked the problems."""
+
+    def check_scoring(self, examples: TrainingExamples) -> None:  # noqa: B027 - for a host whose models answer
+        """Raise an `InputError` if answers to the problems cannot be judged as right or wrong."""
 
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
         """Ask the first teacher the training and validation problems, and write what a student learns to a folder."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import random
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,7 +39,6 @@ from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
-from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
 
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
@@ -58,7 +57,7 @@ class Rows(NamedTuple):
 class LanguageHost(Host):
     """A causal language model as a host."""
 
-    best_by = "loss"
+    default_best_by = "loss"
     token, token_use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
@@ -111,7 +110,9 @@ class LanguageHost(Host):
     @override
     def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
         origin, title = Origin.of(self.options.pretrained), Path(self.options.output).resolve().name
-        training = training_of(self.options, note, self.metric, note["material"].get("datasets", ()))
+        training = training_of(
+            self.options, note, self.best_by, self.shown_metric, note["material"].get("datasets", ())
+        )
         return checkpoint_card(title, model, manifest, origin, True, training)
 
     @override
@@ -248,21 +249,42 @@ class LanguageHost(Host):
 
     @override
     def check_answers(self) -> None:
-        if self.options.task is None:
-            raise InputError("answers of a model are to the problems of a task; give task")
-        check_generative(self.task)
+        options = self.options
+        if options.asks_models:
+            if options.task is None:
+                raise InputError("answers of a model are to the problems of a task; give task")
+            check_generative(self.task)
+        if options.best_by == "accuracy":
+            if options.task is None:
+                raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
+            check_generative(self.task, "best_by=accuracy counts right answers", "name another task, or best_by=loss")
+        config = self.skeleton(options.pretrained).config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        if options.max_gen_toks and positions and options.max_gen_toks >= positions:
+            raise InputError(
+                f"max_gen_toks={options.max_gen_toks} leaves no room for a prompt, since {options.pretrained} has "
+                f"{positions} positions; give fewer"
+            )
 
     @override
-    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
+    def check_scoring(self, examples: TrainingExamples) -> None:
+        if self.options.train_on == "teacher" or self.options.best_by == "accuracy":
+            document = examples.questions[0].question.document
+            self.answerer.check_scoring(document, self.options.answer_metric)
+
+    @override
+    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:
         if self.options.best_by != "accuracy":
-            return {}
-        questions = [problem.question for problem in examples.problems]
-        with TemporaryDirectory() as responses:
-            greedy = Sampling(max_gen_toks=self.options.max_gen_toks)
-            answerer = Answerer(self.task, self.tokenizer, greedy, Path(responses))
-            answers = answerer.answers(model, questions)
+            return None
+        questions = [problem.question for problem in problems]
+        if not questions:
+            return 0
+        greedy = Sampling(max_gen_toks=self.options.max_gen_toks)
+        answerer = replace(self.answerer, sampling=greedy, responses=folder)
+        answers = answerer.answers(model, questions, disable_tqdm=True)
         rights = answerer.outcomes(questions, answers, self.options.answer_metric)
-        return {ACCURACY: sum(map(sum, rights)) / len(questions)}
+        shutil.rmtree(folder)
+        return sum(map(sum, rights))
 
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:

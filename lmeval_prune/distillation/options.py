@@ -34,9 +34,9 @@ class DistillOptions(Settings):
             a language model, the task's)
         validation: share of the training problems used to choose the best epoch; 0 takes the last epoch (default: for
             an ATHENA, that of its training; for a language model, 0.1)
-        best_by: what chooses the epoch whose weights are kept: accuracy (validation problems solved, greedily), loss
-            (the task loss on them) or none (the last epoch is kept) (default: for an ATHENA, accuracy; for a language
-            model, loss)
+        best_by: what chooses the epoch whose weights are kept: accuracy (validation problems solved by greedy answers,
+            and of equal epochs the loss), loss (the task loss) or none (the last epoch is kept) (default: for an
+            ATHENA, accuracy; for a language model, loss)
         limit: number of training problems, sampled with the seed (default: all)
         chat: (language models) use the model's chat template
         answer: (language models) template of the answer; {} is replaced by the task's target
@@ -82,11 +82,12 @@ class DistillOptions(Settings):
         keep_answers: with train_on=teacher, right (answers that the task's scorer finds right) or all
         unsolved: with train_on=teacher, what becomes of a question without an answer that is kept: target (its target
             is learned) or drop
-        answer_metric: METRIC or METRIC,FILTER of the task that decides what is right, for keep_answers and
-            best_by=accuracy (default: exact_match or its first)
+        answer_metric: (language models) METRIC or METRIC,FILTER of the task that decides what is right, for
+            keep_answers and best_by=accuracy (default: exact_match or its first)
         samples: own answers, or the teacher's, to each question; several need a sample_temperature
         sample_temperature: temperature of these answers; 0: greedy
-        max_gen_toks: tokens of such an answer, or of one for best_by=accuracy, at most (default: the task's)
+        max_gen_toks: (language models) tokens of such an answer, or of one for best_by=accuracy, at most (default: the
+            task's)
         prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
         regenerate: stages after which the model pruned so far answers again for the calibration; 0: the unpruned
             model's answers are used throughout

@@ -139,12 +139,10 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     options = host.options
     check_resumable(work, settings, default_settings(DistillOptions))
     examples = host.examples()
-    if not examples.validation:  # an ATHENA's is that of its own training
-        for name in ("patience", "best_by"):
-            if getattr(options, name) not in (0, None, "none"):
-                raise InputError(
-                    f"{name} needs a validation split, and the model was trained without one; give validation"
-                )
+    if not examples.validation and (options.patience or options.best_by):  # an ATHENA's is that of its own training
+        name = "patience" if options.patience else "best_by"
+        raise InputError(f"{name} needs a validation split, and the model was trained without one; give validation")
+    host.check_scoring(examples)
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)

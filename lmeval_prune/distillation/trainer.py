@@ -17,14 +17,20 @@ from transformers import TrainingArguments
 from lmeval_prune.architectures import map_model
 from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, pays, runs_in_parts
 from lmeval_prune.distillation.features import Features
-from lmeval_prune.distillation.host import Host, TrainingExamples
+from lmeval_prune.distillation.host import METRICS, Host, TrainingExamples
 from lmeval_prune.distillation.layer_map import LayerMap
-from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.options import BestBy, DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean, first_line
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "hidden", "task")
+SOLVED_THEN_LOSS = "eval_solved_then_loss"
+# Metric in the log that chooses the best epoch, and whether higher is better.
+CHOOSING: dict[BestBy | None, tuple[str, bool]] = {
+    "accuracy": (SOLVED_THEN_LOSS, True),
+    "loss": (METRICS["loss"], False),
+}
 
 
 class Student(nn.Module):
@@ -127,8 +133,8 @@ class DistillTrainer(ResumableTrainer):
         self._training_sums: dict[str, Tensor] = {}
         self._updates = 0
         self._validation_sums: dict[str, Any] = {}
-        validates = bool(examples.validation)
-        arguments = distillation_arguments(options, work, stage, validates, host.metric if validates else None)
+        best_by = host.best_by if examples.validation else None
+        arguments = distillation_arguments(options, work, stage, best_by)
         self.padded_train = padded(examples.train, arguments.train_batch_size * arguments.world_size)
         super().__init__(
             Student(model, host.backbone(model)),
@@ -265,12 +271,31 @@ class DistillTrainer(ResumableTrainer):
             for name, (total, count) in self._validation_sums.items()
         }
         self._validation_sums = {}
-        self.student.eval()
         metrics = {f"eval_{name}": value for name, value in terms.items()} | {"eval_loss": self.total(terms)}
-        return metrics | self.host.metrics(self.student, self.examples)
+        return metrics | self._solved(terms["task"])
+
+    def _solved(self, loss: float) -> dict[str, float]:
+        """Return the share of validation problems that the student solves, if the host counts them."""
+        problems, processes = self.examples.problems, self.args.world_size
+        rank = self.args.process_index
+        folder = Path(str(self.args.output_dir), f"answers{rank}")
+        count = self.host.count_solved(self.student.eval(), problems[rank::processes], folder)
+        if count is None:
+            return {}
+        solved = self._over_processes(torch.tensor(float(count), device=self.args.device))
+        order = solved_then_loss(solved, loss, len(problems))
+        return {METRICS["accuracy"]: solved / len(problems), SOLVED_THEN_LOSS: order}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> PaddedOrder:
         return PaddedOrder(super()._get_train_sampler(train_dataset), len(self.padded_train))
+
+
+def solved_then_loss(solved: float, loss: float, problems: int) -> float:
+    """Return a number that orders epochs by the number of solved problems, and equal ones by their loss, at least 0.
+
+    It is (solved + 1 / (2 + loss)) / problems: the loss adds less than one problem.
+    """
+    return (solved + 1 / (2 + loss)) / problems
 
 
 # Arguments of transformers that options of `distill` set.
@@ -315,13 +340,13 @@ def distillation_arguments(
     options: DistillOptions,
     work: Path,
     stage: int = 1,
-    validates: bool = False,
-    best_by: tuple[str, bool] | None = None,
+    best_by: BestBy | None = None,
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; each stage has its own seed."""
+    """Make transformers' arguments of a stage; each stage has its own seed. `best_by` is None without validation."""
     others = {"per_device_eval_batch_size": 16, **options.trainer}
     seed = stage_seed(options, stage)
-    return training_arguments(options, work, options.rate, seed, validates, best_by, options.save_steps, others)
+    validates, metric = best_by is not None, CHOOSING.get(best_by)
+    return training_arguments(options, work, options.rate, seed, validates, metric, options.save_steps, others)
 
 
 def stage_seed(options: DistillOptions, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""A model's own answers to training questions: calibration text of pruners, and what a student learns.
+"""A model's own answers to training questions: calibration text, what a student learns, and what a student solves.
 
 The decoding engine generates them, greedily or sampled by a seed, through `pruned-hf`, so they are in the answer store
 under the keys that any evaluation has: a killed run resumes, and other runs with the same model and questions find
@@ -97,7 +97,7 @@ class Answerer:
     responses: Path
     add_bos_token: bool | None = None
 
-    def answers(self, model: Any, questions: Sequence[Question]) -> list[list[OwnAnswer]]:
+    def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[list[OwnAnswer]]:
         """Return a model's answers to each question, from the store or generated now, with its interventions."""
         bos = {} if self.add_bos_token is None else {"add_bos_token": self.add_bos_token}
         engine = {"engine": "batched", "deterministic": True}
@@ -108,7 +108,7 @@ class Answerer:
         lm.seed = self.sampling.seed
         try:
             requests = [request for one in questions for request in [self._request(one)] * self.sampling.samples]
-            texts = lm.generate_until(requests)
+            texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
             records = lm.answering.stored("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
             answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
@@ -143,6 +143,11 @@ class Answerer:
                 break
         encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded
+
+    def check_scoring(self, document: Mapping[str, Any], metric: str | None = None) -> None:
+        """Score an empty answer to a document: `InputError` if the metric is none of the task, or not 0 or 1."""
+        name, _ = tries.choose_metric(self.task, metric)
+        tries.outcomes(self.task, name, [document], [""])
 
     def outcomes(
         self, questions: Sequence[Question], answers: Sequence[Sequence[OwnAnswer]], metric: str | None = None
@@ -247,10 +252,10 @@ def check_generates(model: Any) -> None:
         )
 
 
-def check_generative(task: Any) -> None:
-    """Raise `InputError` for a task whose questions are not answered by generated texts."""
+def check_generative(task: Any, reader: str = "own answers are generated", remedy: str = "name another task") -> None:
+    """Raise `InputError` for a task whose questions are not answered by generated texts; `reader` needs such."""
     if task.get_config("output_type") != "generate_until":
-        raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
+        raise InputError(f"task {task.task_name} is not generative, and {reader}; {remedy}")
 
 
 # --------------------------------------------------------------------------- what a student learns

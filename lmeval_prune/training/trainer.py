@@ -91,6 +91,7 @@ class Progress(TrainerCallback):
             )
         elif "eval_loss" in row:
             text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
+            self.clocks = time.monotonic(), time.process_time()  # validation is no part of the next row
         else:
             return
         if state.is_world_process_zero:

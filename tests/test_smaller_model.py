@@ -223,10 +223,12 @@ def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pyte
     """Rows of the choice, the choice, and rows of the verdict; what is there is not made again."""
     words = ("run", "--recipes", "ours", "other", "--no-resume", "--discard")
     settings = yaml.safe_load(experiment.file.read_text())
-    experiment.file.write_text(yaml.safe_dump({**settings, "goal": {**settings["goal"], "parameters": 0.05}}))
+    goal = {**settings["goal"], "parameters": 0.05}
+    experiment.file.write_text(yaml.safe_dump({**settings, "goal": goal, "seeds": [1]}))
+    experiment = replace(experiment)
     assert command(experiment, *words, "--processes", "2") == 0
     (chosen,) = chosen_recipes(experiment)
-    rows = [*experiment.rows([], [0]), *experiment.rows([chosen], [1, 2])]
+    rows = [*experiment.rows([], [0]), *experiment.rows([chosen], [1])]
     assert set(experiment.records()) == set(rows)
     assert {path.name for path in (experiment.work / "models").iterdir() if path.is_dir()} == {
         row.key for row in rows if row.recipe == DENSE
@@ -253,11 +255,21 @@ def test_the_choice_does_not_wait_for_rows_of_the_verdict(experiment: Experiment
     assert chosen_recipes(experiment) == ["ours"] and len(experiment.records()) == 4
 
 
-def test_a_process_that_fails_is_named(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_fails_is_named(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the end of its log; that of a process that does not fail is not shown."""
     (experiment.work / PROBLEMS).parent.mkdir(parents=True)
     (experiment.work / PROBLEMS).write_text("{}")
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\nmkdir {tmp_path}/first 2>/dev/null && echo no rows && exit 3\necho all rows are made\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr("_smaller_run.sys.executable", str(python))
     assert command(experiment, "run", "--recipes", "ours", "--processes", "2") == 1
-    assert "failed, " in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert errors.count("failed, ") == 1 and "no rows" in errors and "all rows are made" not in errors
 
 
 def test_generate_answers_as_the_engine_does(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,9 +192,9 @@ class _Table:
             raise InputError("choosing needs the extracted answers, and the store has none; sweep again")
         self.outcomes, self.extracted = outcomes, outcomes.extracted
         self.columns = {name: j for j, name in enumerate(outcomes.pool)}
-        self.known = cache(self._known)
+        self.known_columns = cache(self._known_columns)
 
-    def _known(self, row: int, kind: Kind) -> list[int]:
+    def _known_columns(self, row: int, kind: Kind) -> list[int]:
         """Return the columns of a kind's samples whose outcome at a question is known, by the samples' numbers."""
         return [column for column in self._samples.get(kind, ()) if not np.isnan(self.outcomes.z[row, column])]
 
@@ -215,9 +215,9 @@ class _Table:
             InputError: it has too few samples.
         """
         used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        sets = {kind: len(self.known(row, kind)) // number for kind, number in used.items()}
+        sets = {kind: len(self.known_columns(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
-            have, kind = len(self.known(row, few[0])), Attempt(*few[0])
+            have, kind = len(self.known_columns(row, few[0])), Attempt(*few[0])
             raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
         return min(sets.values(), default=1)
 
@@ -244,7 +244,7 @@ class _Table:
             if not attempt.is_sampled:
                 return self.columns[str(attempt)]
             kind = attempt.variant, attempt.temperature
-            return self.known(row, kind)[attempt.draw + replicate * used[kind]]
+            return self.known_columns(row, kind)[attempt.draw + replicate * used[kind]]
 
         columns = [column(each) for each in tries]
         z = self.outcomes.z[row, columns]

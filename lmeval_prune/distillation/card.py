@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from lmeval_prune.cards.card import table
@@ -16,7 +17,8 @@ from lmeval_prune.reporting.tables import significant
 
 SHOWN = ("epochs", "batch", "accumulate", "rate", "distill_weight", "task_weight", "temperature", "seed")
 LABELS = {METRICS["loss"]: "task loss", METRICS["accuracy"]: "accuracy"}
-KEPT = {
+VALUE: Mapping[BestBy, Callable[[Sequence[float]], float]] = {"accuracy": max, "loss": min, "none": itemgetter(-1)}
+SENTENCE: Mapping[BestBy, str] = {
     "accuracy": "Of each stage, the epoch that solves most validation problems was kept.",
     "loss": "Of each stage, the epoch with the least validation loss was kept.",
     "none": "Of each stage, the last epoch was kept.",
@@ -58,7 +60,7 @@ def _training(options: DistillOptions, material: Mapping[str, Any], best_by: Bes
         lines.append(f"The first stage was taught by {teacher}{later}.")
     lines.append(f"Terms of the loss: {', '.join(learned)}.")
     if material["validation"]:
-        lines.append(KEPT[best_by])
+        lines.append(SENTENCE[best_by])
     settings: dict[str, Any] = {name: getattr(options, name) for name in SHOWN}
     settings |= {"lora": " ".join(f"{key}={value}" for key, value in options.lora.items())} if options.lora else {}
     rows = [{"option": name, "value": value} for name, value in settings.items()]
@@ -72,8 +74,7 @@ def _results(note: Mapping[str, Any], best_by: BestBy, metric: str) -> str:
         values = [entry[metric] for entry in stage.get("log", ()) if metric in entry]
         row: dict[str, Any] = {"stage": stage["stage"], "parameters": f"{stage['parameters']:,}"}
         if values:
-            kept = {"accuracy": max, "loss": min}[best_by](values) if best_by != "none" else values[-1]
-            row[f"validation {LABELS[metric]}"] = significant(kept)
+            row[f"validation {LABELS[metric]}"] = significant(VALUE[best_by](values))
         distances = cells(stage["distance"]) if stage.get("distance") else {}
         rows.append(row | {key: distances[key] for key in ("mean KLD", "same top p (%)") if key in distances})
     explained = (

@@ -246,7 +246,7 @@ class Host(ABC):
         return []
 
     def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if models cannot be asked the problems."""
+        """Raise an `InputError` if options let models answer problems, and they cannot."""
 
     def check_scoring(self, examples: TrainingExamples) -> None:  # noqa: B027 - for a host whose models answer
         """Raise an `InputError` if answers to the problems cannot be judged as right or wrong."""

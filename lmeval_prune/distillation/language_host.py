@@ -258,9 +258,11 @@ class LanguageHost(Host):
             if options.task is None:
                 raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
             check_generative(self.task, "best_by=accuracy counts right answers", "name another task, or best_by=loss")
+        if not options.max_gen_toks:
+            return
         config = self.skeleton(options.pretrained).config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
-        if options.max_gen_toks and positions and options.max_gen_toks >= positions:
+        if positions and options.max_gen_toks >= positions:
             raise InputError(
                 f"max_gen_toks={options.max_gen_toks} leaves no room for a prompt, since {options.pretrained} has "
                 f"{positions} positions; give fewer"

@@ -125,8 +125,7 @@ def check(host: Host) -> None:
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
     host.check_layers()
-    if options.asks_models or options.best_by == "accuracy":
-        host.check_answers()
+    host.check_answers()
     check_pruning(options, model_map)
     check_arguments(options)
     if options.lora:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 from _smaller import Experiment, Row
 from _smaller_plan import CHOSEN, chosen_entries, recipes_tested
 from _smaller_power import power_text
@@ -13,6 +14,8 @@ from _smaller_speed import measured_gains, reached_by
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.errors import InputError
+
+FEWEST_FOLDS = 3  # that have an interval: of two, its width is that of a single difference times 12.7
 
 
 def choice(experiment: Experiment, recipes: Sequence[str] = (), folds: Sequence[int] = ()) -> str:
@@ -102,6 +105,14 @@ def points(difference: Difference) -> str:
 
 
 def change(difference: Difference) -> str:
-    """Return a difference with its error and interval."""
+    """Return a difference with its error and interval; of few folds, with the numbers of problems that differ."""
+    folds = len(difference.folds)
+    if folds < FEWEST_FOLDS:
+        each = np.concatenate(list(difference.by_row.values()))
+        won, lost = (each > 0).sum(), (each < 0).sum()
+        return (
+            f"{difference.mean:+.2f} points ({won} of {len(each)} problems won, {lost} lost; no interval of {folds} "
+            f"fold{'s' if folds > 1 else ''})"
+        )
     low, high = difference.interval
     return f"{difference.mean:+.2f} ± {difference.error:.2f} points ({low:+.2f} to {high:+.2f})"

@@ -20,7 +20,6 @@ dense models by the other seeds are scored. `gpu_rehearsal.sh` has the commands 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from _smaller import DENSE, Experiment
 from _smaller_plan import check_plan
 
 from lmeval_prune.errors import InputError, yaml_error_text
+from lmeval_prune.reporting.quiet import silence_libraries
 
 HERE = Path(__file__).parent
 COMMANDS = ("problems", "estimate", "train", "collect", "choose", "speed", "report", "run")
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    silence_libraries()
     try:
         experiment = Experiment(options.experiment, options.work, options.pretrained, changes_of(options.changes))
         check_plan(experiment)

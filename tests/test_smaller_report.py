@@ -11,7 +11,7 @@ import pytest
 import smaller_model
 import yaml
 from _smaller import DENSE, Experiment, Row
-from _smaller_choice import choice
+from _smaller_choice import change, choice
 from _smaller_plan import chosen_recipes, recipes_tested
 from _smaller_power import Spread, probability, seeds_needed, spread_of
 from _smaller_scores import Difference, Scored
@@ -183,7 +183,14 @@ def test_the_report_compares_recipes_with_each_other(experiment: Experiment) -> 
     fill(experiment, "ours", [0], validation="1100", test="1111")
     record(experiment, Row("other", 0, 0), {"validation": "1110", "test": "1111"}, 80)
     report = write_report(experiment, str(experiment.work / "r"))
-    assert "| other | ours | 1 | +25.00" in report
+    assert "| other | ours | 1 | +25.00 points (1 of 4 problems won, 0 lost; no interval of 1 fold) |" in report
+
+
+def test_fewer_than_three_folds_have_no_interval() -> None:
+    rows = {Row("ours", fold, 0): np.array([1.0, -1.0, -1.0, 0.0]) for fold in (0, 1, 2)}
+    assert change(Difference(rows, 0.5)) == "-25.00 ± 0.00 points (-25.00 to -25.00)"
+    two = {row: differences for row, differences in rows.items() if row.fold < 2}
+    assert change(Difference(two, 0.5)) == "-25.00 points (2 of 8 problems won, 4 lost; no interval of 2 folds)"
 
 
 def test_what_costs_nearly_the_same_is_beaten_by_what_gains_more() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from lmeval_prune.architectures import cache_argument
+
 LENGTH = "common_prefix"  # input with the number of tokens
 LEAST = 4  # shorter ones cost more than they save
 LEAST_ON_GPU = 8192  # tokens of a batch that are saved; a small model's pass of fewer is launches, not arithmetic
@@ -70,6 +72,7 @@ def forward_in_parts(model: Any, inputs: Mapping[str, Any]) -> Any:
     if not length:
         return model(**values)
     ids, columns = values.pop("input_ids"), values.pop("logits_to_keep")
-    cache = model(input_ids=ids[:1, :length], use_cache=True, logits_to_keep=1).past_key_values
-    cache.batch_repeat_interleave(len(ids))
-    return model(input_ids=ids[:, length:], past_key_values=cache, logits_to_keep=columns - length, **values)
+    prefix = cache_argument(model(input_ids=ids[:1, :length], use_cache=True, logits_to_keep=1))
+    for cache in prefix.values():
+        cache.batch_repeat_interleave(len(ids))
+    return model(input_ids=ids[:, length:], logits_to_keep=columns - length, **prefix, **values)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.architectures import cache_argument
 from lmeval_prune.profiling.costs import flops_of, parameters
 from lmeval_prune.profiling.speed import decoding_rates
 
@@ -44,7 +45,7 @@ def measure(lm: Any) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(lm.device)
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        (cache,) = cache_argument(model(ids, use_cache=True)).values()
     _, *runs = [decoding_rates(model, ids, DECODED) for _ in range(1 + REPEATS)]  # the first warms up
     speeds = {f"{name}_tokens_per_second": [run[name] for run in runs] for name in ("prefill", "decode")}
     return {

@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from lmeval_prune.architectures import position_limit
+from lmeval_prune.architectures import cache_argument, position_limit
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
@@ -160,10 +160,9 @@ def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall",
         out, prefill = _run_timed(lambda: model(ids, use_cache=True, **forward), ids.device, clock)
 
         def decode() -> None:
-            cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            step = out
             for _ in range(new):
-                step = model(token, past_key_values=cache, use_cache=True)
-                cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
+                step = model(step.logits[:, -1:].argmax(-1), use_cache=True, **cache_argument(step))
 
         _, decoding = _run_timed(decode, ids.device, clock)
     return {"prefill": ids.numel() / prefill, "decode": len(ids) * new / decoding}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, cache_argument
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
 from lmeval_prune.architectures.sublayers import Sublayer
 from lmeval_prune.errors import InputError, first_line
@@ -250,5 +250,5 @@ def _decoded(model: Any) -> list[Tensor]:
         model.generate(ids, max_new_tokens=2, do_sample=False)
         return []
     first = model(ids[:, :-2], use_cache=True)
-    second = model(ids[:, -2:], past_key_values=first.past_key_values, use_cache=True)
+    second = model(ids[:, -2:], use_cache=True, **cache_argument(first))
     return [torch.cat([first.logits, second.logits], 1)]

@@ -49,7 +49,7 @@ class BatchesByLength(Sampler[int]):
 
 
 class Progress(TrainerCallback):
-    """Callback that prints a line with the remaining time at each log, and adds the elapsed time to the log.
+    """Callback that prints the remaining time at each log, and each minute; each log gets the elapsed time.
 
     Args:
         name: prefix of each line.
@@ -59,6 +59,7 @@ class Progress(TrainerCallback):
 
     LOSSES = ("loss", "response", "feature", "hidden", "task")  # that a row of a training step may have
     VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
+    SILENCE = 60.0  # seconds; an epoch can take longer
 
     def __init__(self, name: str = "", following: int = 0, preparation: float = 0.0) -> None:
         self.name, self.following, self.preparation = name, following, preparation
@@ -66,8 +67,9 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
         self.start, self.first_step = time.monotonic(), state.global_step
-        if self.first_step and state.is_world_process_zero:
-            print(f"{self.name}resumes after epoch {state.epoch:.2f}", flush=True)
+        self.printed = self.start
+        if self.first_step:
+            self._print(f"{self.name}resumes after epoch {state.epoch:.2f}", state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clocks of an epoch: elapsed time and processor time."""
@@ -82,18 +84,33 @@ class Progress(TrainerCallback):
                 round(now - then, 1) for now, then in zip(clocks, self.clocks, strict=True)
             )
             self.clocks = clocks
-            steps = state.max_steps * (1 + self.following) - row["step"]
-            per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
-            minutes = (per_step * steps + self.following * self.preparation) / 60
-            text = (
-                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_format_row(row, self.LOSSES)}, "
-                f"{row['seconds']:.0f} s; at most about {minutes:.1f} min left"
-            )
+            losses = _format_row(row, self.LOSSES)
+            text = f"{self._position(args, state)}: {losses}, {row['seconds']:.0f} s; {self._rest(state)}"
         elif "eval_loss" in row:
             text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
             self.clocks = time.monotonic(), time.process_time()  # validation is no part of the next row
         else:
             return
+        self._print(text, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Print a line if there was none for `SILENCE` seconds and there is no bar."""
+        if args.disable_tqdm and time.monotonic() - self.printed > self.SILENCE:
+            self._print(f"{self._position(args, state)}; {self._rest(state)}", state)
+
+    def _position(self, args: Any, state: Any) -> str:
+        """Return the part of the epochs that is done."""
+        return f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
+
+    def _rest(self, state: Any) -> str:
+        """Return an estimate of the remaining time."""
+        steps = state.max_steps * (1 + self.following) - state.global_step
+        per_step = (time.monotonic() - self.start) / max(1, state.global_step - self.first_step)
+        return f"at most about {(per_step * steps + self.following * self.preparation) / 60:.1f} min left"
+
+    def _print(self, text: str, state: Any) -> None:
+        """Print a line, in one of the processes."""
+        self.printed = time.monotonic()
         if state.is_world_process_zero:
             print(text, flush=True)
 

@@ -118,12 +118,14 @@ class Experiment:
         work: folder for models, records and measurements.
         pretrained: the model that is fine-tuned.
         changes: options that replace those of the dense model and of all recipes, for rehearsals.
+        recipe_changes: options that replace those of the recipes alone.
     """
 
     file: Path
     work: Path
     pretrained: str = "smollm2-135m"
     changes: dict[str, Any] = field(default_factory=dict)
+    recipe_changes: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def settings(self) -> Any:
@@ -191,6 +193,7 @@ class Experiment:
         values = {
             **own,
             **self.changes,
+            **({} if is_dense else self.recipe_changes),
             "pretrained": self.pretrained if is_dense else str(self.model(row.dense)),
             "output": str(self.model(row)),
             "task": self.settings["task"],
@@ -231,7 +234,8 @@ class Experiment:
         if record["settings"] != self.digest(row):
             raise InputError(
                 f"{path} is a row of other settings or of another model than {self.pretrained}; give the --experiment, "
-                f"--changes and --pretrained that made it, another name for a changed recipe, or another folder"
+                f"--changes, --recipe_changes and --pretrained that made it, another name for a changed recipe, or "
+                f"another folder"
             )
         return record
 

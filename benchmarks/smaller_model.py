@@ -57,6 +57,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="but for speed, whose threads are the goal's")
     parser.add_argument("--changes", default="{}", help="options of all rows, for rehearsals: '{limit: 40, epochs: 1}'")
+    parser.add_argument(
+        "--recipe_changes",
+        default="{}",
+        help="options of the rows of recipes alone: '{epochs: 0}' removes, and trains nothing",
+    )
     parser.add_argument("--copy", type=Path, help="train: copy records to this folder; collect: take them from there")
     parser.add_argument(
         "--discard", action="store_true", help="train: delete models of recipes when they have answered"
@@ -84,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_float32_matmul_precision("high")  # TF32
     silence_libraries()
     try:
-        experiment = Experiment(options.experiment, options.work, options.pretrained, changes_of(options.changes))
+        changes = [changes_of(name, getattr(options, name)) for name in ("changes", "recipe_changes")]
+        experiment = Experiment(options.experiment, options.work, options.pretrained, *changes)
         check_plan(experiment)
         return int(globals()[options.command](experiment, options) or 0)
     except InputError as error:
@@ -95,14 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def changes_of(text: str) -> dict[str, Any]:
-    """Read options that replace those of all rows."""
+def changes_of(name: str, text: str) -> dict[str, Any]:
+    """Read the options of rows that an argument replaces."""
     try:
         changes = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"--changes {text} is not YAML ({yaml_error_text(error)})") from None
+        raise InputError(f"--{name} {text} is not YAML ({yaml_error_text(error)})") from None
     if not isinstance(changes, dict):
-        raise InputError(f"--changes {text} must be a mapping, e.g. '{{limit: 40, epochs: 1}}'")
+        raise InputError(f"--{name} {text} must be a mapping, e.g. '{{limit: 40, epochs: 1}}'")
     return changes
 
 

@@ -51,6 +51,7 @@ def write_report(experiment: Experiment, name: str) -> str:
         "rows": {row.key: _summary(scored, row) for row in scored.records},
         "settings": settings,
         "changes": experiment.changes,
+        "recipe_changes": experiment.recipe_changes,
         "speed": read_speeds(experiment.work),
     }
     write(name, content, quiet=True)

@@ -143,6 +143,14 @@ def test_the_share_that_is_removed_is_known_before(experiment: Experiment, chang
     assert removed <= known + (0.15 if "allocation" in changes else 0.02)
 
 
+def test_options_can_be_changed_for_recipes_alone(experiment: Experiment) -> None:
+    changed = replace(experiment, recipe_changes={"epochs": 0})
+    dense, row = Row(DENSE, 0, 0), Row("ours", 0, 0)
+    assert changed.options(dense) == experiment.options(dense) and changed.digest(dense) == experiment.digest(dense)
+    assert changed.options(row) == replace(experiment.options(row), epochs=0)
+    assert changed.digest(row) != experiment.digest(row)
+
+
 def test_a_row_is_made_once_and_goes_on_after_a_kill(
     experiment: Experiment, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -332,6 +340,7 @@ def test_mistakes_are_one_line(experiment: Experiment, capsys: pytest.CaptureFix
         (("train", "--folds", "9"), "there is no fold 9"),
         (("train", "--seeds", "9"), "there is no seed 9"),
         (("train", "--changes", "3"), "--changes 3 must be a mapping"),
+        (("train", "--recipe_changes", "[1"), "--recipe_changes [1 is not YAML"),
         (("train", "--changes", "{epoch: 1}"), "has no setting 'epoch'; did you mean 'epochs'?"),
         (("collect",), "name the folder of the records"),
         (("speed",), "no recipe has a row or an estimate to measure"),

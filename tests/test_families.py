@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttable
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.versions import NEWEST_TESTED, warn_if_untested
@@ -25,6 +26,8 @@ from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.profiling.costs import counted_flops, formula_flops
 from lmeval_prune.surgery import cut as surgery
+from lmeval_prune.surgery.bases import copy_implementations
+from lmeval_prune.surgery.cut import Cut
 from tests import test_baselines
 from tests.conftest import ROOT
 from tests.test_decoding import Letters, alone, answers, some_requests
@@ -55,6 +58,7 @@ QUICK = [
     "granite_swa",
     "laguna",
     "lara_mini",
+    "falcon_h1",
 ]
 RELEASE = ".".join(transformers.__version__.split(".")[:2])
 TOKENS = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -157,10 +161,27 @@ def check_cuts(model: nn.Module) -> None:
                 expected = logits(model)
             # some classes compute the softmax with sinks in float32
             atol = 1e-6 if layers_have_sinks(model) else 1e-9
-            smaller = surgery.cut(model, plan).model
+            part = surgery.cut(model, plan)
+            smaller = part.model
             torch.testing.assert_close(logits(smaller), expected, rtol=0, atol=atol)
             removed = len(plan.mask.heads_of(model_map)) if plan.mask else 0
             assert map_model(smaller).total_heads == model_map.total_heads - removed
+            check_loaded(part)
+
+
+def check_loaded(part: Cut) -> None:
+    """The model that is loaded from the checkpoint has the cut model's weights, buffers and logits."""
+    smaller = part.model
+    with tempfile.TemporaryDirectory() as folder:
+        part.save(Path(folder) / "cut", None)
+        loaded = load_pretrained(Path(folder) / "cut")
+    copy_implementations(smaller.config, loaded.config)  # the usual one of experts does not run in float64
+    for part in ("named_parameters", "named_buffers"):
+        expected, actual = (dict(getattr(each, part)()) for each in (smaller, loaded))
+        assert expected.keys() == actual.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(logits(loaded), logits(smaller), rtol=0, atol=1e-6)
 
 
 def check_engine(name: str, runs: bool) -> None:

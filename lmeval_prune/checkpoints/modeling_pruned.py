@@ -90,6 +90,15 @@ class Pruned:
                     _set_count(module, attribute, value)
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: weights and buffers are initialised by the stock class, in transformers' own way.
+
+        Of custom code, transformers leaves out modules without tensors of their own, and some of these compute the
+        buffers of their children, which are then never written.
+        """
+        return False
+
+    @classmethod
     def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
         """Load weights from `model.pruned.safetensors`; see the stock class."""
         return super().from_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]

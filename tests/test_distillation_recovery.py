@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
-from lmeval_prune.distillation.lora import add_lora, merge
+from lmeval_prune.distillation.lora import add_lora, check_lora, merge
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.trainer import DistillTrainer
@@ -222,6 +223,23 @@ def test_mistakes_are_one_line_before_any_weights_are_read(
         distill(replace(options, **changes))
     assert "\n" not in str(raised.value)
     assert not Path(options.output).exists()
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "embed_tokens"], r".*\.(q_proj|embed_tokens)"])
+def test_lora_of_weights_that_two_modules_share_is_refused(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: Any
+) -> None:
+    """Their updates are added to one tensor, so the written model would compute something else than the trained one."""
+    folder, tied = Path(options.pretrained), tmp_path / "tied"
+    tiny("llama", tie_word_embeddings=True, vocab_size=259, max_position_embeddings=512).save_pretrained(tied)
+    for path in folder.glob("*token*"):
+        shutil.copy(path, tied)
+    (tied / "chat_template.jinja").write_bytes((folder / "chat_template.jinja").read_bytes())
+    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
+    changed = replace(options, pretrained=str(tied), lora={"r": 2, "target_modules": targets})
+    with pytest.raises(InputError, match=r"lora: \S+ has the same weights as \S+, to which its update .* leave it out"):
+        distill(changed)
+    check_lora(changed.lora, map_model(tiny("llama")))  # which is not tied
 
 
 # ---------------------------------------------------------------- invariances of each term

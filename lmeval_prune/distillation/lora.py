@@ -35,6 +35,23 @@ def check_lora(arguments: Mapping[str, Any], model_map: ModelMap) -> None:
                 f"lora: this {model_map.model_type} model has no module {target}"
                 f"{did_you_mean(target, {name.rpartition('.')[2] for name in modules})}; name others in target_modules"
             )
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for names in tied_modules(model_map.model):
+        if targeted := [name for name in names if check_target_module_exists(config, name)]:
+            others = " and ".join(name for name in names if name != targeted[0])
+            raise InputError(
+                f"lora: {targeted[0]} has the same weights as {others}, to which its update would be added, too; "
+                f"leave it out of target_modules"
+            )
+
+
+def tied_modules(model: nn.Module) -> list[list[str]]:
+    """Return the names of modules that share a parameter, such as the input embeddings and the output projection."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def lora_config(arguments: Mapping[str, Any], model_map: ModelMap) -> Any:

@@ -10,6 +10,7 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ LINES = {
     "task": ("task", COLOURS[1], "-"),
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
+LONGEST_WAIT = timedelta(days=7)  # of processes for each other
 _ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that each written artefact gets again
 
 
@@ -98,8 +100,12 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
 
 
 def this_process() -> Any:
-    """Return accelerate's state of this process, for synchronisation."""
-    return PartialState(cpu=not torch.accelerator.is_available())
+    """Return accelerate's state of this process, for synchronisation.
+
+    The first call sets how long processes wait for each other: one of them scores heads or asks the teacher alone,
+    often for longer than the half hour after which PyTorch would give up.
+    """
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
 
 
 def make_host(options: DistillOptions) -> Host:

@@ -782,6 +782,15 @@ def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner"])
+def test_a_model_with_a_layer_of_one_group_can_be_pruned_again(name: str) -> None:
+    """By the default unit, which the method has; the layer with one group of heads stays or loses half of it."""
+    smaller = cut(tiny("llama", seed=3), Plan(heads="L0H0-1")).model
+    assert [(layer.heads, layer.kv_heads) for layer in map_model(smaller).attention] == [(2, 1), (4, 2)]
+    plan = plan_by(name, map_model(smaller), whole(), parts="heads", allocation="uniform", ratio=0.5)
+    assert plan.heads and cut(smaller, plan).model
+
+
+@pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner"])
 def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     words = ["prune", "--pretrained", str(tiny_folder), "--method", name, "--ratio", "0.3", "--text",

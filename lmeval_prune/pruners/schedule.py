@@ -262,7 +262,7 @@ def resolve_options(
     options = replace(options, parts=parts)
     has_depth = not {*options.kinds} <= {*KINDS}
     defaults: dict[str, Any] = {
-        "unit": options.unit or (_default_unit(model_map, options.budget) if HEADS in options.kinds else None),
+        "unit": options.unit or (_default_unit(model_map, options.budget, pruner) if HEADS in options.kinds else None),
         "allocation": options.allocation or (pruner.allocation if counts_parameters else None),
         "compensation": options.compensation or pruner.compensates,
     }
@@ -381,11 +381,12 @@ def _default_parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
     return HEADS if parts == "both" and not model_map.channels() else parts
 
 
-def _default_unit(model_map: ModelMap, budget: str) -> str:
+def _default_unit(model_map: ModelMap, budget: str, pruner: Pruner) -> str:
     """Return `head`, or for a budget of parameters the unit that can be cut."""
     if budget == "heads" or uncuttable(model_map):
         return "head"
-    if all("group" in units_of(layer) for layer in model_map.attention):
+    have_groups = ["group" in units_of(layer) for layer in model_map.attention]
+    if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads
         return "group"
     return "balanced" if _has_groups(model_map) else "head"  # some layers of a cut model may have a single group
 

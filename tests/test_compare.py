@@ -477,6 +477,27 @@ def test_a_task_twice_with_different_settings_is_refused(
         compare([str(runs["a"]), f"both={tmp_path / 'both'}"])
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"pruning": {"weights_fingerprint": "13de"}}, "weights of the model"),
+        ({"model_num_parameters": 7}, "model_num_parameters"),
+    ],
+)
+def test_other_weights_under_the_same_name_are_no_seeds(
+    runs: dict[str, Path], tmp_path: Path, change: dict[str, Any], name: str
+) -> None:
+    """A checkpoint was written again, and evaluated into the folder of the earlier results."""
+    shutil.copytree(copy_of(runs["b"], tmp_path / "b"), tmp_path / "both")
+    [path] = (tmp_path / "both").rglob("results*.json")
+    results = json.loads(path.read_text())
+    results["config"] |= change
+    path.write_text(json.dumps(results))
+    shutil.copytree(runs["a"], tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(InputError, match=rf"both has tiny_\w+ twice with different settings: {name}: .*; name the"):
+        compare([str(runs["c"]), f"both={tmp_path / 'both'}"])
+
+
 def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     for name in "ac":
         shutil.copytree(runs[name], tmp_path / "all", dirs_exist_ok=True)

@@ -586,7 +586,8 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
         ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows=0 must be"),
         ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
         ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
-        ({"engine": "batched"}, {"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),
+        *(({"engine": engine}, {"do_sample": True, **settings}, "do_sample=true needs a temperature above 0; give both")
+          for engine in ("batched", "generate", "auto") for settings in ({}, {"temperature": 0.0})),
     ],
 )  # fmt: skip
 def test_what_the_engine_does_not_do_is_said(tiny_folder: Path, arguments: dict, setting: dict, message: str) -> None:

@@ -294,6 +294,18 @@ def test_store_round_trip(tmp_path: Path) -> None:
     assert result.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
 
 
+def test_a_sweep_that_was_never_finished_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has extended the store by questions and attempts; then a smaller one was run to its end."""
+    filled(tmp_path / "a", CELLS)
+    filled(tmp_path / "b", [], questions=5, pool=("dense", "L9H0", "L9H1"))
+    filled(tmp_path / "b", CELLS)
+    expected, outcomes = (OutcomeStore(tmp_path / name).read() for name in "ab")
+    assert outcomes.pool == expected.pool and outcomes.texts == expected.texts
+    assert np.array_equal(outcomes.z, expected.z) and outcomes.accuracy().tolist() == expected.accuracy().tolist()
+    [record] = caplog.records
+    assert "2 questions and 2 attempts without any outcome are left out" in record.getMessage()
+
+
 def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
     filled(tmp_path / "b", CELLS[4:])  # a run that was stopped, then one that went on

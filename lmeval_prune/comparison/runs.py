@@ -18,7 +18,7 @@ from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggre
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
 from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
-from lmeval_prune.comparison.settings import Settings, different, seed_text, settings_of
+from lmeval_prune.comparison.settings import Settings, different, model_of, seed_text, settings_of
 from lmeval_prune.errors import InputError, first_few
 
 DOCUMENT = "document: "  # prefix of columns of documents
@@ -93,9 +93,9 @@ class Run:
         """
         files, own_name = self.files_of(task), self.own_names.get(task, task)
         settings = [settings_of(file, own_name) for file in files]
-        for file, other in zip(files[1:], settings[1:], strict=True):
-            is_one_version = settings[0].lm_eval == other.lm_eval
-            if reasons := different(settings[0].of_repeats, other.of_repeats, is_one_version):
+        first, *others = (setting.of_repeats | model_of(file) for file, setting in zip(files, settings, strict=True))
+        for file, other, setting in zip(files[1:], others, settings[1:], strict=True):
+            if reasons := different(first, other, settings[0].lm_eval == setting.lm_eval):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"

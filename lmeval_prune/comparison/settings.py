@@ -20,6 +20,8 @@ _PROMPT = {
     "description", "doc_to_choice", "doc_to_text", "fewshot_config", "fewshot_delimiter", "gen_prefix", "num_fewshot",
     "target_delimiter", "doc_to_audio", "doc_to_image",
 }  # fmt: skip
+# what lm-eval writes of the model that was loaded: another one can have been saved under the same name
+_MODEL = ("model_sha", "model_dtype", "model_num_parameters", "peft_sha", "delta_sha")
 _MISSING = "not set"
 
 
@@ -53,6 +55,13 @@ def settings_of(file: ResultsFile, task: str) -> Settings:
     other = {name: value for name, value in config.items() if name not in _PROMPT}
     other["version of the task"] = (results.get("versions") or {}).get(task)
     return Settings(_flat(prompt), _flat(other), results.get("lm_eval_version"))
+
+
+def model_of(file: ResultsFile) -> dict[str, Any]:
+    """Return what a results file says of the model's weights."""
+    pruning = file.config.get("pruning")
+    weights = pruning.get("weights_fingerprint") if isinstance(pruning, Mapping) else None
+    return _flat({**{name: file.config.get(name) for name in _MODEL}, "weights of the model": weights})
 
 
 def different(first: Mapping[str, Any], second: Mapping[str, Any], are_of_one_version: bool) -> list[str]:

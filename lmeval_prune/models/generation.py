@@ -28,6 +28,12 @@ def is_sampling(settings: dict[str, Any]) -> bool:
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
+def check_temperature(settings: dict[str, Any]) -> None:
+    """Raise an `InputError` for sampling without a temperature, which lm-eval takes to be 0."""
+    if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
+        raise InputError("do_sample=true needs a temperature above 0", remedy="give both, e.g. temperature=0.7")
+
+
 def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
     """Return lm-eval's generation settings for greedy decoding."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
@@ -131,9 +137,8 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
     length = options.pop("max_gen_toks")
     if "max_length" in options:
         raise InputError("engine=batched does not take max_length as a generation setting", remedy="use max_gen_toks")
+    check_temperature(options)
     if options.get("temperature") == 0.0:
-        if options.get("do_sample"):
-            raise InputError("do_sample=true needs a temperature above 0")
         options.pop("temperature")
         options["do_sample"] = False
     config = copy.deepcopy(lm.model.generation_config)

@@ -16,6 +16,7 @@ unknown (not run). The store on disk also has the model's identity and all setti
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.models.variants import Records, VariantRecord
 
+logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 3  # 1: texts of answers in cells.parquet; 2: only pruned heads, cells.parquet has `head` for `attempt`
 
@@ -158,6 +160,18 @@ class Outcomes:
         """Return a short label of a column."""
         return short_label(name, {key: record["label"] for key, record in self.variants.items() if "label" in record})
 
+    def of_finished_sweeps(self) -> Outcomes:
+        """Leave out questions and attempts without any outcome: a sweep stores its outcomes when it is finished."""
+        rows, columns = np.flatnonzero(self.observed.any(1)), np.flatnonzero(self.observed.any(0))
+        questions, attempts = len(self.questions) - len(rows), len(self.pool) - len(columns)
+        if not rows.size or not (questions or attempts):
+            return self
+        logger.warning(
+            "%s: %d questions and %d attempts without any outcome are left out (a sweep stores outcomes at its end)",
+            *(self.folder, questions, attempts),
+        )
+        return self.rows(rows).columns([self.pool[i] for i in columns])
+
     def _select(self, key: Any) -> dict[str, Any]:
         arrays = {name: getattr(self, name) for name in ("z", "tokens", "extracted", "logprobs")}
         return {name: array[key] for name, array in arrays.items() if array is not None}
@@ -203,11 +217,12 @@ class OutcomeStore:
         try:
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            return replace(_outcomes(content, questions, cells), folder=self.folder)
+            outcomes = replace(_outcomes(content, questions, cells), folder=self.folder)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
             ) from None
+        return outcomes.of_finished_sweeps()
 
     def cells(self) -> list[dict[str, Any]]:
         """Read all cells, each with the `text` and `tokens` of its answer."""

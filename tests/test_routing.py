@@ -114,6 +114,23 @@ def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -
         assert again == samples != other
 
 
+def test_questions_that_a_policy_was_made_from_are_no_test(
+    tiny_folder: Path, store: Path, router: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The evaluation asks three of the six; another router was fitted to the last of these three and the others."""
+    fit(taught(store).rows(range(2, 6)), "all-minilm-l6-v2", FitOptions(epochs=5)).save(tmp_path / "other")
+    expected = {str(router): 3, str(tmp_path / "other"): 1, "best": 3, "random": 0, "oracle": 0}
+    for source, count in expected.items():
+        caplog.clear()
+        settings = {} if Path(source).is_dir() else {"router_store": str(store)}
+        results, _ = evaluate(tiny_folder, router=source, **settings)
+        assert results["config"]["pruning"]["router"].get("training_questions", 0) == count
+        warned = f"router={source} was made from the outcomes of {count} of the 3 questions: this is no test of it"
+        assert [record.getMessage() for record in caplog.records if "no test" in record.getMessage()] == (
+            [warned] if count else []
+        )
+
+
 def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
     whole, samples = evaluate(tiny_folder, router=str(router))
     responses = tmp_path / "responses"

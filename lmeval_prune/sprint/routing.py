@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
+
+logger = logging.getLogger(__name__)
 
 
 class Tries(NamedTuple):
@@ -51,6 +54,8 @@ class Routing(HeadRouter):
         self._reads_states = False
         self._states: dict[str, torch.Tensor] = {}  # last hidden states by question
         self._prompts: dict[str, str] = {}  # digests of their prompts
+        self._seen: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
+        self._repeated: set[str] = set()  # of these, what is asked
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
         default_field: str | None = None
@@ -75,7 +80,7 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self._reads_states = router.reads_states
+        self._reads_states, self._seen = router.reads_states, frozenset(router.about.get("seen", ()))
         if self._reads_states:
             router = replace(router, states=lambda questions: torch.stack([self._states[each] for each in questions]))
         self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
@@ -95,6 +100,8 @@ class Routing(HeadRouter):
         else:
             policy = {"best": policies.best, "cover": policies.cover, "oracle": policies.oracle}[self.source](outcomes)
         self.policy, self.records = policy, outcomes.variants
+        if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
+            self._seen = frozenset(map(digest, outcomes.texts))
         return question_field(outcomes.tasks)
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
@@ -135,6 +142,7 @@ class Routing(HeadRouter):
         tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
         new = [key for key in tasks if key not in self.tries]
         questions = list(dict.fromkeys(question for question, _ in new))
+        self._warn_of_seen(questions)
         orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
         for question, count in new:
             try:
@@ -144,6 +152,16 @@ class Routing(HeadRouter):
             weights = self.policy.vote_weights([question], [attempts])
             names = list(map(str, attempts))
             self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
+
+    def _warn_of_seen(self, questions: Sequence[str]) -> None:
+        """Warn of questions whose outcomes the policy was made from."""
+        before = len(self._repeated)
+        self._repeated |= self._seen.intersection(map(digest, questions))
+        if count := len(self._repeated) - before:
+            logger.warning(
+                "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
+                *(self.source, count, len(questions)),
+            )
 
     def _add_states(self, requests: Sequence[Any], lm: Any) -> None:
         """Compute the hidden states of new questions; refuse a question with two prompts, which has two orders."""
@@ -184,7 +202,8 @@ class Routing(HeadRouter):
         """Description of the policy for the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
-        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note}
+        seen = {"training_questions": len(self._repeated)} if self._repeated else {}
+        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note, **seen}
 
 
 def _describe(interventions: list[Any]) -> str:

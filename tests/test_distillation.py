@@ -572,6 +572,83 @@ def test_complete_distillation_is_not_repeated_and_other_options_are_refused(who
         distill(replace(whole, epochs=3))
 
 
+# files of a model, and a text in each that is replaced
+FILES = {
+    "athena": [
+        ("encoder/config.json", "1e-12", "1e-3"),
+        ("encoder/tokenizer.json", '"clean_text": true', '"clean_text": false'),
+        ("athena.json", '"max_kept": ', '"max_kept": 1'),
+    ],
+    "language": [
+        ("config.json", '"rope_theta": 10000.0', '"rope_theta": 100.0'),
+        ("tokenizer.json", '"normalizer": null', '"normalizer": {"type": "Lowercase"}'),
+        ("chat_template.jinja", "a:", "A:"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_what_was_read_may_not_change(
+    kind: str, ends: bool, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither problems nor files of model and teacher, after a kill and after the end; one line says which did."""
+    options = request.getfixturevalue(kind)
+    model, data, teacher = (tmp_path / name for name in ("model", "data", "teacher"))
+    for source, target in ((options.pretrained, model), (options.data_dir, data), (options.pretrained, teacher)):
+        shutil.copytree(source, target)
+    options = replace(options, pretrained=str(model), teacher=str(teacher), data_dir=str(data), stages=2, epochs=0)
+    with monkeypatch.context() as patch:
+        killed_at(patch, stages, "cut", 2)
+        with pytest.raises(Killed):
+            distill(options)
+    if ends:
+        distill(options)
+    changes: list[tuple[str, Path, str, str]] = [
+        ("the problems", data / "asdiv.jsonl", '"body": "', '"body": "Look at '),
+        ("the problems", data / "asdiv.jsonl", "(things)", "(other things)"),
+        *(
+            (f"the {part}'s {name}", tmp_path / part / name, *more)
+            for part in ("model", "teacher")
+            for name, *more in FILES[kind]
+        ),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(make_host(options)), "read", lambda *_: pytest.fail("weights were read"))
+        for words, path, old, new in changes:
+            before = path.read_text()
+            assert old in before
+            path.write_text(before.replace(old, new))
+            with pytest.raises(InputError, match=rf"student\S* was made with other data \({words}\); name") as error:
+                distill(options)
+            assert "\n" not in str(error.value)
+            path.write_text(before)
+    config = model / FILES[kind][0][0]
+    config.write_text(re.sub('("transformers_version": ").*?"', r'\g<1>1"', config.read_text()))  # as if written again
+    (model / "plan.json").write_text("{}")
+    assert len(distill(options)["stages"]) == 2
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
+def test_folders_of_versions_that_recorded_no_contents(
+    language: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(language, stages=2, epochs=0)
+    with monkeypatch.context() as patch:
+        killed_at(patch, stages, "cut", 2)
+        with pytest.raises(Killed):
+            distill(options)
+    if ends:
+        distill(options)
+    for path in Path(options.output).parent.rglob("*.json"):
+        if path.name in ("options.json", "distillation.json"):
+            content = json.loads(path.read_text())
+            recorded = content if path.name == "options.json" else content["options"]
+            del recorded["pretrained_files"], recorded["problems"]
+            path.write_text(json.dumps(content))
+    assert len(distill(options)["stages"]) == 2
+
+
 def test_each_stage_has_its_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, orders = [], []
 

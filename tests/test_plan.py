@@ -259,6 +259,27 @@ def test_scores_of_other_settings_are_not_replaced(
     assert scores.read_bytes() == before
 
 
+def test_a_changed_configuration_makes_another_model(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Neither plan nor scores are replaced by those of the same weights in another configuration."""
+    shutil.copytree(prunable / "model", tmp_path / "model")
+    config, words = tmp_path / "model" / "config.json", ("--method", "magnitude")
+    commands = (
+        ("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", "--ratio", 0.25),
+        ("importance", "--pretrained", tmp_path / "model", "--output", tmp_path / "scores.json"),
+    )
+    text = config.read_text()
+    for theta in (10000.0, 100.0, 10000.0):
+        config.write_text(text.replace('"rope_theta": 10000.0', f'"rope_theta": {theta}'))
+        for command in commands:
+            capsys.readouterr()
+            assert run(*command, *words) == (0 if theta == 10000.0 else 2)
+            shown = capsys.readouterr().err
+            if theta == 100.0:
+                assert "was made with other data (the model's config.json); name" in shown and shown.count("\n") == 1
+
+
 def test_a_checkpoint_of_another_cut_is_not_replaced(
     prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -354,6 +354,12 @@ def test_lessons_are_written_once_and_survive_a_kill(
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         assert (read_lessons(work) is not None) == (target is Plan)
     assert len(list(read_answers(Path(f"{options.output}.responses")))) == 30
+    rows = tmp_path / "task" / "rows.jsonl"
+    before = rows.read_text()
+    rows.write_text(before.replace("What is", "How much is"))
+    with pytest.raises(InputError, match=r"was made with other data \(the problems\)"):
+        distill(options)
+    rows.write_text(before)
     monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("the teacher was asked again"))
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))

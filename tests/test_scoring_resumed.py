@@ -72,7 +72,7 @@ def test_a_killed_score_of_many_passes_resumes_at_the_pass(passes: int, tmp_path
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("change", ["text", "batch", "weights", "method"])
+@pytest.mark.parametrize("change", ["text", "batch", "weights", "config", "method"])
 def test_sums_of_other_work_are_not_taken(change: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted(patch, Sums, "add", 7)
@@ -87,6 +87,8 @@ def test_sums_of_other_work_are_not_taken(change: str, tmp_path: Path) -> None:
     elif change == "weights":
         with torch.no_grad():
             model_map.attention[0].o_proj.weight.mul_(2)
+    elif change == "config":
+        model_map.model.config.rms_norm_eps = 0.1
     with pytest.MonkeyPatch.context() as patch:
         if change == "method":
             patch.setattr(BlockKl, "version", 2)

@@ -1,4 +1,4 @@
-"""Identify a loaded model: its name, and a fingerprint of its weights."""
+"""Identify a loaded model: its name, and fingerprints of its configuration and weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ def text_config(model: Any) -> Any:
             f"model family {config.model_type!r} is not supported: it has several language models ({names}); load the "
             f"one to prune as a model of its own"
         ) from error
+
+
+def config_fingerprint(config: Any) -> str:
+    """Return a digest of a configuration without its path, version and dtype."""
+    ignored = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+    return digest({key: str(value) for key, value in config.to_dict().items() if key not in ignored})
 
 
 def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""Identify a checkpoint without loading it: by the bytes of its weights, or by the commit of a hub model."""
+"""Identify a checkpoint without loading it: by the bytes of its files, or by the commit of a hub model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
+_BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
+_CONFIG = re.compile(r"(generation_)?config\.json")
+_READ = re.compile(rf"{_CONFIG.pattern}|.*(token|vocab|merges|template).*|.*\.(model|jinja)")
+_IGNORED = ("_name_or_path", "transformers_version")
 _TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # files of a trainer
 
 
@@ -46,3 +50,24 @@ def checkpoint_identity(
     commit: Any = extract_commit_hash(config, None)
     variant = [name for name in (subfolder, gguf_file) if name]  # a commit may hold several models
     return digest([pretrained, commit or content_digest(str(config)), *variant])
+
+
+def configuration_files(pretrained: str, subfolder: str = "") -> list[Path]:
+    """Return the files beside a checkpoint's weights, sorted by name; none of a hub model, which a commit identifies.
+
+    Besides configuration, tokenizer and chat template there can be files that no model reads.
+    """
+    folder = Path(embedded.resolve(pretrained)).expanduser() / subfolder
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [file for file in files if file.suffix in _BESIDE_WEIGHTS]
+
+
+def configuration_digests(pretrained: str) -> dict[str, str]:
+    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files."""
+    files = [file for file in configuration_files(pretrained) if _READ.fullmatch(file.name)]
+    return {file.name: _config_digest(file) if _CONFIG.fullmatch(file.name) else content_digest(file) for file in files}
+
+
+def _config_digest(path: Path) -> str:
+    """Return a digest of a configuration but for its path and version, which change when a model is written again."""
+    return digest({name: value for name, value in read_json(path).items() if name not in _IGNORED})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import what_was_removed
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.card import training_of
-from lmeval_prune.distillation.host import Host, TrainingExamples
+from lmeval_prune.distillation.host import Host, TrainingExamples, documents_digest
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -54,6 +55,12 @@ class AthenaHost(Host):
     @override
     def identity(self, folder: str) -> str:
         return digest([checkpoint.describe(folder)["head_sha256"], super().identity(f"{folder}/{checkpoint.ENCODER}")])
+
+    @override
+    def configuration(self, folder: str) -> dict[str, str]:
+        encoder = super().configuration(f"{folder}/{checkpoint.ENCODER}")
+        settings = {checkpoint.SETTINGS: digest(checkpoint.describe(folder)["settings"])}
+        return settings | {f"{checkpoint.ENCODER}/{name}": value for name, value in encoder.items()}
 
     @override
     def check_teacher(self, folder: str) -> None:
@@ -110,14 +117,29 @@ class AthenaHost(Host):
         about = f"the training in {Path(folder) / checkpoint.SETTINGS}"
         return TrainOptions.from_dict({**options, **changes, **fixed}, about)
 
-    @override
-    def examples(self) -> TrainingExamples:
+    @cached_property
+    def split_options(self) -> TrainOptions:
+        """Training options of the ATHENA with this distillation's splits; `InputError` if it has no record of them."""
         if "options" not in self.about:
             raise InputError(f"{self.options.pretrained} has no record of its training; train it again")
         changes = {name: getattr(self.options, name) for name in ("test", "train", "validation", "limit")}
         changes = {name: value for name, value in changes.items() if value not in (None, ())}
-        options = self._training_options(self.options.pretrained, **changes)
-        split = ProblemSplit.load(options)
+        return self._training_options(self.options.pretrained, **changes)
+
+    @cached_property
+    def split(self) -> ProblemSplit:
+        """Training and validation problems."""
+        return ProblemSplit.load(self.split_options)
+
+    @override
+    def problems_digest(self) -> str:
+        return documents_digest(
+            *([item.document for item in part] for part in (self.split.train, self.split.validation))
+        )
+
+    @override
+    def examples(self) -> TrainingExamples:
+        options, split = self.split_options, self.split
         test = load(options.data, options.test, options.data_dir)
         questions = self.all_questions(split.questions, test, options.test)
         train, validation = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import read_artefact
+from lmeval_prune.artefacts import digest, read_artefact
 from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
@@ -77,6 +78,11 @@ class TrainingExamples:
     questions: Sequence[Any] = ()  # training problems that a model can be asked
 
 
+def documents_digest(*parts: Sequence[Document]) -> str:
+    """Return a digest of parts of documents; values without a JSON form count by their text."""
+    return digest(json.dumps(parts, default=str))
+
+
 class Host(ABC):
     """A kind of model that can be pruned and distilled.
 
@@ -122,6 +128,10 @@ class Host(ABC):
     def identity(self, folder: str) -> str:
         """Return a digest of a model's weights; `InputError` if the model does not exist."""
         return checkpoint_identity(folder)
+
+    def configuration(self, folder: str) -> dict[str, str]:
+        """Return digests of a model's configuration, tokenizer and chat template, by the names of their files."""
+        return configuration_digests(folder)
 
     @abstractmethod
     def check_teacher(self, folder: str) -> None:
@@ -169,6 +179,10 @@ class Host(ABC):
     @abstractmethod
     def examples(self) -> TrainingExamples:
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
+
+    @abstractmethod
+    def problems_digest(self) -> str:
+        """Return a digest of the documents of the training and validation problems, which are not tokenized for it."""
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:

@@ -27,7 +27,7 @@ from lmeval_prune.distance import tokens
 from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.corpus import Corpus, Text, check_corpus, read_corpus
-from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
+from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, documents_digest, read_note
 from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -46,12 +46,21 @@ IGNORED = -100  # label of tokens without a loss
 
 
 class Rows(NamedTuple):
-    """Training and test documents of a task, the names of the training splits, and of their data sets on the Hub."""
+    """Training and test documents of a task.
+
+    Attributes:
+        train: training documents.
+        test: test documents.
+        names: names of the training splits.
+        datasets: names of their data sets on the Hub.
+        repeated: number of training documents that were dropped because they are in the test, too.
+    """
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
     names: str
     datasets: tuple[str, ...] = ()
+    repeated: int = 0
 
 
 class LanguageHost(Host):
@@ -122,14 +131,29 @@ class LanguageHost(Host):
             content = read_note(folder)["material"]
         return TrainingQuestions.from_artefact(content)
 
-    @override
-    def examples(self) -> TrainingExamples:
+    @cached_property
+    def drawn_rows(self) -> Rows:
+        """The task's documents, those of the training drawn by the seed; none without a task."""
         options = self.options
         rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        test_name = options.test or "test"
-        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, test_name)
+        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test_name)
         random.Random(options.seed).shuffle(drawn)
-        drawn = drawn[: options.limit]
+        return rows._replace(train=drawn[: options.limit], repeated=repeated)
+
+    @property
+    def test_name(self) -> str:
+        """Name of the test split, for messages."""
+        return self.options.test or "test"
+
+    @override
+    def problems_digest(self) -> str:
+        rows = self.drawn_rows
+        return documents_digest(rows.train, rows.test if self.options.corpus else [])  # a corpus is searched for these
+
+    @override
+    def examples(self) -> TrainingExamples:
+        options, rows = self.options, self.drawn_rows
+        drawn = rows.train
         problems = [self._problem(number, row) for number, row in enumerate(drawn)]
         problems = [x for x in problems if len(x.ids) <= options.max_length and x.start < len(x.ids)]
         corpus = self._corpus(rows.test)
@@ -145,12 +169,12 @@ class LanguageHost(Host):
             )
         asked = [[text for text in part if isinstance(text, Problem)] for part in (train, validation)]
         keys = (question_keys(problem.question.document for problem in part) for part in asked)
-        questions = self.all_questions(TrainingQuestions(*keys), rows.test, test_name)
+        questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test_name)
         note = {
             "train": len(train),
             "validation": len(validation),
             "too_long": len(drawn) - len(problems),
-            "repeated": repeated,
+            "repeated": rows.repeated,
             **({"corpus": corpus.note} if corpus.texts else {}),
             "datasets": [*([options.corpus] if is_on_hub(options.corpus) else []), *rows.datasets],
             "splits": {"task": options.task, "test": options.test, "train": rows.names},

@@ -39,6 +39,7 @@ from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
+    PROBLEMS,
     check_resumable,
     check_same_settings,
     default_settings,
@@ -73,22 +74,28 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
         The fields of `distillation.json`.
 
     Raises:
-        InputError: an option is invalid (before any weights are read, if possible), or `output` has other options.
+        InputError: an option is invalid (before any weights are read, if possible), or `output` is of other options or
+            data.
     """
     target, host = Path(options.output), host or make_host(options)
     settings = result_settings(options)
     for name in ("pretrained", "teacher"):
-        settings[name] = host.identity(settings[name]) if settings[name] else None
+        if folder := settings[name]:
+            settings |= {name: host.identity(folder), f"{name}_files": host.configuration(folder)}
     if options.corpus:
         settings["corpus"] = corpus_identity(options.corpus)
     if options.costs:
         settings["costs"] = CostTable.load(options.costs).record["sha256"]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
-        check_same_settings(settings, read_note(target)["options"], target, default_settings(DistillOptions))
+        stored = read_note(target)["options"]
+        check_same_settings(settings, stored, target, default_settings(DistillOptions))
+        if PROBLEMS in stored:
+            check_same_settings({PROBLEMS: host.problems_digest()}, stored, target, {})
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
+        check_resumable(work, settings, default_settings(DistillOptions))
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
@@ -142,6 +149,7 @@ def check(host: Host) -> None:
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
     """Run the incomplete stages in order."""
     options = host.options
+    settings = {**settings, PROBLEMS: host.problems_digest()}
     check_resumable(work, settings, default_settings(DistillOptions))
     examples = host.examples()
     if not examples.validation and (options.patience or options.best_by):  # an ATHENA's is that of its own training

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmeval_prune.architectures import ModelMap, adapters_of
+from lmeval_prune.architectures import ModelMap, adapters_of, config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, content_digest, digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
@@ -145,12 +145,6 @@ def interventions_report(model_map: ModelMap, weights: str | None) -> dict[str, 
     for intervention in combined(interventions_on(model_map.model)):
         info |= intervention.report(model_map)
     return info
-
-
-def config_fingerprint(config: Any) -> str:
-    """Return a digest of a configuration without its path, version and dtype."""
-    ignored = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-    return digest({key: str(value) for key, value in config.to_dict().items() if key not in ignored})
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

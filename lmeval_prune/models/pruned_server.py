@@ -13,6 +13,7 @@ from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+from lmeval_prune.architectures import config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
@@ -24,7 +25,7 @@ from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argum
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.dispatch import Dispatcher, Server
 from lmeval_prune.models.http_client import Connection
-from lmeval_prune.models.identity import ModelIdentity, config_fingerprint
+from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import use_lm_eval_logging

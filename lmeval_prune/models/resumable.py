@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -27,7 +26,7 @@ from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import content_digest, digest
-from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
 from lmeval_prune.models import generation
@@ -52,7 +51,6 @@ _TAKES_SEED = (
 # what lm-eval 0.4 takes for a missing text of a server; 0.5 takes None
 _NO_TEXT = getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None)
 _NETWORK = ("requests", "aiohttp")  # packages whose errors mean that a server gives no answer
-_CONFIGURATION = (".json", ".jinja", ".model", ".txt")  # suffixes of a checkpoint's files that are no weights
 
 
 class ResumableLM(CheckedArgumentsLM):
@@ -156,9 +154,7 @@ def _checkpoint(pretrained: str, arguments: dict[str, Any]) -> Any:
         weights = checkpoint_identity(pretrained, **source)
     except InputError:
         return pretrained
-    folder = Path(pretrained).expanduser() / source.get("subfolder", "")
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [weights, *(content_digest(file) for file in files if file.suffix in _CONFIGURATION)]
+    return [weights, *map(content_digest, configuration_files(pretrained, source.get("subfolder", "")))]
 
 
 class StoredAnswering:

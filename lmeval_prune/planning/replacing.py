@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.artefacts import content_digest, read_artefact
-from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import SCHEMA_VERSION
@@ -28,7 +28,7 @@ def command_settings(
     """
     files = {"text": options.text, "costs": options.costs, "scores": scores}
     return {
-        "pretrained": checkpoint_identity(pretrained, revision),
+        **_model_settings(pretrained, revision),
         "method": pruners[0].identity,
         "ffn_method": pruners[1].identity,
         **result_settings(options),
@@ -41,11 +41,19 @@ def scoring_settings(
 ) -> dict[str, Any]:
     """Return what the scores of `importance` depend on, as JSON; of the model and the text, digests."""
     return {
-        "pretrained": checkpoint_identity(pretrained, revision),
+        **_model_settings(pretrained, revision),
         "method": pruner.identity,
         "scores": "heads and channels" if channels else "heads",
         **result_settings(options),
         "text": content_digest(options.text) if options.text else None,
+    }
+
+
+def _model_settings(pretrained: str, revision: str | None) -> dict[str, Any]:
+    """Return digests of a model's weights, and of its configuration and tokenizer."""
+    return {
+        "pretrained": checkpoint_identity(pretrained, revision),
+        "pretrained_files": configuration_digests(pretrained),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmeval_prune.architectures import UNITS, ModelMap, check_unit, uncuttable, units_of
+from lmeval_prune.architectures import UNITS, ModelMap, check_unit, config_fingerprint, uncuttable, units_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
@@ -86,7 +86,7 @@ def stages(
     if isinstance(pruner, SequentialPruner):
         yield _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
         return
-    store = ScoreStore(work, [record, model_map.weights, model_map.signature()]) if work and text else None
+    store = ScoreStore(work, _identity(record, model_map)) if work and text else None
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
         stored = scores if step == 1 else NO_SCORES
@@ -166,6 +166,11 @@ def _record(
     return record | ({"calibration": text.record()} if text is not None else {})
 
 
+def _identity(record: Mapping[str, Any], model_map: ModelMap) -> list[Any]:
+    """Return what stored scores and layers depend on, given the plan's record."""
+    return [record, model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
+
+
 def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
     """Return the budgets of a step: one of all parameters, or one of heads and one of channels."""
     shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
@@ -237,7 +242,7 @@ def _layerwise_plan(
     pools = unit_pools(model_map, budget)
     counts = allocate(pools, budget)
     by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
-    store = LayerStore(work, [record, model_map.weights, model_map.signature()]) if work else None
+    store = LayerStore(work, _identity(record, model_map)) if work else None
     select = pruner.selection(options.unit or "head", by_part)
     pruning = LayerwisePruning(
         model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress

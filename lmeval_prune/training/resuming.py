@@ -18,6 +18,14 @@ from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError, disk_error
 
 OPTIONS = "options.json"  # in the folder of an incomplete training
+PROBLEMS = "problems"
+# Settings that are digests of what was read, in the words of messages; those of files are by name. Folders of earlier
+# versions lack them.
+CONTENTS = {
+    "pretrained_files": "the model's {}",
+    "teacher_files": "the teacher's {}",
+    PROBLEMS: "the problems",
+}
 FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
 
@@ -47,12 +55,28 @@ def default_settings(options: Any) -> dict[str, Any]:
 def check_same_settings(
     settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]
 ) -> None:
-    """Raise an `InputError` if a folder was made with other options; missing ones are the `defaults`."""
-    stored = {**defaults, **stored} if stored else {}
+    """Raise an `InputError` if a folder was made with other options or contents; missing ones are the `defaults`.
+
+    Missing `CONTENTS` are those of now.
+    """
+    contents = {name: settings[name] for name in CONTENTS if name in settings}
+    stored = {**contents, **defaults, **stored} if stored else {}
     differ = [name for name in settings if stored.get(name) != settings[name]]
-    if differ:
-        values = ", ".join(f"{name}={stored.get(name)}" for name in differ[:3])
-        raise InputError(f"{folder} was made with other options ({values}); name another output, or delete it")
+    if values := [f"{name}={stored.get(name)}" for name in differ if name not in CONTENTS]:
+        raise InputError(
+            f"{folder} was made with other options ({', '.join(values[:3])}); name another output, or delete it"
+        )
+    if names := [name for key in differ for name in _changed_contents(key, stored.get(key), settings[key])]:
+        raise InputError(
+            f"{folder} was made with other data ({', '.join(names[:3])}); name another output, or delete it"
+        )
+
+
+def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
+    """Return the words for what differs between two digests, or between two sets of digests of files."""
+    if not isinstance(now, Mapping):
+        return [CONTENTS[name]]
+    return [CONTENTS[name].format(file) for file in {**before, **now} if before.get(file) != now.get(file)]
 
 
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -73,8 +73,7 @@ def checkpoint_class(config: Any) -> Any:
         if stock is None:
             raise InputError(_wrong_architecture(config))
         return pruned_class(stock)
-    classes = (auto_model_class(name, config) for name in _LANGUAGE_AUTO_CLASSES)
-    stock = stock or next(filter(None, classes), None)
+    stock = stock or next(iter(_language_classes(config)), None)
     if stock is None:
         raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
     return stock
@@ -91,7 +90,17 @@ def architecture_class(config: Any) -> Any:
         return None
     if not isinstance(stock, type) or not issubclass(stock, PreTrainedModel):
         raise InputError(_wrong_architecture(config))
-    return stock if stock.config_class is None or isinstance(config, stock.config_class) else None
+    return stock if _takes_config(stock, config) or stock in _language_classes(config) else None
+
+
+def _takes_config(model_class: Any, config: Any) -> bool:
+    """Return whether a configuration is of the class that a model class reads from a checkpoint."""
+    return model_class.config_class is None or isinstance(config, model_class.config_class)
+
+
+def _language_classes(config: Any) -> list[Any]:
+    """Return the classes that transformers builds for a configuration: some families have those of another one."""
+    return [each for name in _LANGUAGE_AUTO_CLASSES if (each := auto_model_class(name, config))]
 
 
 def _wrong_architecture(config: Any) -> str:
@@ -142,7 +151,10 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     Raises:
         InputError: the model cannot be loaded.
     """
-    model_class = checkpoint_class(read_config(str(folder)))
+    config = read_config(str(folder))
+    model_class = checkpoint_class(config)
+    if not _takes_config(model_class, config):  # else transformers would read it as that of the class
+        options = {"config": config, **options}
     with as_input_error(f"the model {folder} cannot be loaded"):
         return load_weights(model_class, embedded.resolve(str(folder)), **{"dtype": "auto", **options})
 

@@ -21,7 +21,7 @@ from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
-from lmeval_prune.distillation.lora import add_lora, check_lora, merge
+from lmeval_prune.distillation.lora import add_lora, check_lora, lora_config, merge
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.trainer import DistillTrainer
@@ -343,6 +343,22 @@ def test_lora_updates_are_added_to_a_model_whose_layers_differ(family: str) -> N
     cut(model, Plan(channels={"L0": "0-7"}))  # it can be cut again
 
 
+@pytest.mark.parametrize(
+    ("arguments", "r", "alpha"),
+    [({"lora_dropout": 0.05}, 8, 16), ({"r": 3}, 3, 6), ({"r": 3, "lora_alpha": 5}, 3, 5), ({"lora_alpha": 5}, 8, 5)],
+)
+def test_alpha_is_twice_the_rank_unless_it_is_given(arguments: dict[str, Any], r: int, alpha: int) -> None:
+    config = lora_config(arguments, map_model(tiny("llama")))
+    assert (config.r, config.lora_alpha) == (r, alpha)
+
+
+@pytest.mark.parametrize("r", [None, "x", 0, 2.5, [1]])
+def test_a_rank_that_is_no_number_is_one_line(r: Any) -> None:
+    with pytest.raises(InputError, match="lora: peft refuses") as raised:
+        lora_config({"r": r}, map_model(tiny("llama")))
+    assert "\n" not in str(raised.value)
+
+
 def test_dropout_of_lora_stays_where_that_of_maps_is_turned_off() -> None:
     model = tiny("llama", attention_dropout=0.3)
     add_lora({"r": 2, "lora_dropout": 0.5}, map_model(model), 3)
@@ -374,6 +390,87 @@ def test_lora_recovery_writes_plain_weights_and_leaves_its_base(options: Distill
     assert not any("lora" in name or "base_layer" in name for name in student.state_dict())
     manifest = read_manifest(options.output)
     assert manifest is not None and len(manifest["stages"]) == 2
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def resized(source: Path, folder: Path, positions: int, family: str = "llama") -> Path:
+    """Save a model of another number of positions, with the tokenizer of a folder."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    name = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    tiny(family, vocab_size=len(tokenizer), **{name: positions}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+OF_TASK: dict[str, Any] = {"task": None, "test": None, "limit": None, "answer": "{}"}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("shorter", ["pretrained", "teacher"])
+@pytest.mark.parametrize("option", ["max_length", "corpus_tokens", "max_length of a corpus", "max_gen_toks"])
+def test_texts_longer_than_the_positions_are_refused_before_any_weights_are_read(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, shorter: str, option: str
+) -> None:
+    """Of the model, or of its teacher; also an answer's length that is the task's."""
+    short, long = (resized(Path(options.pretrained), tmp_path / f"{n}", n, family) for n in (128, 512))
+    models = {"pretrained": str(long), "teacher": str(long), shorter: str(short)}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"text": "words", "p": "more"}) + "\n")
+    changes: dict[str, dict[str, Any]] = {
+        "max_length": {"max_length": 129},
+        "corpus_tokens": {**OF_TASK, "corpus": str(prompts), "corpus_tokens": 129},
+        "max_length of a corpus": {**OF_TASK, "corpus": str(prompts), "corpus_prompt": "p", "max_length": 200},
+        "max_gen_toks": {"train_on": "teacher"},  # 256 by lm-eval
+    }
+    message = (
+        "max_gen_toks=.* leaves no room" if option == "max_gen_toks" else f"{option.split()[0]}=.*give at most 128"
+    )
+    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match=message) as raised:
+        distill(replace(options, unit="group", hidden=False, **models, **changes[option]))
+    assert f"{short} has 128 positions" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_default_lengths_are_at_most_the_positions(
+    options: DistillOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    """Longer problems and prompts are left out and counted, windows are shorter."""
+    task = replace(options, limit=None, unit="group", batch=8)
+    every = make_host(replace(task, validation=0.0)).examples().lengths
+    middle = sorted(every)[len(every) // 2]
+    short = str(resized(Path(options.pretrained), tmp_path / "short", middle, family))
+    note = distill(replace(task, pretrained=short))["material"]
+    assert note["too_long"] == sum(length > middle for length in every) > 0
+    assert note["train"] + note["validation"] == sum(length <= middle for length in every)
+    assert [r.getMessage() for r in caplog.records if r.name == language_host.__name__] == [
+        f"max_length: {middle} instead of 512, since {short} has no more positions"
+    ]
+    path, shorter = tmp_path / "a.jsonl", str(resized(Path(options.pretrained), tmp_path / "shorter", 50, family))
+    rows = [{"p": "prompt " * n, "text": "some text with words " * n} for n in (1, 1, 1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = replace(task, **OF_TASK, pretrained=shorter, corpus=str(path))
+    distill(replace(alone, output=str(tmp_path / "windows")))
+    assert {*make_host(alone).examples().lengths} == {50}
+    asked = replace(alone, corpus_prompt="p", validation=0.5, output=str(tmp_path / "asked"))
+    assert distill(asked)["material"]["corpus"]["too_long"] == 1
+
+
+def test_lessons_are_at_most_as_long_as_the_positions(options: DistillOptions, tmp_path: Path) -> None:
+    """A teacher with more positions than the student: its longer answers are left out."""
+    short = str(resized(Path(options.pretrained), tmp_path / "short", 240))
+    taught = {
+        "train_on": "teacher",
+        "keep_answers": "all",
+        "sample_temperature": 1.0,
+        "max_gen_toks": 100,
+        "samples": 3,
+    }
+    whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, limit=None, **taught)
+    note = distill(whole)["material"]["lessons"]["train"]
+    assert note["cut_off"] < note["answers"] and note["too_long"] > 0
 
 
 # ---------------------------------------------------------------- corpora
@@ -412,14 +509,16 @@ def test_a_corpus_beside_the_problems(options: DistillOptions, tmp_path: Path) -
 
 def test_a_corpus_alone(options: DistillOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Once upon a time there was a text of words. " * 20)
-    of_task: dict[str, Any] = {"task": None, "test": None, "limit": None, "answer": "{}"}
-    alone = replace(options, **of_task, corpus=str(tmp_path / "text.txt"), corpus_tokens=40)
+    alone = replace(options, **OF_TASK, corpus=str(tmp_path / "text.txt"), corpus_tokens=40)
     examples = make_host(alone).examples()
     assert len(examples.validation) == round(0.25 * (len(examples.train) + len(examples.validation)))
     distill(alone)
     assert read_note(alone.output)["material"]["trained_on"] == []
-    with pytest.raises(InputError, match="has no text of 4000 tokens in its 1 documents"):
-        distill(replace(alone, corpus_tokens=4000, output=str(tmp_path / "long")))
+    long = replace(alone, pretrained=str(resized(Path(alone.pretrained), tmp_path / "resized", 4000)))
+    with pytest.raises(
+        InputError, match=r"1 documents, the whole with \d+ tokens, fewer than a text of 4000; give fewer"
+    ):
+        distill(replace(long, corpus_tokens=4000, output=str(tmp_path / "long")))
     with pytest.raises(InputError, match=r"has no files \.txt or \.jsonl"):
         (tmp_path / "bare").mkdir()
         distill(replace(alone, corpus=str(tmp_path / "bare"), output=str(tmp_path / "none")))
@@ -440,11 +539,11 @@ def test_prompts_with_answers_of_a_corpus(options: DistillOptions, tmp_path: Pat
 
 def test_documents_with_test_questions_are_left_out(options: DistillOptions, tmp_path: Path) -> None:
     question = "Ann has 3 red caps and 12 blue ones. Ben lost 4. How many caps has Ann?"
-    search = QuestionSearch([question, "How much is it now?"])
+    search = QuestionSearch([question, "How much money is it now, all in all?"])
     assert search.found_in("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
-    assert search.found_in("… how much is it now …")
+    assert search.found_in("… how much money is it now, all in all …")
     assert not search.found_in("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
-    assert not search.found_in("How much is it?") and not QuestionSearch([]).found_in("anything at all")
+    assert not search.found_in("How much money is it?") and not QuestionSearch([]).found_in("anything at all")
     path = tmp_path / "text.jsonl"
     rows = [{"text": f"{question} " * 3}, *[{"text": "Other words are here to be read. " * 3}] * 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -453,6 +552,76 @@ def test_documents_with_test_questions_are_left_out(options: DistillOptions, tmp
     corpus = read_corpus(settings, host.tokenizer, [question])
     assert corpus.note["with_test_questions"] == 1 and corpus.note["documents"] == 3
     assert "Ann" not in "".join(host.tokenizer.decode(text.ids) for text in corpus.texts)
+
+
+@pytest.mark.parametrize("question", ["", "???", " \n", "Why?", "What is the capital of France?", "多少?"])
+def test_a_question_of_few_words_excludes_no_texts(question: str) -> None:
+    search = QuestionSearch([question])
+    texts = ("", "unrelated words", f"He asked: {question} Nobody knew the capital of France.", "???", question)
+    assert not any(search.found_in(text) for text in texts)
+    assert search.found_in("It is Paris.", question) == any(letter.isalnum() for letter in question)
+    assert not search.found_in(question, "unrelated words")
+
+
+def test_characters_of_chinese_questions_are_words() -> None:
+    search = QuestionSearch(["小明有3个苹果，买了5个，一共有多少？"])
+    assert search.found_in("第一题。小明有3个苹果，买了5个，一共有多少？答：8个。")
+    assert not search.found_in("小明有3个苹果，买了6个，一共有多少？")
+
+
+def test_a_corpus_without_texts_says_why(options: DistillOptions, tmp_path: Path) -> None:
+    """Each reason is counted; the remedy is of what was the reason."""
+    question = "Ann has 3 red caps and 12 blue ones. Ben lost 4. How many caps has Ann?"
+    tokenizer = make_host(options).tokenizer
+    path = tmp_path / "a.jsonl"
+
+    def message(rows: list[dict[str, str]], **changes: Any) -> str:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(InputError) as raised:
+            read_corpus(replace(options, corpus=str(path), **changes), tokenizer, [question])
+        assert "\n" not in str(raised.value)
+        return str(raised.value).partition("gives no text: ")[2] or str(raised.value)
+
+    asked = {"text": f"So: {question}"}
+    assert message([asked] * 2) == "2 documents, 2 with a question of the test; give another corpus"
+    assert message([asked, {"text": ""}, {"text": "abc"}]) == (
+        "3 documents, 1 with a question of the test, 1 without a text, the others with 4 tokens, fewer than a text of "
+        "128; give fewer corpus_tokens or another corpus"
+    )
+    assert message([]) == f"the corpus {path} has no documents; give another corpus"
+    rows = [{"p": question, "text": "11"}, {"p": "b", "text": ""}, {"p": "c", "text": "c" * 600}]
+    assert message(rows, corpus_prompt="p") == (
+        "3 documents, 1 with a question of the test, 1 with more than 512 tokens, 1 without an answer to learn; give a "
+        "larger max_length or another corpus"
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", "Say something."])
+def test_rows_without_an_answer_to_learn_are_left_out(options: DistillOptions, tmp_path: Path, prompt: str) -> None:
+    """One empty answer in a batch of its own, whose prompt may be empty, too; and answers to an empty prompt."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"p": prompt, "text": text} for text in ("", "an answer", "", "another", "the third")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = replace(options, **OF_TASK, corpus=str(path), corpus_prompt="p", batch=1)
+    note = distill(whole)["material"]
+    assert note["corpus"]["empty"] == 2 and note["train"] + note["validation"] == note["corpus"]["texts"] == 3
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("", "Some words in a text. " * 9, "", "")))
+    windows = make_host(replace(options, **OF_TASK, corpus=str(path), corpus_tokens=32)).examples()
+    assert windows.note["corpus"]["empty"] == 3 and all(2 not in text.ids[:-1] for text in windows.train)
+
+
+def test_problems_without_an_answer_are_left_out(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any prompt: the answer is empty, or so is the prompt before a single token, which nothing predicts."""
+    host = make_host(replace(options, answer="{}"))
+    answers = {0: "", 1: "5", 2: "56"}
+    numbers = iter(range(8))
+    monkeypatch.setattr(type(host), "prompt", lambda *_: "")
+    monkeypatch.setattr(type(host), "target", lambda *_: answers.get(next(numbers), "78"))
+    monkeypatch.setattr(host.task.config, "target_delimiter", "")
+    examples = host.examples()
+    assert examples.note["empty"] == 2 and examples.note["train"] + examples.note["validation"] == 6
+    for example in (*examples.train, *examples.validation):
+        assert host.items(host.collate([example])) == 2
 
 
 def test_a_data_set_by_name(options: DistillOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

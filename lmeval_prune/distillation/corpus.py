@@ -16,6 +16,9 @@ from lmeval_prune.pruners.calibration import encode, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
 SHARED_WORDS = 13  # consecutive words of a test question that exclude a document, or all of a shorter question
+LEAST_WORDS = 8  # of a question that texts are searched for: shorter ones meet by chance (GPT-3, arXiv 2005.14165, C)
+_WORD = re.compile(r"\w+")
+_UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")  # Chinese and Japanese: no spaces between words
 
 
 class Text(NamedTuple):
@@ -54,64 +57,117 @@ def check_corpus(options: DistillOptions) -> None:
         raise InputError(f"corpus={path} has no files {' or '.join(SUFFIXES)}; name another folder or file")
 
 
-def read_corpus(options: DistillOptions, tokenizer: Any, test: Iterable[str], as_prompt: Any = str) -> Corpus:
-    """Read the texts of a corpus that share no 13 words with a test question.
+def read_corpus(
+    options: DistillOptions, tokenizer: Any, test: Iterable[str], as_prompt: Any = str, positions: int | None = None
+) -> Corpus:
+    """Read the texts of a corpus in which `QuestionSearch` finds no test question.
 
     Args:
         options: the corpus, and how much of it is read.
         tokenizer: the model's tokenizer.
         test: test questions.
         as_prompt: function that puts a prompt into the chat template.
+        positions: largest number of tokens of a text that the models take; None: any.
 
     Raises:
-        InputError: the corpus cannot be read, or has less than a window.
+        InputError: the corpus cannot be read, or gives no text.
     """
     rows = _rows(options)
     order = list(range(len(rows)))
     random.Random(options.seed).shuffle(order)
-    search, skipped = QuestionSearch(test), 0
+    search = QuestionSearch(test)
     texts: list[Text] = []
-    windows = _Windows(tokenizer, options.corpus_tokens)
-    used = 0
+    windows = _Windows(tokenizer, within(options.corpus_tokens, positions))
+    max_length = within(options.max_length, positions)
+    counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0}
     for index in order:
         prompt, text = _fields(rows[index], options)
-        used += 1
-        if search.found_in(f"{prompt}\n{text}"):
-            skipped += 1
+        counts["documents"] += 1
+        if search.found_in(text, prompt):
+            counts["with_test_questions"] += 1
         elif options.corpus_prompt:
-            texts += _answered(tokenizer, as_prompt(prompt), text, options.max_length)
+            answered = answered_text(tokenizer, encode(tokenizer, as_prompt(prompt)), text)
+            if not has_answer(answered):
+                counts["empty"] += 1
+            elif len(answered.ids) > max_length:
+                counts["too_long"] += 1
+            else:
+                texts.append(answered)
+        elif ids := tokenizer.encode(text, add_special_tokens=False):
+            texts += windows.add(ids)
         else:
-            texts += windows.add(text)
+            counts["empty"] += 1
         if len(texts) >= options.corpus_texts:
             break
     texts = texts[: options.corpus_texts]
     if not texts:
-        raise InputError(
-            f"the corpus {options.corpus} has no text of {options.corpus_tokens} tokens in its {used} documents; give "
-            f"fewer corpus_tokens, or another corpus"
-        )
-    note = {"name": options.corpus, "texts": len(texts), "documents": used, "with_test_questions": skipped}
-    return Corpus(texts, note)
+        raise InputError(_reason_of_no_text(options, counts, max_length, windows))
+    return Corpus(texts, {"name": options.corpus, "texts": len(texts), **counts})
+
+
+def _reason_of_no_text(options: DistillOptions, counts: Mapping[str, int], max_length: int, windows: _Windows) -> str:
+    """Return the message for a corpus without a text: what became of its documents, and what to give."""
+    if not counts["documents"]:
+        return f"the corpus {options.corpus} has no documents; give another corpus"
+    reasons = {
+        "with_test_questions": "with a question of the test",
+        "too_long": f"with more than {max_length} tokens",
+        "empty": "without an answer to learn" if options.corpus_prompt else "without a text",
+    }
+    parts = [f"{counts[name]} {reason}" for name, reason in reasons.items() if counts[name]]
+    remedies = ["a larger max_length"] if counts["too_long"] else []
+    if rest := len(windows.ids):
+        parts.append(f"the {'others' if parts else 'whole'} with {rest} tokens, fewer than a text of {windows.tokens}")
+        remedies.append("fewer corpus_tokens")
+    documents = ", ".join([f"{counts['documents']} documents", *parts])
+    remedy = " or ".join([*remedies, "another corpus"])
+    return f"the corpus {options.corpus} gives no text: {documents}; give {remedy}"
+
+
+def within(length: int, positions: int | None) -> int:
+    """Return a number of tokens, at most that of the positions; None: any."""
+    return length if positions is None else min(length, positions)
+
+
+def answered_text(tokenizer: Any, prompt: Sequence[int], answer: str) -> Text:
+    """Return the token ids of a prompt with an answer and the end token; nothing predicts a first token."""
+    ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return Text([*prompt, *ids, tokenizer.eos_token_id], max(1, len(prompt)))
+
+
+def has_answer(text: Any) -> bool:
+    """Return whether a prompt with an answer (a `Text` or `Problem`) has a token to learn beside the end token."""
+    return bool(text.start < len(text.ids) - 1)
 
 
 class QuestionSearch:
-    """Test questions, which texts are searched for."""
+    """Test questions, which texts are searched for.
+
+    Questions without words are skipped. Those of fewer than 8 words, which other texts can have by chance, are only
+    compared with whole prompts. Each Chinese or Japanese character counts as a word.
+    """
 
     def __init__(self, questions: Iterable[str]) -> None:
         self.runs: dict[int, set[tuple[str, ...]]] = {}
-        for question in questions:
-            words = _words(question)
-            length = min(len(words), SHARED_WORDS)
-            self.runs.setdefault(length, set()).update(_runs(words, length))
+        self.prompts = {words for question in questions if (words := _words(question))}
+        for words in self.prompts:
+            if sum(max(1, len(_UNSPACED.findall(word))) for word in words) >= LEAST_WORDS:
+                length = min(len(words), SHARED_WORDS)
+                self.runs.setdefault(length, set()).update(_runs(words, length))
 
-    def found_in(self, text: str) -> bool:
-        """Return whether a text has 13 consecutive words of a question, or all words of a shorter one."""
-        words = _words(text)
-        return any(not runs.isdisjoint(_runs(words, length)) for length, runs in self.runs.items())
+    def found_in(self, text: str, prompt: str = "") -> bool:
+        """Return whether prompt and text have 13 consecutive words of a question, or all of a shorter one's.
+
+        Of questions with fewer than 8 words: whether the prompt is one.
+        """
+        words = _words(f"{prompt}\n{text}")
+        return _words(prompt) in self.prompts or any(
+            not runs.isdisjoint(_runs(words, length)) for length, runs in self.runs.items()
+        )
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.lower()))
 
 
 def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
@@ -122,26 +178,18 @@ class _Windows:
     """Cuts consecutive documents, separated by the end-of-text token, into windows of equal length."""
 
     def __init__(self, tokenizer: Any, tokens: int) -> None:
-        self.tokenizer, self.ids = tokenizer, list[int]()
+        self.end, self.tokens, self.ids = tokenizer.eos_token_id, tokens, list[int]()
         self.before = special_tokens(tokenizer, "a text")[0]
         self.length = tokens - len(self.before)
         if self.length < 1:
             raise InputError(f"corpus_tokens={tokens} leaves no room beside the special tokens; give more")
 
-    def add(self, text: str) -> Iterator[Text]:
-        """Add a document, and yield the windows that are full."""
-        self.ids += [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+    def add(self, ids: Iterable[int]) -> Iterator[Text]:
+        """Add a document's tokens, and yield the windows that are full."""
+        self.ids += [*ids, self.end]
         while len(self.ids) >= self.length:
             yield Text([*self.before, *self.ids[: self.length]], max(1, len(self.before)))
             self.ids = self.ids[self.length :]
-
-
-def _answered(tokenizer: Any, prompt: str, answer: str, most: int) -> list[Text]:
-    """Tokenize a prompt with its answer; nothing if they are too long."""
-    ids = encode(tokenizer, prompt)
-    answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    text = Text([*ids, *answer_ids, tokenizer.eos_token_id], len(ids))
-    return [text] if len(text.ids) <= most else []
 
 
 # ---------------------------------------------------------------- sources

@@ -259,6 +259,9 @@ class Host(ABC):
         """Return texts on which next-token distributions are compared; empty for a host without such."""
         return []
 
+    def check_lengths(self) -> None:  # noqa: B027 - for a host whose texts are not cut to length
+        """Raise an `InputError` if texts that the user asks for are longer than model or teacher have positions."""
+
     def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
         """Raise an `InputError` if options let models answer problems, and they cannot."""
 

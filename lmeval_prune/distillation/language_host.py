@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from lmeval_prune.architectures import position_limit
 from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
@@ -26,7 +29,15 @@ from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
-from lmeval_prune.distillation.corpus import Corpus, Text, check_corpus, read_corpus
+from lmeval_prune.distillation.corpus import (
+    Corpus,
+    Text,
+    answered_text,
+    check_corpus,
+    has_answer,
+    read_corpus,
+    within,
+)
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, documents_digest, read_note
 from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
@@ -36,11 +47,13 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
+from lmeval_prune.settings import is_given
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
 from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
 
+logger = logging.getLogger(__name__)
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
 
@@ -155,7 +168,9 @@ class LanguageHost(Host):
         options, rows = self.options, self.drawn_rows
         drawn = rows.train
         problems = [self._problem(number, row) for number, row in enumerate(drawn)]
-        problems = [x for x in problems if len(x.ids) <= options.max_length and x.start < len(x.ids)]
+        answered = [problem for problem in problems if has_answer(problem)]
+        max_length = within(options.max_length, self.positions)
+        problems = [problem for problem in answered if len(problem.ids) <= max_length]
         corpus = self._corpus(rows.test)
         first: list[Any] = problems if options.task else corpus.texts  # those of them that are validated on
         others = corpus.texts if options.task else []
@@ -164,8 +179,9 @@ class LanguageHost(Host):
         validation, train = first[:count], [*first[count:], *others]
         if len(first) <= count or (share and not validation):
             raise InputError(
-                f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate; raise limit, "
-                f"validation or max_length"
+                f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate"
+                f"{_left_out(len(drawn) - len(answered), len(answered) - len(problems), max_length)}; raise "
+                f"{'limit or validation' if max_length == self.positions else 'limit, validation or max_length'}"
             )
         asked = [[text for text in part if isinstance(text, Problem)] for part in (train, validation)]
         keys = (question_keys(problem.question.document for problem in part) for part in asked)
@@ -173,7 +189,8 @@ class LanguageHost(Host):
         note = {
             "train": len(train),
             "validation": len(validation),
-            "too_long": len(drawn) - len(problems),
+            "too_long": len(answered) - len(problems),
+            "empty": len(drawn) - len(answered),
             "repeated": rows.repeated,
             **({"corpus": corpus.note} if corpus.texts else {}),
             "datasets": [*([options.corpus] if is_on_hub(options.corpus) else []), *rows.datasets],
@@ -188,7 +205,7 @@ class LanguageHost(Host):
         if not self.options.corpus:
             return Corpus([], {})
         questions = [str(row["question"]) for row in test]
-        return read_corpus(self.options, self.tokenizer, questions, self._in_chat)
+        return read_corpus(self.options, self.tokenizer, questions, self._in_chat, self.positions)
 
     def _in_chat(self, prompt: str) -> str:
         """Return a prompt as the user's turn of the chat template; with chat=false, the prompt."""
@@ -248,9 +265,8 @@ class LanguageHost(Host):
         delimiter = "" if self.options.chat else self.task.get_config("target_delimiter")
         answer = delimiter + self.options.answer.replace("{}", self.target(row))
         prompt = self.prompt(row)
-        start = encode(self.tokenizer, prompt)
-        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return Problem(Question(number, row, prompt), [*start, *ids, self.tokenizer.eos_token_id], len(start))
+        text = answered_text(self.tokenizer, encode(self.tokenizer, prompt), answer)
+        return Problem(Question(number, row, prompt), text.ids, text.start)
 
     def target(self, row: dict[str, Any]) -> str:
         """Return the answer to learn: a field of the document, or the task's target."""
@@ -282,15 +298,36 @@ class LanguageHost(Host):
             if options.task is None:
                 raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
             check_generative(self.task, "best_by=accuracy counts right answers", "name another task, or best_by=loss")
-        if not options.max_gen_toks:
+
+    @cached_property
+    def fewest_positions(self) -> tuple[str, int | None]:
+        """The model or teacher with the fewest positions, and their number; None: no model names one."""
+        names = filter(None, (self.options.pretrained, self.options.teacher))
+        limits = [(name, position_limit(skeleton_of(name))) for name in names]
+        return min(limits, key=lambda pair: pair[1] or math.inf)
+
+    @property
+    def positions(self) -> int | None:
+        """Largest number of tokens of a text that model and teacher take; None: any."""
+        return self.fewest_positions[1]
+
+    @override
+    def check_lengths(self) -> None:
+        options, (name, positions) = self.options, self.fewest_positions
+        if positions is None:
             return
-        config = self.skeleton(options.pretrained).config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions and options.max_gen_toks >= positions:
-            raise InputError(
-                f"max_gen_toks={options.max_gen_toks} leaves no room for a prompt, since {options.pretrained} has "
-                f"{positions} positions; give fewer"
-            )
+        reads = {
+            "max_length": options.task or options.corpus_prompt,
+            "corpus_tokens": options.corpus and not options.corpus_prompt,
+        }
+        for option in filter(reads.get, reads):
+            length = getattr(options, option)
+            if length > positions and is_given(options, option):
+                raise InputError(f"{option}={length}: {name} has {positions} positions; give at most {positions}")
+            if length > positions:
+                logger.warning("%s: %d instead of %d, since %s has no more positions", option, positions, length, name)
+        if options.asks_models or options.best_by == "accuracy":
+            self.answerer.sampling.check_room(self.task, name, positions)
 
     @override
     def check_scoring(self, examples: TrainingExamples) -> None:
@@ -316,7 +353,7 @@ class LanguageHost(Host):
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
         parts = {"train": examples.questions, "validation": [x for x in examples.validation if isinstance(x, Problem)]}
         teacher: Any = self.read(self.options.teacher or self.options.pretrained)
-        write_lessons(work, self.answerer, teacher.to(device), parts, self.options)
+        write_lessons(work, self.answerer, teacher.to(device), parts, self.options, self.positions)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
@@ -390,6 +427,13 @@ class LanguageHost(Host):
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
         options = self.options
         return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
+
+
+def _left_out(empty: int, too_long: int, max_length: int) -> str:
+    """Return why problems were left out; nothing if none were."""
+    reasons = {f"with more than {max_length} tokens": too_long, "without an answer to learn": empty}
+    parts = [f"{count} {reason}" for reason, count in reasons.items() if count]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _answer_logits(outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

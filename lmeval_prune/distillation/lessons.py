@@ -13,6 +13,7 @@ from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.distillation.corpus import within
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.planning.own_answers import Answerer, Question, lessons_of
 
@@ -43,13 +44,18 @@ class LessonsFile(TypedDict):
 
 
 def write_lessons(
-    folder: Path, answerer: Answerer, teacher: Any, parts: Mapping[str, Sequence[Problem]], options: DistillOptions
+    folder: Path,
+    answerer: Answerer,
+    teacher: Any,
+    parts: Mapping[str, Sequence[Problem]],
+    options: DistillOptions,
+    positions: int | None = None,
 ) -> None:
-    """Ask the teacher, and write what a student learns on each part of the problems."""
+    """Ask the teacher, and write what a student learns on each part of the problems; `positions` as in `within`."""
     texts: dict[str, list[Learned]] = {}
     counts: dict[str, dict[str, int]] = {}
     for part, problems in parts.items():
-        texts[part], counts[part] = _texts(answerer, teacher, problems, options)
+        texts[part], counts[part] = _texts(answerer, teacher, problems, options, positions)
     write_artefact(folder / FILE, SCHEMA, VERSION, {"texts": texts, "counts": counts})
 
 
@@ -60,7 +66,7 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
 
 
 def _texts(
-    answerer: Answerer, teacher: Any, problems: Sequence[Problem], options: DistillOptions
+    answerer: Answerer, teacher: Any, problems: Sequence[Problem], options: DistillOptions, positions: int | None
 ) -> tuple[list[Learned], dict[str, int]]:
     """Return the texts of some problems, in their order, and the numbers of what they are."""
     if not problems:
@@ -71,7 +77,7 @@ def _texts(
     too_long = 0
     for lesson in result.lessons:
         ids = [*lesson.prompt, *lesson.answer]
-        if len(ids) <= options.max_length:
+        if len(ids) <= within(options.max_length, positions):
             texts[lesson.question].append({"ids": ids, "start": len(lesson.prompt)})
         else:
             too_long += 1

@@ -60,11 +60,10 @@ def lora_config(arguments: Mapping[str, Any], model_map: ModelMap) -> Any:
 
     projections = projections_of(model_map)
     transposed = any(isinstance(module, Conv1D) for module in projections.values())
-    defaults = {"target_modules": list(projections), "fan_in_fan_out": transposed}
-    if "r" in arguments:
-        defaults["lora_alpha"] = 2 * arguments["r"]
+    defaults = {"r": LoraConfig.r, "target_modules": list(projections), "fan_in_fan_out": transposed}
+    merged = {**defaults, **arguments}
     try:
-        config = LoraConfig(**{**defaults, **arguments})
+        config = LoraConfig(**{"lora_alpha": 2 * merged["r"], **merged})
         if not isinstance(config.r, int) or config.r < 1:
             raise ValueError(f"r={config.r} must be a whole number, at least 1")
     except (TypeError, ValueError) as error:

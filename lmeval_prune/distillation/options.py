@@ -41,14 +41,16 @@ class DistillOptions(Settings):
         chat: (language models) use the model's chat template
         answer: (language models) template of the answer; {} is replaced by the task's target
         answer_field: (language models) document field with the answer, instead of the task's target
-        max_length: (language models) largest number of tokens in a training problem; longer problems are left out
+        max_length: (language models) largest number of tokens in a training problem, at most the positions of model and
+            teacher; longer problems are left out
         corpus: (language models) train also on a text corpus, or on it alone without a task: a file or folder of .txt
             and .jsonl files, or the name of a data set for `datasets.load_dataset`
         corpus_field: field of the documents with the text
         corpus_prompt: field of the documents with a prompt; then corpus_field is its answer, which alone is learned
         corpus_options: arguments of load_dataset, e.g. name=wikitext-2-raw-v1,split=train
         corpus_texts: number of texts from the corpus, drawn with the seed
-        corpus_tokens: tokens of a text that is cut out of the corpus; prompts with answers have up to max_length
+        corpus_tokens: tokens of a text that is cut out of the corpus, at most the positions of model and teacher;
+            prompts with answers have up to max_length
         ratio: share to remove in total, of all query heads, or with budget=parameters of the parameters of heads and
             channels; if ratio and ffn_ratio are 0, the model is only trained
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
@@ -116,7 +118,7 @@ class DistillOptions(Settings):
         resumable: false keeps no optimizer states: checkpoints are a third as large, and a killed training begins its
             stage again
         lora: train LoRA updates of the projections instead of all weights, and add them to the written weights:
-            arguments of peft's LoraConfig, e.g. r=16,lora_dropout=0.05 (default of lora_alpha: 2·r)
+            arguments of peft's LoraConfig, e.g. r=16,lora_dropout=0.05 (default of r: 8, of lora_alpha: 2·r)
         rate: learning rate
         decay: weight decay
         warmup: share of the updates with a rising learning rate

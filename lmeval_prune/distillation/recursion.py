@@ -144,6 +144,7 @@ def check(host: Host) -> None:
     if options.lora:
         check_lora(options.lora, model_map)
     check_teachers(host, model_map)
+    host.check_lengths()
 
 
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:

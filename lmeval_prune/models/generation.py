@@ -39,6 +39,11 @@ def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
+def answer_limit(settings: dict[str, Any]) -> int:
+    """Return how many tokens an answer has at most by lm-eval's generation settings."""
+    return int(normalize_gen_kwargs(settings)["max_gen_toks"])
+
+
 def attempt_settings(settings: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
     """Return lm-eval's generation settings for an attempt of a router: greedy, or sampled from all tokens."""
     settings = without_sampling(settings)

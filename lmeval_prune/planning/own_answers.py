@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lmeval_prune.architectures import map_model
+from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -77,6 +77,14 @@ class Sampling:
             settings = {name: value for name, value in settings.items() if name not in names}
             settings["max_gen_toks"] = self.max_gen_toks
         return settings | ({"do_sample": True, "temperature": self.temperature} if self.temperature else {})
+
+    def check_room(self, task: Any, name: str, positions: int | None) -> None:
+        """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
+        length = generation.answer_limit(self.settings(task))
+        if positions is not None and length >= positions:
+            raise InputError(
+                f"max_gen_toks={length} leaves no room for a prompt, since {name} has {positions} positions; give fewer"
+            )
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ class OwnText(TextSource):
         chat = tokenizer if options.apply_chat_template else None
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
         sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
+        sampling.check_room(task, "this model", position_limit(skeleton))
         self.answerer = Answerer(task, tokenizer, sampling, responses, options.add_bos_token)
 
     def of(self, model: Any) -> CalibrationText:

@@ -26,6 +26,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
 from tests.kills import Killed
@@ -458,19 +459,18 @@ def test_default_lengths_are_at_most_the_positions(
     assert distill(asked)["material"]["corpus"]["too_long"] == 1
 
 
-def test_lessons_are_at_most_as_long_as_the_positions(options: DistillOptions, tmp_path: Path) -> None:
+def test_lessons_are_at_most_as_long_as_the_positions(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A teacher with more positions than the student: its longer answers are left out."""
-    short = str(resized(Path(options.pretrained), tmp_path / "short", 240))
-    taught = {
-        "train_on": "teacher",
-        "keep_answers": "all",
-        "sample_temperature": 1.0,
-        "max_gen_toks": 100,
-        "samples": 3,
-    }
-    whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, limit=None, **taught)
+    answers = [OwnAnswer((5,) * 30, (6,) * (count - 1) + (2,), "", False) for count in (219, 220, 221, 300)]
+    monkeypatch.setattr(Answerer, "answers", lambda self, model, questions: [answers] * len(questions))
+    monkeypatch.setattr(Answerer, "outcomes", lambda self, questions, answers, metric: [[True] * 4] * len(questions))
+    short = str(resized(Path(options.pretrained), tmp_path / "short", 250))
+    taught = {"train_on": "teacher", "sample_temperature": 1.0, "max_gen_toks": 100, "samples": 4}
+    whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, epochs=0, **taught)
     note = distill(whole)["material"]["lessons"]["train"]
-    assert note["cut_off"] < note["answers"] and note["too_long"] > 0
+    assert note["kept"] == 4 * note["questions"] and note["too_long"] == 2 * note["questions"] > 0
 
 
 # ---------------------------------------------------------------- corpora

@@ -311,6 +311,7 @@ def test_what_cannot_answer_is_refused_before_weights_are_loaded(
     assert "is not generative" in refused(task_file(tmp_path / "c", **choice))
     assert "has no training split" in refused(task_file(tmp_path / "c", training_split=None))
     assert "no_such_task" in refused("no_such_task")
+    assert "max_gen_toks=512 leaves no room for a prompt" in refused(sums, "--max_gen_toks", "512")
     for family in ("bert", "bart"):
         with pytest.raises(InputError, match=f"need a causal language model; this {family} model is none"):
             own_text(tmp_path, sums, tiny(family))

@@ -12,6 +12,7 @@ from typing import Any
 from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
+from lmeval_prune.artefacts import cache_folder
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import check_exists, unknown_task_error
 from lmeval_prune.pruners.table import check_pruner
@@ -98,5 +99,5 @@ def _config_file(name: str, options: Mapping[str, Any]) -> Path | None:
     if Path(name).is_dir():
         return Path(name) / "config.json"
     if name in embedded.MODELS:
-        return next(embedded.cache_folder().glob(f"models/*/{name}/config.json"), None)
+        return next(cache_folder().glob(f"models/*/{name}/config.json"), None)
     return embedded.cached_file(name, options)

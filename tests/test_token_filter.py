@@ -556,6 +556,18 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
         assert message in capsys.readouterr().err
 
 
+def test_texts_that_are_too_short_to_skip_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    for length, warned in ((10, True), (200, False)):
+        caplog.clear()
+        with TokenFilter(0.3, tail=0.5, warmup=10, step_size=0.05).applied_to(model):
+            output(model, tokens(rows=2, length=length))
+            (live,) = interventions_on(model)
+            live.report(map_model(model))
+        messages = [record.getMessage() for record in caplog.records]
+        assert any("0.0% of tokens × layers skipped attention instead of 30.0%" in each for each in messages) == warned
+
+
 def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     model = tiny("llama")
     model_map, inputs = map_model(model), tokens(rows=2, length=50)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+
+from lmeval_prune.kernels.compilation import njit
 
 LOWEST = np.float32(-3e38)
 LARGE = 2**20  # elements of keys from which ending PyTorch's waiting threads (0.1 ms) pays
 
 
-@njit(cache=True, nogil=True, fastmath=True)
+@njit(nogil=True, fastmath=True)
 def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
     """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the largest and the sum.
 
@@ -45,7 +46,7 @@ def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) ->
     return largest, total
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _from_bfloat16(row: Any, bits: Any, buffer: Any) -> Any:
     """Return a row of bfloat16, whose bits are the upper half of a float32; `bits` shares memory with `buffer`."""
     for d in range(len(row)):
@@ -60,7 +61,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
     numba finds a compiled loop on disk by these constants; with a function among them it would never find it.
     """
 
-    @njit(cache=True, nogil=True, fastmath=True)
+    @njit(nogil=True, fastmath=True)
     def decode_rows(
         query: Any,
         keys: Any,

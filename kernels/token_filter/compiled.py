@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from lmeval_prune.kernels.compilation import njit
 from lmeval_prune.kernels.token_filter.state import COUNT, DEVIATIONS, MEAN, SCORED, SKIPPED, THRESHOLD
 
 
-@njit(cache=True)
+@njit()
 def _cosine(a: Any, b: Any) -> float:
     product = squares_a = squares_b = 0.0
     for i in range(a.shape[0]):
@@ -22,7 +22,7 @@ def _cosine(a: Any, b: Any) -> float:
     return product / length if length > 0 else 0.0
 
 
-@njit(cache=True)
+@njit()
 def _similarity(key: Any, value: Any, anchor_key: Any, anchor_value: Any, kind: int, as_printed: bool) -> float:
     """Return S of a token (eqs. 1, 2). `kind`: 0 keys and values, 1 keys, 2 values."""
     heads = key.shape[0]
@@ -46,7 +46,7 @@ def _similarity(key: Any, value: Any, anchor_key: Any, anchor_value: Any, kind: 
     return float(alpha * s_k + (1 - alpha) * s_v)
 
 
-@njit(cache=True)
+@njit()
 def similarities(
     key: Any,
     value: Any,
@@ -78,7 +78,7 @@ def similarities(
     return scores
 
 
-@njit(cache=True)
+@njit()
 def thresholds(
     scores: Any, valid: Any, states: Any, share: float, step_size: float, warmup: int, quantile: float
 ) -> Any:

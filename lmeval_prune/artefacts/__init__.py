@@ -8,6 +8,7 @@ leftovers of killed processes: temporary folders of ended processes, and locks w
 from lmeval_prune.artefacts.digests import content_digest, digest, files_digest
 from lmeval_prune.artefacts.locks import (
     TEMPORARY_PREFIX,
+    cache_folder,
     create_folder,
     file_lock,
     file_name,
@@ -39,8 +40,9 @@ from lmeval_prune.artefacts.writing import (
 )
 
 __all__ = [
-    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "check_finite", "check_writable", "content_digest",
-    "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path", "new_file",
+    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
+    "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path",
+    "lock_path", "new_file",
     "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
     "read_table", "read_tensors", "validate_json", "without_nan", "write_artefact", "write_bytes", "write_text",
 ]  # fmt: skip

@@ -129,6 +129,12 @@ def in_folder(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> I
         yield create_folder(folder, lambda: stack.enter_context(block()))
 
 
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: `LMEVAL_PRUNE_CACHE`, or `lmeval-prune` in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
+    return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
+
+
 def create_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
     """Create a folder with its parents and call `then`; repeat if another process removed the empty folder."""
     for attempts_left in reversed(range(_CREATE_ATTEMPTS)):

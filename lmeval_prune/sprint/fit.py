@@ -197,7 +197,8 @@ def _check_outcomes(outcomes: Outcomes) -> None:
     observed = outcomes.z[outcomes.observed]
     if not observed.size or observed.max() == 0:
         raise InputError(
-            "no head solves any question (Z is all zero): there is nothing to learn; take easier questions"
+            f"none of the {len(outcomes.texts)} questions that are not held out is solved by any head: there is "
+            f"nothing to learn; sweep more or easier questions, or lower holdout"
         )
     if observed.min() == 1:
         raise InputError(

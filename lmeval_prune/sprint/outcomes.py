@@ -386,6 +386,9 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
 
 def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            old, new = (str(value.get(key))[:60] for value in (before, now))
+        first, second = before.get(key), now.get(key)
+        if isinstance(first, dict) and isinstance(second, dict):
+            _refuse_difference(folder, f"{subject}, {key}", first, second)
+        elif first != second:
+            old, new = (str(value)[:60] for value in (first, second))
             raise InputError(f"{folder} was made with another {subject} ({key}: {old}, now {new}); give a new folder")

@@ -143,7 +143,9 @@ class RouterMethod(Settings, ABC):
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), tuple) and len(value) > 1:
                 name = self.label(f"{each.name}=").rstrip("=")
-                raise InputError(f"several values of {name} need a validation split: set validation above 0")
+                raise InputError(
+                    f"several values of {name} need a validation split: set validation above 0, or give one"
+                )
 
 
 def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -238,12 +238,13 @@ def test_two_processes_share_the_answers(options: DistillOptions, tmp_path: Path
         "import datetime, json, os, sys\n"
         "import torch\n"
         "from lmeval_prune.distillation.options import DistillOptions\n"
-        "from lmeval_prune.distillation.recursion import distill, this_process\n"
+        "from lmeval_prune.distillation.recursion import distill\n"
         "from lmeval_prune.planning.own_answers import Answerer\n"
-        "Answerer.outcomes = lambda self, questions, answers, metric: [[os.environ['RANK'] == '0'] for _ in answers]\n"
-        "assert this_process().num_processes == 2\n"
-        "backend = torch.distributed.group.WORLD._get_backend(torch.device('cpu'))\n"
-        "assert backend.options._timeout >= datetime.timedelta(days=1)  # the teacher can take as long\n"
+        "def outcomes(self, questions, answers, metric):\n"
+        "    backend = torch.distributed.group.WORLD._get_backend(torch.device('cpu'))\n"
+        "    assert backend.options._timeout >= datetime.timedelta(days=1)  # the teacher can take as long\n"
+        "    return [[os.environ['RANK'] == '0'] for _ in answers]\n"
+        "Answerer.outcomes = outcomes\n"
         "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
     )
     options = replace(options, limit=10, validation=0.5)

@@ -624,6 +624,17 @@ def test_problems_without_an_answer_are_left_out(options: DistillOptions, monkey
         assert host.items(host.collate([example])) == 2
 
 
+@pytest.mark.parametrize("answer", ["{}", r"\boxed{{}}"])
+def test_what_is_around_an_empty_answer_is_none(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """A delimiter comes before it, and the text of `answer` around it."""
+    host = make_host(replace(options, answer=answer))
+    numbers = iter(range(8))
+    monkeypatch.setattr(type(host), "target", lambda *_: {0: "", 1: " \n"}.get(next(numbers), "78"))
+    assert host.examples().note["empty"] == 2
+
+
 def test_a_data_set_by_name(options: DistillOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 

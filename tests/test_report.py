@@ -476,12 +476,4 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
         "attributes": {"subject": "algebra"},
     }
     store.begin(test.model, test.tasks, [row], POOL)
-    cell = {
-        **Question("toy", "test", 999)._asdict(),
-        "attempt": POOL[1],
-        "outcome": True,
-        "extracted": "",
-        "answer": "",
-    }
-    store.add([cell])  # under a pruned head alone
     report("no outcome of the unpruned model, .* at 1 of 31 questions; run `lmeval-prune sweep` into it to its end")

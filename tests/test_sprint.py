@@ -298,12 +298,13 @@ def test_a_sweep_that_was_never_finished_leaves_nothing(tmp_path: Path, caplog: 
     """It has extended the store by questions and attempts; then a smaller one was run to its end."""
     filled(tmp_path / "a", CELLS)
     filled(tmp_path / "b", [], questions=5, pool=("dense", "L9H0", "L9H1"))
+    OutcomeStore(tmp_path / "b").begin(MODEL, {"other": TASKS["toy"]}, [{**row(0), "task": "other"}], ["dense"])
     filled(tmp_path / "b", CELLS)
     expected, outcomes = (OutcomeStore(tmp_path / name).read() for name in "ab")
-    assert outcomes.pool == expected.pool and outcomes.texts == expected.texts
+    assert outcomes.pool == expected.pool and outcomes.texts == expected.texts and outcomes.tasks == expected.tasks
     assert np.array_equal(outcomes.z, expected.z) and outcomes.accuracy().tolist() == expected.accuracy().tolist()
     [record] = caplog.records
-    assert "2 questions and 2 attempts without any outcome are left out" in record.getMessage()
+    assert "3 questions and 2 attempts of a sweep that was not finished are left out" in record.getMessage()
 
 
 def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None:
@@ -449,7 +450,7 @@ def test_router_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (outcomes([[0, 0], [0, 0], [math.nan, 0]]), "all zero"),
+        (outcomes([[0, 0], [0, 0], [math.nan, 0]]), "none of the 3 questions .* is solved by any head"),
         (outcomes([[1, 1], [1, 1], [1, math.nan]]), "all one"),
         (outcomes([[1], [0]]), "at least two heads"),
         (outcomes([[1, 0], [0, 1]], ["same", "same"]), "two different questions"),

@@ -93,9 +93,11 @@ class Run:
         """
         files, own_name = self.files_of(task), self.own_names.get(task, task)
         settings = [settings_of(file, own_name) for file in files]
-        first, *others = (setting.of_repeats | model_of(file) for file, setting in zip(files, settings, strict=True))
-        for file, other, setting in zip(files[1:], others, settings[1:], strict=True):
-            if reasons := different(first, other, settings[0].lm_eval == setting.lm_eval):
+        for file, other in zip(files[1:], settings[1:], strict=True):
+            is_one_version = settings[0].lm_eval == other.lm_eval
+            reasons = different(settings[0].of_repeats, other.of_repeats, is_one_version)
+            # lm-eval leaves out what it could not find out
+            if reasons := reasons + different(model_of(files[0]), model_of(file), are_of_one_version=False):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"

@@ -21,7 +21,7 @@ _PROMPT = {
     "target_delimiter", "doc_to_audio", "doc_to_image",
 }  # fmt: skip
 # what lm-eval writes of the model that was loaded: another one can have been saved under the same name
-_MODEL = ("model_sha", "model_dtype", "model_num_parameters", "peft_sha", "delta_sha")
+_MODEL = ("model_dtype", "model_num_parameters", "peft_sha", "delta_sha")
 _MISSING = "not set"
 
 
@@ -58,10 +58,11 @@ def settings_of(file: ResultsFile, task: str) -> Settings:
 
 
 def model_of(file: ResultsFile) -> dict[str, Any]:
-    """Return what a results file says of the model's weights."""
+    """Return what a results file says of the model's weights; without a digest of them also the revision on the Hub."""
     pruning = file.config.get("pruning")
     weights = pruning.get("weights_fingerprint") if isinstance(pruning, Mapping) else None
-    return _flat({**{name: file.config.get(name) for name in _MODEL}, "weights of the model": weights})
+    names = _MODEL if weights else (*_MODEL, "model_sha")  # which changes with any file of the repository
+    return _flat({**{name: file.config.get(name) for name in names}, "weights of the model": weights})
 
 
 def different(first: Mapping[str, Any], second: Mapping[str, Any], are_of_one_version: bool) -> list[str]:

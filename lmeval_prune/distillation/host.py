@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class TrainingExamples:
 
 def documents_digest(*parts: Sequence[Document]) -> str:
     """Return a digest of parts of documents; values without a JSON form count by their text."""
-    return digest(json.dumps(parts, default=str))
+    return digest(json.dumps(parts, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))))
 
 
 class Host(ABC):

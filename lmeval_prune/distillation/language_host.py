@@ -263,10 +263,11 @@ class LanguageHost(Host):
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenize a prompt and its answer."""
         delimiter = "" if self.options.chat else self.task.get_config("target_delimiter")
-        answer = delimiter + self.options.answer.replace("{}", self.target(row))
-        prompt = self.prompt(row)
+        target, prompt = self.target(row), self.prompt(row)
+        answer = delimiter + self.options.answer.replace("{}", target)
         text = answered_text(self.tokenizer, encode(self.tokenizer, prompt), answer)
-        return Problem(Question(number, row, prompt), text.ids, text.start)
+        start = text.start if target.strip() else len(text.ids)  # nothing to learn, whatever is around it
+        return Problem(Question(number, row, prompt), text.ids, start)
 
     def target(self, row: dict[str, Any]) -> str:
         """Return the answer to learn: a field of the document, or the task's target."""

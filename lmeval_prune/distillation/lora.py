@@ -71,6 +71,15 @@ def lora_config(arguments: Mapping[str, Any], model_map: ModelMap) -> Any:
     return config
 
 
+def recorded_lora(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments as a result records them: with `lora_alpha` where earlier versions took another default."""
+    if not arguments or {"r", "lora_alpha"} & arguments.keys():
+        return dict(arguments)
+    from peft import LoraConfig
+
+    return {"lora_alpha": 2 * LoraConfig.r, **arguments}
+
+
 def projections_of(model_map: ModelMap) -> dict[str, nn.Module]:
     """Return the linear projections in the attention and feed-forward blocks, by name."""
     return {

@@ -6,6 +6,7 @@ so an interrupted distillation resumes with the first incomplete stage.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from lmeval_prune.distillation.corpus import corpus_identity
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.lessons import read_lessons
-from lmeval_prune.distillation.lora import add_lora, check_lora, merge
+from lmeval_prune.distillation.lora import add_lora, check_lora, merge, recorded_lora
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage
 from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
@@ -48,6 +49,7 @@ from lmeval_prune.training.resuming import (
     write_options,
 )
 
+logger = logging.getLogger(__name__)
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
     "loss": ("all (λ₁·distillation + λ₂·task)", COLOURS[7], "-"),
@@ -77,11 +79,13 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
         InputError: an option is invalid (before any weights are read, if possible), or `output` is of other options or
             data.
     """
+    this_process()  # before transformers makes the group of processes, with a shorter wait
     target, host = Path(options.output), host or make_host(options)
     settings = result_settings(options)
     for name in ("pretrained", "teacher"):
         if folder := settings[name]:
             settings |= {name: host.identity(folder), f"{name}_files": host.configuration(folder)}
+    settings["lora"] = recorded_lora(options.lora)
     if options.corpus:
         settings["corpus"] = corpus_identity(options.corpus)
     if options.costs:
@@ -90,8 +94,8 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
         check_same_settings(settings, stored, target, default_settings(DistillOptions))
-        if PROBLEMS in stored:
-            check_same_settings({PROBLEMS: host.problems_digest()}, stored, target, {})
+        if PROBLEMS in stored and (problems := _problems_there(host)):
+            check_same_settings({PROBLEMS: problems}, stored, target, {})
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -104,6 +108,15 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return read_note(target)
+
+
+def _problems_there(host: Host) -> str | None:
+    """Return the digest of the problems; None, with a warning, if they are not there any more: a result needs none."""
+    try:
+        return host.problems_digest()
+    except InputError as error:
+        logger.warning("whether the problems are the same as before is not known: %s", error)
+        return None
 
 
 def this_process() -> Any:

@@ -163,9 +163,9 @@ class TokenFilter(Intervention):
         realised = skipped / tokens * layers if tokens else None
         if realised is not None and realised < self.ratio / 2:
             logger.warning(
-                "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: filtering begins after "
-                "%d tokens of a text (warmup), and most texts are hardly longer",
-                *(100 * realised, 100 * self.ratio, self.warmup),
+                "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: texts may be too short "
+                "(none of their first %d tokens skips: warmup), or the threshold adapts too slowly (step_size=%g)",
+                *(100 * realised, 100 * self.ratio, self.warmup, self.step_size),
             )
         statistics = {
             "target": self.ratio,

@@ -204,9 +204,6 @@ class Answering:
     # ------------------------------------------------------------------ answering
 
     def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> Answers:
-        if kind == "generate_until" and not self.router:  # which sets the temperature of each try
-            for request in requests:
-                generation.check_temperature(request.args[1])
         run = partial(self._run, disable_tqdm=disable_tqdm)
         if self.store is not None:
             groups = (_is_sampled, self._group_size) if kind == "generate_until" else ()

@@ -29,7 +29,7 @@ def is_sampling(settings: dict[str, Any]) -> bool:
 
 
 def check_temperature(settings: dict[str, Any]) -> None:
-    """Raise an `InputError` for sampling without a temperature, which lm-eval takes to be 0."""
+    """Raise an `InputError` for sampling without a temperature, which lm-eval's `hf` takes to be 0."""
     if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
         raise InputError("do_sample=true needs a temperature above 0", remedy="give both, e.g. temperature=0.7")
 

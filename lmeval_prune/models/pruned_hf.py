@@ -33,6 +33,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_argument
 from lmeval_prune.models.engine_choice import EngineChoice
+from lmeval_prune.models.generation import check_temperature
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
@@ -289,7 +290,10 @@ class PrunedHFLM(AnsweringLM, HFLM):
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse requests whose repeats `--use_cache` would answer with one text."""
+        """Refuse sampling without a temperature, and repeats that `--use_cache` would answer with one text."""
+        if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
+            for request in requests:
+                check_temperature(request.args[1])
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
             refuse_identical_repeats(requests)
 

@@ -160,18 +160,6 @@ class Outcomes:
         """Return a short label of a column."""
         return short_label(name, {key: record["label"] for key, record in self.variants.items() if "label" in record})
 
-    def of_finished_sweeps(self) -> Outcomes:
-        """Leave out questions and attempts without any outcome: a sweep stores its outcomes when it is finished."""
-        rows, columns = np.flatnonzero(self.observed.any(1)), np.flatnonzero(self.observed.any(0))
-        questions, attempts = len(self.questions) - len(rows), len(self.pool) - len(columns)
-        if not rows.size or not (questions or attempts):
-            return self
-        logger.warning(
-            "%s: %d questions and %d attempts without any outcome are left out (a sweep stores outcomes at its end)",
-            *(self.folder, questions, attempts),
-        )
-        return self.rows(rows).columns([self.pool[i] for i in columns])
-
     def _select(self, key: Any) -> dict[str, Any]:
         arrays = {name: getattr(self, name) for name in ("z", "tokens", "extracted", "logprobs")}
         return {name: array[key] for name, array in arrays.items() if array is not None}
@@ -201,8 +189,11 @@ class OutcomeStore:
         self.folder = Path(folder)
         self.store_file = self.folder / "store.json"
 
-    def read(self) -> Outcomes:
+    def read(self, unfinished: bool = False) -> Outcomes:
         """Read the outcomes of complete runs.
+
+        Args:
+            unfinished: whether questions and attempts of a sweep that was not finished are there, too, as unknown.
 
         Raises:
             InputError: the folder is not an outcome store, or the store is empty or damaged.
@@ -217,12 +208,31 @@ class OutcomeStore:
         try:
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            outcomes = replace(_outcomes(content, questions, cells), folder=self.folder)
+            if not unfinished:
+                content, questions = self._finished(content, questions, cells)
+            return replace(_outcomes(content, questions, cells), folder=self.folder)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
             ) from None
-        return outcomes.of_finished_sweeps()
+
+    def _finished(
+        self, content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Leave out tasks, questions and attempts without any cell; warn of them.
+
+        A sweep announces them when it begins, and stores its cells when it is finished.
+        """
+        keys, attempts = {Question.of(cell) for cell in cells}, {cell["attempt"] for cell in cells}
+        rows = [row for row in questions if Question.of(row) in keys]
+        pool = [name for name in content["pool"] if name in attempts]
+        without = len(questions) - len(rows), len(content["pool"]) - len(pool)
+        if any(without):
+            logger.warning(
+                "%s: %d questions and %d attempts of a sweep that was not finished are left out", self.folder, *without
+            )
+        tasks = {name: task for name, task in content["tasks"].items() if name in {key.task for key in keys}}
+        return {**content, "pool": pool, "tasks": tasks}, rows
 
     def cells(self) -> list[dict[str, Any]]:
         """Read all cells, each with the `text` and `tokens` of its answer."""

@@ -155,7 +155,7 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
 
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match."""
-    test = OutcomeStore(options.test).read()
+    test = OutcomeStore(options.test).read(unfinished=True)
     if unknown := int((~test.columns([DENSE]).observed).sum()):
         raise InputError(
             f"{options.test} has no outcome of the unpruned model, with which all are compared, at {unknown} of "

@@ -142,7 +142,8 @@ class Routing(HeadRouter):
         tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
         new = [key for key in tasks if key not in self.tries]
         questions = list(dict.fromkeys(question for question, _ in new))
-        self._warn_of_seen(questions)
+        if self._seen:
+            self._warn_of_seen(questions, lm)
         orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
         for question, count in new:
             try:
@@ -153,14 +154,16 @@ class Routing(HeadRouter):
             names = list(map(str, attempts))
             self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
 
-    def _warn_of_seen(self, questions: Sequence[str]) -> None:
-        """Warn of questions whose outcomes the policy was made from."""
-        before = len(self._repeated)
-        self._repeated |= self._seen.intersection(map(digest, questions))
-        if count := len(self._repeated) - before:
+    def _warn_of_seen(self, questions: Sequence[str], lm: Any) -> None:
+        """Warn of questions, of all processes, whose outcomes the policy was made from."""
+        parts = lm.gather_from_ranks([digest(question) for question in questions])
+        asked = {name for part in parts for name in part}
+        repeated = asked & self._seen - self._repeated
+        self._repeated |= repeated
+        if repeated and lm.rank == 0:
             logger.warning(
                 "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
-                *(self.source, count, len(questions)),
+                *(self.source, len(repeated), len(asked)),
             )
 
     def _add_states(self, requests: Sequence[Any], lm: Any) -> None:

@@ -478,24 +478,33 @@ def test_a_task_twice_with_different_settings_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("first", "second", "name"),
     [
-        ({"pruning": {"weights_fingerprint": "13de"}}, "weights of the model"),
-        ({"model_num_parameters": 7}, "model_num_parameters"),
-        ({"pruning": None}, ""),  # lm-eval does not always know
-        ({"model_sha": "13de"}, ""),  # of the same weights in another revision
+        (
+            {"pruning": {"weights_fingerprint": "6c"}},
+            {"pruning": {"weights_fingerprint": "13"}},
+            "weights of the model",
+        ),
+        ({}, {"model_num_parameters": 7}, "model_num_parameters"),
+        ({"model_sha": "6c"}, {"model_sha": "13"}, "model_sha"),
+        ({"model_sha": "6c"}, {"model_sha": ""}, ""),  # lm-eval could not ask for it
+        *(
+            ({"pruning": same, "model_sha": "6c"}, {"pruning": same, "model_sha": "13"}, "")  # another README
+            for same in [{"weights_fingerprint": "6c"}]
+        ),
     ],
 )
 def test_other_weights_under_the_same_name_are_no_seeds(
-    runs: dict[str, Path], tmp_path: Path, change: dict[str, Any], name: str
+    runs: dict[str, Path], tmp_path: Path, first: dict[str, Any], second: dict[str, Any], name: str
 ) -> None:
     """A checkpoint was written again, and evaluated into the folder of the earlier results."""
-    shutil.copytree(copy_of(runs["b"], tmp_path / "b"), tmp_path / "both")
-    [path] = (tmp_path / "both").rglob("results*.json")
-    results = json.loads(path.read_text())
-    results["config"] |= change
-    path.write_text(json.dumps(results))
-    shutil.copytree(runs["a"], tmp_path / "both", dirs_exist_ok=True)
+    for run, change in (("a", first), ("b", second)):
+        folder = copy_of(runs[run], tmp_path / run)
+        [path] = folder.rglob("results*.json")
+        results = json.loads(path.read_text())
+        results["config"] = {**results["config"], "model_sha": "", "pruning": None, **change}
+        path.write_text(json.dumps(results))
+        shutil.copytree(folder, tmp_path / "both", dirs_exist_ok=True)
     command = [str(runs["c"]), f"both={tmp_path / 'both'}"]
     if not name:
         assert "both on tiny_words: each question's mean over 2 results files" in compare(command).notes

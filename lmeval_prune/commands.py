@@ -23,7 +23,9 @@ def run(*words: str) -> int:
         cli_evaluate()
     except ValueError as error:
         if str(error).startswith("Tasks not found"):
-            raise InputError(f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them)") from error
+            raise InputError(
+                f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them; for your own, add --include_path)"
+            ) from error
         raise
     return 0
 

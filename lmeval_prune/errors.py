@@ -152,7 +152,10 @@ def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError
     """Return the error for tasks that do not exist."""
     names = list(names)
     hint = did_you_mean(names[0], known) if len(names) == 1 else ""
-    return InputError(f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them){hint}")
+    return InputError(
+        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; name one of your own by its YAML "
+        f"file){hint}"
+    )
 
 
 def print_input_errors(function: F) -> F:

@@ -587,6 +587,16 @@ FILES = {
 }
 
 
+def killed_and_resumed(options: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distil up to a kill in the second stage, and if it ends, to the end."""
+    with monkeypatch.context() as patch:
+        killed_at(patch, stages, "cut", 2)
+        with pytest.raises(Killed):
+            distill(options)
+    if ends:
+        distill(options)
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
 @pytest.mark.parametrize("kind", ["athena", "language"])
 def test_what_was_read_may_not_change(
@@ -598,12 +608,7 @@ def test_what_was_read_may_not_change(
     for source, target in ((options.pretrained, model), (options.data_dir, data), (options.pretrained, teacher)):
         shutil.copytree(source, target)
     options = replace(options, pretrained=str(model), teacher=str(teacher), data_dir=str(data), stages=2, epochs=0)
-    with monkeypatch.context() as patch:
-        killed_at(patch, stages, "cut", 2)
-        with pytest.raises(Killed):
-            distill(options)
-    if ends:
-        distill(options)
+    killed_and_resumed(options, ends, monkeypatch)
     changes: list[tuple[str, Path, str, str]] = [
         ("the problems", data / "asdiv.jsonl", '"body": "', '"body": "Look at '),
         ("the problems", data / "asdiv.jsonl", "(things)", "(other things)"),
@@ -634,12 +639,7 @@ def test_folders_of_versions_that_recorded_no_contents(
     language: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = replace(language, stages=2, epochs=0)
-    with monkeypatch.context() as patch:
-        killed_at(patch, stages, "cut", 2)
-        with pytest.raises(Killed):
-            distill(options)
-    if ends:
-        distill(options)
+    killed_and_resumed(options, ends, monkeypatch)
     for path in Path(options.output).parent.rglob("*.json"):
         if path.name in ("options.json", "distillation.json"):
             content = json.loads(path.read_text())

@@ -5,7 +5,7 @@ The temporary folder's name identifies the writing process. The first write of a
 leftovers of killed processes: temporary folders of ended processes, and locks without a holder.
 """
 
-from lmeval_prune.artefacts.digests import content_digest, digest, files_digest
+from lmeval_prune.artefacts.digests import content_digest, digest, files_digest, without_addresses
 from lmeval_prune.artefacts.locks import (
     TEMPORARY_PREFIX,
     cache_folder,
@@ -41,8 +41,8 @@ from lmeval_prune.artefacts.writing import (
 
 __all__ = [
     "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
-    "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path",
-    "lock_path", "new_file",
-    "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
-    "read_table", "read_tensors", "validate_json", "without_nan", "write_artefact", "write_bytes", "write_text",
+    "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path",
+    "new_file", "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
+    "read_table", "read_tensors", "validate_json", "without_addresses", "without_nan", "write_artefact", "write_bytes",
+    "write_text",
 ]  # fmt: skip

@@ -17,6 +17,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def without_addresses(text: str) -> str:
+    """Return the text of a Python object without addresses in memory, which differ in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
 def content_digest(path: str | os.PathLike[str]) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of a file, or of a folder's file names and contents.
 

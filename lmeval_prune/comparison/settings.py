@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lmeval_prune.artefacts import without_addresses
 from lmeval_prune.comparison.results_files import ResultsFile
 
 # entries of a task's configuration that its questions and prompts show, or that say nothing about its evaluation
@@ -87,7 +87,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             flat |= _flat(value, f"{prefix}{name}.")
         elif value is not None and value is not False and value not in ("", []):  # these are the same as not set
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-            flat[prefix + name] = re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text, str) else text
+            flat[prefix + name] = without_addresses(text) if isinstance(text, str) else text
     return flat
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_artefact
+from lmeval_prune.artefacts import digest, read_artefact, without_addresses
 from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
@@ -81,7 +80,7 @@ class TrainingExamples:
 
 def documents_digest(*parts: Sequence[Document]) -> str:
     """Return a digest of parts of documents; values without a JSON form count by their text."""
-    return digest(json.dumps(parts, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))))
+    return digest(json.dumps(parts, default=lambda value: without_addresses(str(value))))
 
 
 class Host(ABC):

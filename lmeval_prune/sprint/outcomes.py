@@ -231,7 +231,8 @@ class OutcomeStore:
             logger.warning(
                 "%s: %d questions and %d attempts of a sweep that was not finished are left out", self.folder, *without
             )
-        tasks = {name: task for name, task in content["tasks"].items() if name in {key.task for key in keys}}
+        answered = {key.task for key in keys}
+        tasks = {name: task for name, task in content["tasks"].items() if name in answered}
         return {**content, "pool": pool, "tasks": tasks}, rows
 
     def cells(self) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ class RouterMethod(Settings, ABC):
             if isinstance(value := getattr(self, each.name), tuple) and len(value) > 1:
                 name = self.label(f"{each.name}=").rstrip("=")
                 raise InputError(
-                    f"several values of {name} need a validation split: set validation above 0, or give one"
+                    f"several values of {name} need a validation split: set validation above 0, or give a single value"
                 )
 
 

@@ -117,6 +117,34 @@ def test_killed_training_ends_with_the_same_weights(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host"]
 
 
+@pytest.mark.parametrize(("changed", "name"), [("encoder", "the encoder"), ("data_dir", "the problems")])
+def test_other_contents_are_refused_before_and_after_the_end(
+    options: TrainOptions, trained: str, tmp_path: Path, changed: str, name: str
+) -> None:
+    """A file that changed under its name, as a folder that was written again, or one that another option names."""
+    path = tmp_path / changed
+    shutil.copytree(getattr(options, changed), path)
+    begun, done = (replace(options, output=str(tmp_path / each), **{changed: str(path)}) for each in ("begun", "done"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, "compute_loss", 9)
+        with pytest.raises(Killed):
+            training.train(begun)
+    shutil.copytree(trained, done.output)
+    if changed == "encoder":
+        about = json.loads((tmp_path / "done" / "athena.json").read_text())
+        about["options"]["encoder"] = str(path)
+        (tmp_path / "done" / "athena.json").write_text(json.dumps(about))
+        encoder_folder(path, dtype=torch.float32, initializer_range=0.5)
+    else:
+        data_folder(path, rows=35)
+    for changed_options in (begun, done):
+        with pytest.raises(InputError, match=rf"was made with other data \({name}\)"):
+            training.train(changed_options)
+    shutil.rmtree(path)
+    assert training.train(done).about["log"]  # a result needs neither
+    assert checkpoint.describe(trained)["contents"].keys() == {"encoder_checkpoint", "problems"}
+
+
 def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None:
     still = replace(
         options, epochs=6, batch=10, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one")

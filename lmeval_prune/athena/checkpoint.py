@@ -52,6 +52,7 @@ class Contents(TypedDict):
     settings: RequiredSettings
     head_sha256: str
     options: NotRequired[TrainingRecord]  # fields of `TrainOptions`
+    contents: NotRequired[dict[str, str]]  # digests of the encoder and of the problems that were read
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
     validated_on: NotRequired[list[str]]

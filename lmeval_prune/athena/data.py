@@ -14,7 +14,14 @@ from lmeval_prune.athena.thoughts import labelled_steps
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.equality import expression_is_right
 from lmeval_prune.tasks.data import load, stratified
-from lmeval_prune.training.questions import Document, TrainingQuestions, drop_test_questions, other_folds, question_keys
+from lmeval_prune.training.questions import (
+    Document,
+    TrainingQuestions,
+    documents_digest,
+    drop_test_questions,
+    other_folds,
+    question_keys,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,11 @@ class ProblemSplit:
         constants = set().union(*(constants_of(problem.equation.targets) for problem in train))
         validation = [problems[index] for index in sorted(validation_indices)]
         return cls(train, validation, tuple(sorted(constants, key=Fraction)), len(rows) - len(problems), repeated)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the documents of the training and validation problems."""
+        return documents_digest(*([item.document for item in part] for part in (self.train, self.validation)))
 
     @property
     def questions(self) -> TrainingQuestions:

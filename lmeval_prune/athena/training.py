@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import TrainingArguments, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import output_lock
+from lmeval_prune.artefacts import digest, output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, make_examples
 from lmeval_prune.athena.card import athena_card
@@ -21,11 +21,15 @@ from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
+from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
+    ENCODER,
+    PROBLEMS,
     check_resumable,
+    check_same_contents,
     check_same_settings,
     default_settings,
     report_full_disk,
@@ -144,8 +148,10 @@ def train(options: TrainOptions) -> Athena:
     work = target.with_name(f"{target.name}.training")
     settings = result_settings(options)
     if target.exists():
-        stored = checkpoint.describe(target).get("options", {})
-        check_same_settings(settings, stored, target, default_settings(TrainOptions))
+        about = checkpoint.describe(target)
+        check_same_settings(settings, about.get("options", {}), target, default_settings(TrainOptions))
+        read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
+        check_same_contents(read, about.get("contents", {}), target)
     else:
         with output_lock(target), report_full_disk(work):
             trained = _train_model(options, settings, work)
@@ -157,10 +163,17 @@ def train(options: TrainOptions) -> Athena:
     return model
 
 
+def _encoder_digest(encoder: str) -> str:
+    """Return a digest of an encoder's weights, configuration and tokenizer."""
+    return digest([checkpoint_identity(encoder), configuration_digests(encoder)])
+
+
 def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     """Train a model with checkpoints in `work`."""
     check_resumable(work, settings, default_settings(TrainOptions))
     split = ProblemSplit.load(options)
+    contents = {ENCODER: _encoder_digest(options.encoder), PROBLEMS: split.digest}
+    check_resumable(work, settings | contents, default_settings(TrainOptions))
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,
@@ -181,10 +194,11 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     others = {"per_device_eval_batch_size": 32}
     arguments = training_arguments(options, work, options.encoder_rate, options.seed, validates, best_by, others=others)
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
-    write_options(work, settings)
+    write_options(work, settings | contents)
     training = trainer.run()
     model.about = {
         "options": settings,
+        "contents": contents,
         "encoder_weights": weights_fingerprint(model.encoder),
         "problems": {**problems, "ungrounded": split.ungrounded, "repeated": split.repeated},
         **training,

@@ -20,7 +20,7 @@ from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import what_was_removed
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.card import training_of
-from lmeval_prune.distillation.host import Host, TrainingExamples, documents_digest
+from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -133,9 +133,7 @@ class AthenaHost(Host):
 
     @override
     def problems_digest(self) -> str:
-        return documents_digest(
-            *([item.document for item in part] for part in (self.split.train, self.split.validation))
-        )
+        return self.split.digest
 
     @override
     def examples(self) -> TrainingExamples:

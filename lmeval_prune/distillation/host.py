@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_artefact, without_addresses
+from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
@@ -76,11 +75,6 @@ class TrainingExamples:
     note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
     problems: Sequence[Any] = ()  # validation problems, for a host that solves them or compares their texts
     questions: Sequence[Any] = ()  # training problems that a model can be asked
-
-
-def documents_digest(*parts: Sequence[Document]) -> str:
-    """Return a digest of parts of documents; values without a JSON form count by their text."""
-    return digest(json.dumps(parts, default=lambda value: without_addresses(str(value))))
 
 
 class Host(ABC):

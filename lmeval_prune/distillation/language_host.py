@@ -38,7 +38,7 @@ from lmeval_prune.distillation.corpus import (
     read_corpus,
     within,
 )
-from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, documents_digest, read_note
+from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -51,7 +51,13 @@ from lmeval_prune.settings import is_given
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import prompt_of
-from lmeval_prune.training.questions import TrainingQuestions, drop_test_questions, other_folds, question_keys
+from lmeval_prune.training.questions import (
+    TrainingQuestions,
+    documents_digest,
+    drop_test_questions,
+    other_folds,
+    question_keys,
+)
 
 logger = logging.getLogger(__name__)
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured

@@ -6,7 +6,6 @@ so an interrupted distillation resumes with the first incomplete stage.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from contextlib import ExitStack
@@ -42,6 +41,7 @@ from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
     PROBLEMS,
     check_resumable,
+    check_same_contents,
     check_same_settings,
     default_settings,
     report_full_disk,
@@ -49,7 +49,6 @@ from lmeval_prune.training.resuming import (
     write_options,
 )
 
-logger = logging.getLogger(__name__)
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
     "loss": ("all (λ₁·distillation + λ₂·task)", COLOURS[7], "-"),
@@ -94,8 +93,7 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
         check_same_settings(settings, stored, target, default_settings(DistillOptions))
-        if PROBLEMS in stored and (problems := _problems_there(host)):
-            check_same_settings({PROBLEMS: problems}, stored, target, {})
+        check_same_contents({PROBLEMS: host.problems_digest}, stored, target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -108,15 +106,6 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return read_note(target)
-
-
-def _problems_there(host: Host) -> str | None:
-    """Return the digest of the problems; None, with a warning, if they are not there any more: a result needs none."""
-    try:
-        return host.problems_digest()
-    except InputError as error:
-        logger.warning("whether the problems are the same as before is not known: %s", error)
-        return None
 
 
 def this_process() -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.errors import InputError
 
 Document = Mapping[str, Any]
@@ -20,6 +21,11 @@ def question_key(document: Document, field: str = "question") -> str:
 def question_keys(documents: Iterable[Document]) -> frozenset[str]:
     """Return the digests of the documents' questions."""
     return frozenset(question_key(document) for document in documents)
+
+
+def documents_digest(*parts: Sequence[Document]) -> str:
+    """Return a digest of parts of documents; values without a JSON form count by their text."""
+    return digest(json.dumps(parts, default=lambda value: without_addresses(str(value))))
 
 
 def other_folds(data: str, test: str | None) -> list[str]:

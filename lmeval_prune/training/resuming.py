@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError, disk_error
 
+logger = logging.getLogger(__name__)
+
 OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS = "problems"
+PROBLEMS, ENCODER = "problems", "encoder_checkpoint"
 # Settings that are digests of what was read, in the words of messages; those of files are by name. Folders of earlier
 # versions lack them.
 CONTENTS = {
     "pretrained_files": "the model's {}",
     "teacher_files": "the teacher's {}",
     PROBLEMS: "the problems",
+    ENCODER: "the encoder",
 }
 FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
@@ -70,6 +74,21 @@ def check_same_settings(
         raise InputError(
             f"{folder} was made with other data ({', '.join(names[:3])}); name another output, or delete it"
         )
+
+
+def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mapping[str, Any], folder: Path) -> None:
+    """Raise an `InputError` if a finished result was made with other contents than those that are read now.
+
+    What cannot be read any more is not compared, with a warning: a result does not need it. Neither are contents that
+    an earlier version did not store.
+    """
+    for name in contents.keys() & stored.keys():
+        try:
+            now = contents[name]()
+        except InputError as error:
+            logger.warning("whether %s are the same as before is not known: %s", CONTENTS[name], error)
+        else:
+            check_same_settings({name: now}, stored, folder, {})
 
 
 def _changed_contents(name: str, before: Any, now: Any) -> list[str]:

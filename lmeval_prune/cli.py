@@ -18,7 +18,8 @@ from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error
-from lmeval_prune.options import as_typed, read_options, summary
+from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary
+from lmeval_prune.tasks.loading import including
 
 COMMANDS = {
     "run": "lmeval_prune.commands:run",
@@ -91,9 +92,11 @@ def _run(name: str, words: Sequence[str]) -> int:
             registration.register()
         with ExitStack() as stack:
             stack.enter_context(remembered(words))
+            stack.enter_context(including(options.get(INCLUDE_PATH)))
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))
-            return int(function(*(rest if takes_words else ()), **options))
+            arguments = {option: value for option, value in options.items() if option != INCLUDE_PATH}
+            return int(function(*(rest if takes_words else ()), **arguments))
     except InputError as error:
         raise InputError(as_typed(str(error), options)) from error
 

@@ -153,8 +153,8 @@ def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError
     names = list(names)
     hint = did_you_mean(names[0], known) if len(names) == 1 else ""
     return InputError(
-        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; name one of your own by its YAML "
-        f"file){hint}"
+        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; of your own, name the YAML file, or its "
+        f"folder by --include_path){hint}"
     )
 
 

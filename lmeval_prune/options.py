@@ -23,6 +23,8 @@ from jsonargparse import ArgumentParser
 from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
 from lmeval_prune.settings import describe, is_supported_type, parse_value, union_members
 
+INCLUDE_PATH, INCLUDE_HELP = "include_path", "folder with YAML files of tasks of your own, as for lm_eval"
+
 
 def mutually_exclusive(*names: str) -> Callable[[Any], Any]:
     """Declare options of which a command takes at most one; the command line's option replaces the recipe's."""
@@ -46,6 +48,12 @@ def first_argument(name: str, word: str = "") -> Callable[[Any], Any]:
         return function
 
     return declare
+
+
+def takes_tasks(function: Any) -> Any:
+    """Declare that a command takes lm-eval's tasks: it gets the option `--include_path`, which `main` reads."""
+    function.takes_tasks = True
+    return function
 
 
 def read_options(
@@ -76,6 +84,8 @@ def command_parser(command: str, function: Callable[..., int]) -> Parser:
     """Return the parser of a command's options; the reference of the documentation reads it, too."""
     parser = Parser(prog=f"lmeval-prune {command}", description=summary(function))
     parser.add_function_arguments(function, as_group=False)
+    if getattr(function, "takes_tasks", False):
+        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=INCLUDE_HELP)
     section = command.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,31 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 
+_included: ContextVar[str | None] = ContextVar("include_path", default=None)
+
+
+@contextmanager
+def including(folder: str | None) -> Iterator[None]:
+    """Let each `task_manager` have the tasks of a user's folder, too; None: no other folder."""
+    if folder is not None and not Path(folder).is_dir():
+        raise InputError(f"include_path={folder} is no folder; name the one with the YAML files of your tasks")
+    token = _included.set(folder)
+    try:
+        yield
+    finally:
+        _included.reset(token)
+
+
+def included_folder() -> str | None:
+    """Return the user's folder of tasks, see `including`."""
+    return _included.get()
+
+
 def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
-    """Return a task manager with this package's tasks and lm-eval's; `metadata` is passed to the tasks."""
+    """Return a task manager with this package's, the user's and lm-eval's tasks; `metadata` is passed to the tasks."""
     from lmeval_prune.tasks.manager import LazyTaskManager
 
-    return LazyTaskManager(metadata=dict(metadata or {}))
+    return LazyTaskManager(include_path=included_folder(), metadata=dict(metadata or {}))
 
 
 def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:

@@ -3,7 +3,9 @@
 import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
+from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
 from lmeval_prune.grid import task_identity
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, loading, results, scored
@@ -256,6 +260,40 @@ def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None
     assert "prune_tiny" not in TaskManager(include_defaults=False).all_groups
 
 
+def test_commands_take_a_folder_of_ones_own_tasks(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that take tasks; the tasks of the folder are gone after the command."""
+    taking = [name for name, function in COMMANDS.items() if getattr(resolve_name(function), "takes_tasks", False)]
+    assert sorted(["run", *taking]) == sorted(WITH_LM_EVAL)
+    own = tmp_path / "tasks"
+    own.mkdir()
+    (own / "mine.yaml").write_text(f"include: {ROOT / 'tasks' / 'tiny' / 'prune_tiny_words.yaml'}\ntask: mine\n")
+    words = ["distance", str(tiny_folder), "--heads", "L0H1", "--task", "mine", "--limit", "1"]
+    words += ["--gen_kwargs", "max_gen_toks=2", "--output", str(tmp_path / "distance.json")]
+    assert main([*words, "--include_path", str(own)]) == 0
+    for wrong, message in (
+        (words, r"there is no task mine "),
+        ([*words, "--include_path", str(tmp_path / "none")], r"--include_path=.*none is no folder; name the one with"),
+    ):
+        assert main(wrong) == 2
+        assert re.search(message, capsys.readouterr().err)
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(
+        json.dumps(
+            {
+                "model": {"pretrained": str(tiny_folder)},
+                "variants": {"dense": None},
+                "tasks": [{"task": "mine", "limit": 1}],
+                "measure": False,
+                "gen_kwargs": {"max_gen_toks": 2},
+            }
+        )
+    )
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "grid"), "--include_path", str(own)]) == 0
+    assert f"--include_path {own} " in GridFolder(tmp_path / "grid").read()["cells"][0]["command"]
+
+
 def test_one_task_is_wanted_and_a_group_is_named() -> None:
     manager = task_manager()
     assert {"prune_tiny_choice", "prune_tiny_words"} == {
@@ -269,7 +307,7 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
     with pytest.raises(InputError, match=r"there is no task prune_tinny .*; did you mean 'prune_tiny"):
         load_tasks(manager, ["prune_tiny", "prune_tinny"])
     with pytest.raises(
-        InputError, match=r"there is no task prune_tinny, x \(`lm_eval ls tasks` lists them; .* YAML file\)$"
+        InputError, match=r"there is no task prune_tinny, x \(`lm_eval ls tasks` lists them; .* YAML file, or .*\)$"
     ):
         load_tasks(manager, ["prune_tinny", "x"])
     with pytest.raises(InputError, match="there is no task to run"):

@@ -9,9 +9,10 @@ from typing import Any
 
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.options import first_argument
+from lmeval_prune.options import first_argument, takes_tasks
 
 
+@takes_tasks
 @first_argument("pretrained", "MODEL")
 def distance(
     pretrained: str,

@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.options import takes_tasks
 
 
+@takes_tasks
 def distill(push_to_hub: str | None = None, **options: Any) -> int:
     """Prune and distil a model stage by stage; the model before each stage is its teacher.
 

@@ -28,7 +28,7 @@ from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
 from lmeval_prune.models.server_options import ServerOptions, without_server
-from lmeval_prune.tasks.loading import task_manager
+from lmeval_prune.tasks.loading import included_folder, task_manager
 
 # attributes of `Cell` that are written to `cell.json`
 JSON_FIELDS = (
@@ -83,6 +83,7 @@ class Cell:
             "model": self.model,
             "model_args": json.dumps(model_args),
             "tasks": self.task.task,
+            "include_path": included_folder(),
             "seed": self.variant.seed,
             "batch_size": self.batch_size,
             "device": self.device,

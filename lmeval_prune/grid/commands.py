@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.options import first_argument
+from lmeval_prune.options import first_argument, takes_tasks
 
 
+@takes_tasks
 @first_argument("grid")
 def run(
     grid: str,

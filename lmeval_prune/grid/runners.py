@@ -15,6 +15,7 @@ from lmeval_prune.errors import DiskError, InputError, first_line
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.worker import FAILED, Job, LoadedModel, Result, Worker
 from lmeval_prune.models.registered import TARGETS
+from lmeval_prune.tasks.loading import included_folder, including
 
 # environment variables that a Ray worker needs to find the same data and models
 ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -83,7 +84,8 @@ class RayRunner:
             options["memory"] = self.memory
         task = ray.remote(**options)(_run_in_worker)
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        pending = {task.remote(job, TARGETS.get("process"), str(Path.cwd()), environment): job for job in jobs}
+        settings = TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
+        pending = {task.remote(job, *settings): job for job in jobs}
         while pending:
             (ready,), _ = ray.wait(list(pending), num_returns=1)
             job = pending.pop(ready)
@@ -143,8 +145,10 @@ def _loaded_in_worker() -> LoadedModel:
     return LoadedModel()
 
 
-def _run_in_worker(job: Job, registration: str | None, folder: str, environment: dict[str, str]) -> list[Result]:
-    """Run a job in a Ray worker, with the current folder and the environment of the main process."""
+def _run_in_worker(
+    job: Job, registration: str | None, folder: str, environment: dict[str, str], include_path: str | None
+) -> list[Result]:
+    """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
     import torch
 
     os.environ.update(environment)
@@ -156,4 +160,5 @@ def _run_in_worker(job: Job, registration: str | None, folder: str, environment:
         resolve_name(registration)()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else 1)
-    return list(Worker(job, _loaded_in_worker()).run())
+    with including(include_path):
+        return list(Worker(job, _loaded_in_worker()).run())

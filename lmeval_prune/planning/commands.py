@@ -10,6 +10,7 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.options import takes_tasks
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
@@ -22,6 +23,7 @@ def with_method_names(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
+@takes_tasks
 @with_method_names
 def importance(
     pretrained: str,
@@ -107,6 +109,7 @@ def _rows_of(scores: Mapping[str, Any]) -> dict[str, list[float]]:
     return {label: [float(scores.get(f"{kind}.{label}", float("nan"))) for kind in kinds] for label in labels}
 
 
+@takes_tasks
 @with_method_names
 def prune(
     pretrained: str,

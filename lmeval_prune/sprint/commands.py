@@ -12,10 +12,11 @@ from typing import Any
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import mutually_exclusive
+from lmeval_prune.options import mutually_exclusive, takes_tasks
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 
+@takes_tasks
 @mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
     """Sweep a task: answer its questions under each variant of a pool, e.g. each pruned head of some layers."""

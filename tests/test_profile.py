@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,6 +249,28 @@ def test_bad_input_is_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("lmeval-prune: error: ")
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_profile_tells_models_of_other_kinds_and_shows_what_either_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder beside language models, of which two have one name; and a Mistral that may be a cut Llama."""
+    monkeypatch.setattr("lmeval_prune.profiling.speed.ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+    for folder, family in {"a/m": "bert", "b/m": "llama", "c": "mistral"}.items():
+        tiny(family, vocab_size=64 if family == "bert" else 259).float().save_pretrained(tmp_path / folder)
+    words = ("--output", tmp_path / "out", "--prompt", 8, "--new", 2, "--rounds", 1, "--batches", 1)
+    assert run("profile", tmp_path / "a" / "m", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^\| +\| +a/m \| +b/m \| +c \|$", shown, re.M) and "forward, batch 1" in shown
+    decoded = next(line for line in shown.splitlines() if line.startswith("| decode, batch 1"))
+    assert decoded.split("|")[2].strip() == "" and float(decoded.split("|")[3]) > 0
+    assert re.search(r"note: .*b/m is another kind of model than .*a/m: model_type llama, not bert, vocab_size", shown)
+    assert run("profile", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
+    assert "note:" not in capsys.readouterr().out
+    tiny("llama", vocab_size=259).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert run("profile", tmp_path / "b" / "m", tmp_path / "half", *words, "--answers", "generate") == 0
+    assert "dtype bfloat16, not float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "profile.json").read_text())["notes"]
 
 
 def test_a_profile_on_a_text_has_the_distance(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +33,29 @@ def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[s
     """
     first, *others = rows.values()
     lines = []
-    for key in _keys(first):
+    for key in _keys(rows):
         cells = ["" if first.get(key) is None else _formatted(key, first[key])]
         for row in others:
             value = row.get(key)
-            ratio = f" ({value / first[key]:.3f})" if value is not None and first[key] else ""
+            ratio = f" ({value / first[key]:.3f})" if value is not None and first.get(key) else ""
             cells.append("" if value is None else f"{_formatted(key, value)}{ratio}")
         lines.append([_label(key), *cells])
     for label in dict.fromkeys(label for values in further.values() for label in values):
         lines.append([label, *(further.get(name, {}).get(label, "") for name in rows)])
-    return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in rows)]), [""]) + "\n"
+    return markdown(pd.DataFrame(lines, columns=["", *_short(rows)]), [""]) + "\n"
 
 
 def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
     """Draw each value relative to the first model's as bars."""
-    names = list(rows)
-    first, keys = rows[names[0]], _keys(rows[names[0]])
-    canvas, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {Path(names[0]).name}")
+    names, labels, first = list(rows), _short(rows), next(iter(rows.values()))
+    keys = [key for key in _keys(rows) if first.get(key)]
+    canvas, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {labels[0]}")
     height = 0.8 / max(1, len(names) - 1)
-    for number, name in enumerate(names[1:] or names):
-        ratios = [rows[name].get(key, 0) / first[key] if first[key] else 0 for key in keys]
+    for number, (name, label) in enumerate([*zip(names, labels, strict=True)][len(names) > 1 :]):
+        ratios = [rows[name].get(key, 0) / first[key] for key in keys]
         offset = (number - (len(names) - 2) / 2) * height
         positions = [position + offset for position in range(len(keys))]
-        axes.barh(positions, ratios, height * 0.9, color=COLOURS[number % len(COLOURS)], label=Path(name).name)
+        axes.barh(positions, ratios, height * 0.9, color=COLOURS[number % len(COLOURS)], label=label)
     axes.axvline(1, color="black", lw=0.8, ls=":")
     axes.set_yticks(range(len(keys)), [_label(key) for key in keys])
     axes.invert_yaxis()
@@ -63,8 +63,21 @@ def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
     save(canvas, stem)
 
 
-def _keys(row: Mapping[str, Any]) -> list[str]:
-    speeds = [key for key in row if key.partition("_")[0] in _SPEEDS]
+def _short(names: Iterable[str]) -> list[str]:
+    """Return the last part of each model's name, or as many as tell it from the others."""
+    paths = [Path(name).parts for name in names]
+
+    def is_alone(path: tuple[str, ...], count: int) -> bool:
+        return sum(other[-count:] == path[-count:] for other in paths) == 1
+
+    counts = [next((n for n in range(1, len(path)) if is_alone(path, n)), len(path)) for path in paths]
+    return [str(Path(*path[-count:])) for path, count in zip(paths, counts, strict=True)]
+
+
+def _keys(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the measured quantities of all models: not each has those of the first one."""
+    known = dict.fromkeys(key for row in rows.values() for key in row)
+    speeds = [key for key in known if key.partition("_")[0] in _SPEEDS]
     return ["parameters", "without_embeddings", "flops_counted", *speeds, "peak_memory_mib"]
 
 

@@ -15,6 +15,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.sublayers import ATTENTION
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
+from lmeval_prune.profiling.costs import SAME_BLOCKS
 
 SCHEMA, VERSION = "lmeval-prune/costs", 1
 
@@ -133,8 +134,8 @@ def _listed(shapes: Shapes) -> str:
 
 
 def _comparable(shapes: Shapes) -> dict[str, Any]:
-    """Return facts of blocks with one name for classes with the same blocks: a cut Llama may be written as Mistral."""
-    return {**shapes, "model_type": {"mistral": "llama"}.get(shapes["model_type"], shapes["model_type"])}
+    """Return facts of blocks with one name for classes with the same blocks."""
+    return {**shapes, "model_type": SAME_BLOCKS.get(shapes["model_type"], shapes["model_type"])}
 
 
 def block_shapes(model_map: ModelMap) -> Shapes:

@@ -18,6 +18,7 @@ from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.pruners.cost_table import CostTable
 from tests.swept_outcomes import drawn_outcomes
 from tests.test_grid import described
 from tests.test_own_answers import task_file
@@ -71,7 +72,7 @@ def test_methods_are_prepared_evaluated_and_compared(
 
 def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> None:
     """In the chat template, unless the preparation says otherwise; it is another preparation then."""
-    settings_of_task = {"method": "flap", "ratio": 0.3, "task": "prune_tiny"}
+    settings_of_task = {"method": "flap", "ratio": 0.3, "task": "prune_tiny_cloze"}
     settings: dict[str, dict[str, Any]] = {
         "open": settings_of_task,
         "chat": {**settings_of_task, "apply_chat_template": True},
@@ -151,6 +152,29 @@ def test_other_outcomes_in_the_same_folder_are_another_plan(tmp_path: Path) -> N
         drawn_outcomes(map_model(tiny("llama")), tmp_path, seed=seed)
         identities.append(make_preparation("prune", settings).identity())
     assert identities[0] == identities[1] != identities[2]
+
+
+def test_other_training_problems_or_costs_of_the_same_name_are_another_plan(tiny_folder: Path, tmp_path: Path) -> None:
+    """The same name of a task with other problems or prompts, and a file of costs that was measured again."""
+    prunes: list[dict[str, Any]] = [{"method": "flap", "ratio": 0.3, "task": str(tmp_path / "sums.yaml")}]
+    costs = tmp_path / "costs.json"
+    more = {"allocation": "composition", "costs": str(costs)}
+    prunes.append({"method": "random", "ratio": 0.3, "budget": "latency", "more": more})
+    shapes = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float32"}
+    workload = {"batch": 1, "prompt": 8, "new": 2, "clock": "wall", "layers": 1, "rounds": 1}
+    place = {"device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
+    keys: list[set[str]] = [set(), set()]
+    for seconds, changes in ((1.0, {}), (2.0, {"answers": {3: "7"}}), (3.0, {"doc_to_text": "Say: {{question}}"})):
+        task_file(tmp_path, **changes)
+        shutil.rmtree(tmp_path / "json", ignore_errors=True)  # the cache of `datasets`
+        times = {"attention": {"0": [0.1], "4/2": [seconds]}, "feed_forward": {"0": [0.1], "48": [seconds]}}
+        CostTable(shapes, workload, place, times).save(costs)  # type: ignore[arg-type]
+        for prune, own in zip(prunes, keys, strict=True):
+            variants = {"v": {"prepare": {"prune": prune}}}
+            content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+            (cell,) = cells_of(Grid.of(content))
+            own.add(cell.prepared)
+    assert [len(own) for own in keys] == [3, 3]
 
 
 def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:

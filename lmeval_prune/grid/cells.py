@@ -23,7 +23,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
-from lmeval_prune.grid.task_identity import TaskIdentity
+from lmeval_prune.grid.task_identity import TaskIdentity, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
@@ -129,6 +129,7 @@ def versions() -> dict[str, Any]:
 
 def cells_of(grid: Grid) -> list[Cell]:
     """Return all cells of a grid, after every check that needs no weights."""
+    training_digest.cache_clear()  # of an earlier grid's tasks, whose files may have changed
     planner = _Planner(grid)
     cells = [cell for variant in grid.variants for cell in planner.cells(variant)]
     by_key: dict[str, Cell] = {}

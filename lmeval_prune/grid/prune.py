@@ -11,7 +11,9 @@ from typing import Any
 from lmeval_prune.artefacts import content_digest, final_path
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
+from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.settings import Count, Seed
 
@@ -77,19 +79,22 @@ class Prune(Preparation):
         return TextOptions(**reading, **own, apply_chat_template=self.apply_chat_template, add_bos_token=add_bos_token)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and digests of the text file and of a sweep's outcomes."""
+        """Return the fields, and digests of the text file, of measured costs and of a sweep's outcomes."""
         settings, outcomes = super().settings(), self.options.get("outcomes")
         if self.own_answers is None:  # results of earlier versions, without this field, stay valid
             del settings["own_answers"]
         if self.text and Path(self.text).is_file():
             settings["text_content"] = content_digest(self.text)
+        if costs := self.more.get("costs"):
+            settings["costs_content"] = CostTable.load(costs).record["sha256"]
         if outcomes and Path(outcomes).is_dir():
             settings["outcomes_content"] = content_digest(outcomes)
         return settings
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that the result depends on, including the version of the pruner."""
-        return {**super().identity(), "method": make_pruner(self.method, self.options).version}
+        """Return everything that the result depends on, with the pruner's version and a task's training problems."""
+        problems = {"problems": training_digest(self.task)} if self.task else {}
+        return {**super().identity(), "method": make_pruner(self.method, self.options).version, **problems}
 
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""

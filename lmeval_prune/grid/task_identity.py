@@ -21,6 +21,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.hub import dataset_revision
 from lmeval_prune.tasks.loading import load_tasks
+from lmeval_prune.tasks.prompts import training_documents
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -70,6 +71,17 @@ class TaskIdentity:
                 "exemplars": _digest([*exemplars, *_build_questions(task, exemplars)]),
             }
         return cls(content, draws, samples, revisions)
+
+
+@cache
+def training_digest(name: str) -> str:
+    """Return a digest of a task's configuration and of its training problems with their prompts and answers.
+
+    It is computed once for a grid: `cells_of` clears the cache.
+    """
+    task, documents = training_documents(name)
+    fields = _identifying_fields(task.dump_config())
+    return _digest([fields, documents, _build_questions(task, documents)])
 
 
 def _identifying_fields(config: dict[str, Any]) -> dict[str, Any]:

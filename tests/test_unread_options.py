@@ -10,13 +10,16 @@ import pytest
 
 from lmeval_prune import InputError, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning
+from lmeval_prune.grid.prune import Prune
 from lmeval_prune.pruners import schedule
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions
 from lmeval_prune.pruners.schedule import resolve_options
 from lmeval_prune.settings import Settings, annotations_of, union_members
+from lmeval_prune.sprint.options import SweepOptions
 from tests.tiny_models import tiny
 
 MODEL: dict[str, Any] = {"pretrained": "model", "output": "student", "task": "task"}
@@ -106,6 +109,25 @@ def other_value(settings: type[Settings], name: str) -> Any:
 def conditional(settings: type[Settings]) -> list[str]:
     declared = [name for base in settings.__mro__ for use in vars(base).get("uses", ()) for name in use.names]
     return list(dict.fromkeys(declared))
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "name"),
+    [
+        *((DistanceOptions, {"text": "x"}, name) for name in DistanceOptions.uses[0].names),
+        *((DistanceOptions, {"task": "x"}, name) for name in DistanceOptions.uses[1].names),
+        *((Prune, {"method": "random", "ratio": 0.5}, name) for name in Prune.uses[0].names),
+        (Prune, {"method": "flap", "ratio": 0.5, "task": "x", "own_answers": {}}, "tokens"),
+        *(
+            (SweepOptions, {"model_args": {}, "tasks": ("x",), "output": "x"}, use.names[0])
+            for use in SweepOptions.uses
+        ),
+    ],
+)
+def test_an_option_without_what_it_is_for_is_refused(settings: Any, given: dict[str, Any], name: str) -> None:
+    settings(**given)
+    with pytest.raises(InputError, match=f"^{name} is for .*; give that, or leave out {name}$"):
+        settings(**given, **{name: other_value(settings, name)})
 
 
 METHOD_USES = {name for use in schedule._USES for name in use.names}

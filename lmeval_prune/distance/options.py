@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Settings
+from lmeval_prune.settings import Count, Natural, Settings, Use
+
+OF_TASK = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction", "metadata")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class DistanceOptions(Settings):
         device: cpu or cuda; default: a GPU if there is one
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use("a task (--task)", lambda own: own.task is not None, OF_TASK),
+        Use("a text (--text)", lambda own: own.text is not None, ("windows", "tokens", "seed")),
+    )
     task: str | None = None
     limit: Count | None = None
     num_fewshot: Natural | None = None

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, ClassVar
 
 from lmeval_prune.artefacts import content_digest, final_path
 from lmeval_prune.errors import InputError
@@ -15,9 +15,10 @@ from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
-from lmeval_prune.settings import Count, Seed
+from lmeval_prune.settings import Count, Seed, Use
 
 logger = logging.getLogger(__name__)
+READING = ("windows", "tokens", "batch", "seed", "apply_chat_template")  # settings of any text
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Prune(Preparation):
         cut: evaluate the smaller checkpoint, to measure its speed and memory; otherwise the plan is applied by hooks.
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use("a calibration text (task or text)", lambda own: own.task or own.text, READING),
+        Use("a text that is not of own answers", lambda own: own.own_answers is None, ("tokens",)),
+    )
     method: str
     ratio: float
     budget: str = "parameters"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Settings, ShareBelowOne
+from lmeval_prune.settings import Count, Natural, Settings, ShareBelowOne, Use
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, router_class
 
@@ -46,6 +46,7 @@ class SweepOptions(Settings):
         hidden_states: store the model's last hidden state of each prompt, too, for fit --encoder last_hidden_state
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (Use("a cover (--cover)", lambda own: own.cover, ("cover_size",)),)
     model_args: dict[str, Any]
     tasks: tuple[str, ...]
     output: str

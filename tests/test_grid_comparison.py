@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lmeval_prune import InputError
+from lmeval_prune import InputError, Plan, cut, map_model
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
@@ -25,6 +25,9 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write, write_lm_eval
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -35,9 +38,10 @@ from lmeval_prune.reporting.statistics import (
     pareto,
     sign_flip_test,
 )
+from tests.swept_outcomes import drawn_outcomes
+from tests.tiny_models import tiny
 
 RNG = np.random.default_rng(0)
-
 
 # ---------------------------------------------------------------------- statistics
 
@@ -519,6 +523,21 @@ def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
     assert compare(path).rows["x", "t"].chosen_on == 1
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_plan_by_outcomes_is_marked_on_their_questions(tmp_path: Path, is_cut: bool) -> None:
+    """Those of the sweep that scored the heads: under the plan, and of the checkpoint cut by it, once more, too."""
+    model, texts = tiny("llama"), [f"t question {i}?" for i in (1, 5)]
+    model_map = map_model(model)
+    pruner = make_pruner("sweep", {"outcomes": str(drawn_outcomes(model_map, tmp_path / "swept", texts=texts))})
+    *_, plan = stages(pruner, model_map, PruneOptions(ratio=0.25))
+    plan.save(tmp_path / "plan.json", model_map)
+    cut(cut(model, plan).model, Plan("L0H0")).save(tmp_path / "cut")
+    args = {"pretrained": str(tmp_path / "cut")} if is_cut else {"pretrained": "x", "plan": str(tmp_path / "plan.json")}
+    values = {name: {"t": [1.0, 0.0]} for name in ("dense", "pruned")}
+    comparison = compare(write_grid(tmp_path / "g", values, pruned={"model_args": args}))
+    assert [comparison.rows[name, "t"].chosen_on for name in values] == [0, 1] and comparison.notes == []
+
+
 # ---------------------------------------------------------------------- mistakes in the YAML and on the command line
 
 
@@ -597,6 +616,10 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
     assert pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), means) == {"decode_tokens_per_second": ["c"]}
     fronts = pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), {**means, "a": 0.75})
     assert fronts == {"decode_tokens_per_second": ["a", "c"]}
+    for place in ({"device": "H100"}, {"threads": 2}):
+        elsewhere = {name: {"device": "cpu", "threads": 1, **own} for name, own in speeds(a=[2, 3], b=[8, 9]).items()}
+        elsewhere["b"] |= place
+        assert pareto_fronts(elsewhere, {"a": 0.5, "b": 0.5}) == {}
     once = speeds(a=[2, 3], b=[2, 4], c=[8, 9])
     del once["b"]["ranges"]  # measured once, by an earlier version
     assert pareto_fronts(once, means) == {}

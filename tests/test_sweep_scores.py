@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions
@@ -180,6 +181,8 @@ def test_the_command_reads_what_sweep_wrote(
     again_plan = Plan.load(tmp_path / "again.json")
     assert again_plan.heads == plan.heads and again_plan.provenance["outcomes"] == plan.provenance["outcomes"] != ""
     assert again_plan.provenance["swept"] == plan.provenance["swept"] == {"prune_tiny_words": ["test"]}
+    seen = sorted(map(digest, OutcomeStore(tmp_path / "swept").read().texts))
+    assert len(seen) == 3 and plan.provenance["seen"] == again_plan.provenance["seen"] == seen
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     model.model.layers[0].mlp.up_proj.weight.data += 1
     model.save_pretrained(tmp_path / "other")

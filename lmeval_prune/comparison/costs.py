@@ -40,14 +40,16 @@ def cost_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:
 def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float]) -> dict[str, list[str]]:
     """Return the variants on the Pareto front of each cost in which variants differ, by key of `COSTS`.
 
-    Speeds without a range have no front: their spread is unknown. Gains are means by variant; larger is better.
+    Speeds without a range have no front: their spread is unknown. Neither have speeds that were measured on several
+    devices, or with several numbers of threads. Gains are means by variant; larger is better.
     """
     fronts = {}
     for key, cost in COSTS.items():
         ranges = np.array([cost_range(costs[name], key) for name in gains], dtype=float)
         known = ~np.isnan(ranges).any(1)
         unranged = [name for name, is_known in zip(gains, known, strict=True) if not is_known and key in costs[name]]
-        if not (cost.timed and unranged) and (ranges[known] != ranges[known][:1]).any():
+        places = {(own.get("device"), own.get("threads")) for own in (costs[name] for name in gains) if key in own}
+        if not (cost.timed and (unranged or len(places) > 1)) and (ranges[known] != ranges[known][:1]).any():
             front = pareto(ranges if cost.less_is_better else -ranges[:, ::-1], np.array(list(gains.values())))
             fronts[key] = [name for name, is_on in zip(gains, front, strict=True) if is_on]
     return fronts

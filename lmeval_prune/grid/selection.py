@@ -1,4 +1,4 @@
-"""Questions that a variant was selected on: those that its router, outcome store, mask or plan was made from."""
+"""Questions that a variant was selected on: those that its router, outcome store, mask, plan or cuts were made from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import content_digest, digest, read_json
+from lmeval_prune.checkpoints.pruned import MANIFEST
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
+FILES = ("router.json", MANIFEST)  # of a router's and of a checkpoint's folder
+CHECKPOINT = "pretrained"  # model_arg that names a checkpoint, whose manifest has the plans of its cuts
 
 
 class CellIdentity(TypedDict):
@@ -33,11 +36,30 @@ class CellContents(TypedDict):
     identity: NotRequired[CellIdentity]
 
 
-class SelectionArtefact(TypedDict):
-    """Fields of an artefact that name its questions."""
+class Made(TypedDict):
+    """The questions in a plan's provenance."""
+
+    seen: NotRequired[list[str]]
+
+
+class CutPlan(TypedDict):
+    """The plan of a cut."""
+
+    made: NotRequired[Made]
+
+
+class Cut(TypedDict):
+    """A stage of a checkpoint."""
+
+    plan: NotRequired[CutPlan]
+
+
+class SelectionArtefact(Made):
+    """Fields of an artefact that name its questions: a router's or mask's, a plan's, those of a checkpoint's cuts."""
 
     schema: str
-    seen: NotRequired[list[str]]
+    made: NotRequired[Made]
+    stages: NotRequired[list[Cut]]
 
 
 def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
@@ -67,7 +89,7 @@ def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, An
         del arguments["router"]
     for name, settings in entry["prepare"].items():
         arguments |= make_preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
-    named = [(name, value) for name, value in arguments.items() if name in ARTEFACT_ARGUMENTS]
+    named = [(name, value) for name, value in arguments.items() if name in (*ARTEFACT_ARGUMENTS, CHECKPOINT)]
     return [(name, value) for name, value in named if isinstance(value, str)]
 
 
@@ -94,7 +116,10 @@ _content_digest = cache(content_digest)
 
 @cache
 def _questions(path: Path) -> frozenset[str]:
-    """Return the digests of an artefact's questions: a router's training questions, all questions of a store."""
+    """Return the digests of an artefact's questions: a router's training questions, all questions of a store.
+
+    Of plans and of checkpoints that plans cut, those whose outcomes scored what was removed.
+    """
     questions = path / "questions.parquet"
     if questions.is_file():
         try:
@@ -103,7 +128,10 @@ def _questions(path: Path) -> frozenset[str]:
             return frozenset()
         return frozenset(digest(text) for text in texts)
     try:
-        content = read_json(path / "router.json" if path.is_dir() else path, SelectionArtefact)
+        files = [path] if path.is_file() else [file for name in FILES if (file := path / name).is_file()]
+        contents = [read_json(file, SelectionArtefact) for file in files]
     except InputError:
         return frozenset()
-    return frozenset(content.get("seen", ())) if content["schema"].startswith("lmeval-prune/") else frozenset()
+    own = [content for content in contents if content["schema"].startswith("lmeval-prune/")]
+    plans = [plan for each in own for plan in (each, *(stage.get("plan", {}) for stage in each.get("stages", ())))]
+    return frozenset(key for each in (*own, *(plan.get("made", {}) for plan in plans)) for key in each.get("seen", ()))

@@ -61,6 +61,7 @@ def importance(
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.score_store import ScoreStore
+    from lmeval_prune.pruners.scoring import scored_questions
     from lmeval_prune.reporting.maps import draw_head_scores
 
     pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
@@ -89,7 +90,7 @@ def importance(
         rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
-    provenance = {**pruner.identity, **calibrated, RECORD: record}
+    provenance = {**pruner.identity, **scored_questions({HEADS: pruner}, kinds), **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
@@ -397,7 +398,7 @@ def _with_provenance(
     if not scored_plan:
         return plan
     provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
-    provenance |= {name: value for name, value in scored_plan.provenance.items() if name == "swept"}
+    provenance |= {name: value for name, value in scored_plan.provenance.items() if name in ("swept", "seen")}
     if "calibration" in scored_plan.provenance:
         is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
         if stored:

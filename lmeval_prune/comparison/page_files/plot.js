@@ -7,7 +7,7 @@ function drawPlot() {
   if (!points.length) { plot.replaceChildren(make("p", { class: "soft" }, "No costs were measured.")); return; }
   const cost = data.costs.find((one) => one.key === state.cost), unit = row(points[0]).unit;
   $("front").textContent = (names ? "Blue: the Pareto front, no other variant is at least as good in cost and mean and better in one" : cost.timed && cost.varies ?
-    "Measured once, without a range, so that no variant counts as faster" : "The same for all variants") + "; red: the baseline; lines: 95% intervals" +
+    "Measured without a range, or on several devices, so that no variant counts as faster" : "The same for all variants") + "; red: the baseline; lines: 95% intervals" +
     (cost.timed ? ", and the slowest and the fastest run" : "") + ". A point opens its questions; arrow keys go from point to point.";
 
   const width = Math.max(plot.clientWidth, 280), height = Math.min(380, Math.max(300, width * 0.6));

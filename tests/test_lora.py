@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lmeval_prune import InputError
+from lmeval_prune import InputError, Plan
 from lmeval_prune.interventions.lora import Lora
+from lmeval_prune.surgery.cut import cut
 from tests.adapters import write_adapter
 from tests.tiny_models import output, tiny, tokens
 
@@ -30,6 +32,24 @@ def test_it_computes_what_peft_computes(config: dict[str, Any], tmp_path: Path) 
         assert not torch.allclose(output(peft, inputs), expected)
 
 
+@pytest.mark.parametrize("by", ["before", "after", "peft"])
+def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
+    """Whichever is applied first, and if PEFT has put the adapter on the model: W' x + s B A x."""
+    from peft import PeftModel
+
+    adapter, inputs = str(write_adapter(tmp_path / "a")), tokens()
+    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    plan = Plan("L0H1", compensation={"L1.down.weight": weight, "L1.down.bias": weight[:, 0]})
+    with Lora(adapter).applied_to(cut(tiny("llama"), plan).model) as cut_map:
+        expected = output(cut_map.model, inputs)
+    model: Any = PeftModel.from_pretrained(tiny("llama"), adapter).double() if by == "peft" else tiny("llama")
+    both = {"before": [Lora(adapter), plan], "after": [plan, Lora(adapter)], "peft": [plan]}[by]
+    with ExitStack() as stack:
+        for each in both:
+            stack.enter_context(each.applied_to(model))
+        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -40,6 +60,8 @@ def test_it_computes_what_peft_computes(config: dict[str, Any], tmp_path: Path) 
             "updates .* by 8 × 32, the model's is 32 × 32",
         ),
         (lambda folder: write_adapter(folder, bias="all"), "has bias, which is not supported"),
+        (lambda folder: write_adapter(folder, init_lora_weights="pissa_niter_4"), "had changed; load it by peft="),
+        (lambda folder: write_adapter(folder, init_lora_weights="olora"), "had changed; load it by peft="),
     ],
 )
 def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import HeadMask, InputError, RowMasks, map_model
+from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.interventions import filtered_attention, interventions_on
@@ -28,6 +28,7 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import naive, ops
 from lmeval_prune.kernels.token_filter.state import COUNT, SIMILARITIES, SKIPPED, THRESHOLD, Memory
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.surgery.cut import cut
 from lmeval_prune.tasks import data
 from tests.conftest import task_manager
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
@@ -266,6 +267,23 @@ def test_a_skipped_token_gets_no_bias_either() -> None:
     with TokenFilter(0.5, warmup=1, step_size=1).applied_to(model):  # share 1: all but the first
         output(model, inputs)
     assert seen[0][0, 0].abs().max() > 0 and not seen[0][0, 1:].any()
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kinds", [("bias",), ("weight",), ("weight", "bias")])
+def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, ...], first: bool) -> None:
+    """No hook on the output projection adds a bias to a skipped token, whichever is applied first."""
+    inputs, generator = tokens(rows=2, length=60), torch.Generator().manual_seed(3)
+    drawn = {"weight": (32, 32), "bias": (32,)}
+    tensors = {f"L1.o_proj.{kind}": torch.randn(drawn[kind], generator=generator).double() for kind in kinds}
+    plan, model = Plan("L0H1+L1H2", compensation=tensors), tiny("llama", attention_bias=True)
+    with made(ratio=0.3).applied_to(small := cut(model, plan).model):
+        expected = output(small, inputs)
+    both = [plan, made(ratio=0.3)]
+    with ExitStack() as stack:
+        for each in both if first else both[::-1]:
+            stack.enter_context(each.applied_to(model))
+        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 
 # --------------------------------------------------------------------------- output projection

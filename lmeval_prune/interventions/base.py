@@ -127,8 +127,8 @@ class Intervention(Settings, ABC):
 
     Attributes:
         contents: (class variable) the fields of the artefact, a `TypedDict`.
-        version: (class variable) raise it when the method computes something else, so that stored answers, cells and
-            outcomes of the earlier version are not used.
+        version: (class variable, or set from the fields) raise it when the method computes something else, so that
+            stored answers, cells and outcomes of the earlier version are not used.
         tokenwise: (class variable, or set from the fields) the effect on a token depends on that token alone. The
             decoding engine runs such methods: tokens of different requests share one packed batch.
         by_sequence: (class variable) the effect on a token depends on earlier tokens of the same sequence, and the

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, out_features
@@ -61,22 +62,29 @@ class _DeviceCopies:
 class AddBias(_DeviceCopies):
     """Hook that adds a bias to a projection's output."""
 
+    def register(self, projection: nn.Module) -> RemovableHandle:
+        """Put the hook on a projection."""
+        return projection.register_forward_hook(self)
+
     def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         """Add the bias."""
         return output + self.like(output)
 
 
 class ReplaceWeight(_DeviceCopies):
-    """Hook that computes a projection's output with another weight; the module's and earlier plans' biases stay."""
+    """Hook that computes a projection's output with another weight.
 
-    def __init__(self, tensor: Tensor, biases: list[AddBias]) -> None:
-        super().__init__(tensor)
-        self.biases = biases
+    It runs before the projection's other hooks, so that adapters and biases are added to its output. Of several, the
+    latest counts.
+    """
+
+    def register(self, projection: nn.Module) -> RemovableHandle:
+        """Put the hook on a projection, or on the one that PEFT wraps."""
+        module: nn.Module = getattr(projection, "base_layer", projection)
+        return module.register_forward_hook(self, prepend=True)
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Compute the output anew."""
+        latest = next(hook for hook in module._forward_hooks.values() if isinstance(hook, ReplaceWeight))
         bias: Any = module.bias
-        result = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
-        for add in self.biases:
-            result = add(module, inputs, result)
-        return result
+        return nn.functional.linear(inputs[0], self.like(inputs[0]), bias) if latest is self else output

@@ -24,6 +24,7 @@ from lmeval_prune.interventions.attention_call import (
     intercept_attention,
     valid_tokens,
 )
+from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.kernels.decode_attention import ops as attention
 from lmeval_prune.kernels.dispatch import on_device
@@ -87,7 +88,7 @@ class FilteredAttention:
         self.totals: dict[str, torch.Tensor] = {}
         self.skipped: dict[str, torch.Tensor] = {}
         self._shared_states: dict[str, torch.Tensor] | None = {} if shared else None  # by layer
-        self._unprojected: dict[str, torch.Tensor] = {}  # skipped tokens, for the next output projection of a layer
+        self._unprojected: dict[str, torch.Tensor] = {}  # skipped tokens, for the output of a layer's running attention
         self._caches: dict[str, FilteredCacheLayer | None] = {}  # of the running pass, by layer
         self._last_valid: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # a mask and its valid tokens
         self._labels: set[str] = set()
@@ -133,6 +134,7 @@ class FilteredAttention:
             hook = layer.module.register_forward_pre_hook(partial(self._find_cache, layer.label), with_kwargs=True)
             stack.callback(hook.remove)
             self._replace_projection(layer, stack)
+            change_output(layer.module, partial(self._without_skipped, layer), stack)
 
     def _release_caches(self) -> None:
         """Drop the state of a pass that ended with an exception."""
@@ -173,7 +175,7 @@ class FilteredAttention:
 
     def _project(self, layer: AttentionLayer, project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
         """Project the outputs of tokens that are not skipped; zeros for the others, without the bias."""
-        skipped = self._unprojected.pop(layer.label)
+        skipped = self._unprojected[layer.label]
         if x.is_cuda or skipped.numel() <= SMALL_PASS:  # on a GPU, selecting rows would wait for the device
             out = project(x)
             return out if getattr(layer.o_proj, "bias", None) is None else out.masked_fill(skipped[..., None], 0)
@@ -182,6 +184,11 @@ class FilteredAttention:
         out = projected.new_zeros(*x.shape[:-1], projected.shape[-1])
         out[kept] = projected
         return out
+
+    def _without_skipped(self, layer: AttentionLayer, output: torch.Tensor) -> torch.Tensor:
+        """Zero the output of skipped tokens, to which hooks on the output projection may have added a bias."""
+        skipped = self._unprojected.pop(layer.label)
+        return output.masked_fill(skipped[..., None], 0) if layer.o_proj._forward_hooks else output
 
     # ------------------------------------------------------------------ attention
 

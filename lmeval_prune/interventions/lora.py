@@ -25,6 +25,7 @@ from lmeval_prune.interventions.base import ArtefactContents, Intervention
 from lmeval_prune.interventions.compensation import tensors_digest
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
+_REWRITES = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that change the model's own weights
 _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication", "target_parameters", "alora_invocation_tokens")
 
 
@@ -146,6 +147,11 @@ def _read(folder: Path) -> dict[str, Update]:
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":
         raise InputError(f"lora={folder} has {(unsupported or ['bias'])[0]}, which is not supported; load it by peft=")
+    if (start := str(config.get("init_lora_weights"))).startswith(_REWRITES):
+        raise InputError(
+            f"lora={folder} was trained on weights that init_lora_weights={start} had changed; load it by peft=, or "
+            f"save it again with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"
+        )
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
         match = _NAME.fullmatch(name)

@@ -123,6 +123,7 @@ class Plan(Intervention):
         check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
             object.__setattr__(self, "tensors", tensors_digest(self.compensation))
+            object.__setattr__(self, "version", 2)  # 1 dropped updates of adapters, and added biases to skipped tokens
         super().__post_init__()
         if self.tensors and not self.compensation:
             raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
@@ -230,17 +231,12 @@ class Plan(Intervention):
         for sublayer in self.sublayers(model_map):
             change_output(sublayer.output, torch.zeros_like, stack)
         plans = [plan for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
-        earlier = [plan.compensation for plan in plans]
         removed = {sublayer.output for plan in plans for sublayer in plan.sublayers(model_map)}
-        for name in sorted(self.compensation, reverse=True):  # weights before biases
-            tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"
+        for name, tensor in self.compensation.items():
             projection = find_projection(name, model_map)
-            if name.endswith(".bias"):
-                hook: AddBias | ReplaceWeight = AddBias(tensor)
-            else:  # biases of earlier plans stay
-                hook = ReplaceWeight(tensor, [AddBias(tensors[bias]) for tensors in earlier if bias in tensors])
+            hook = AddBias(tensor) if name.endswith(".bias") else ReplaceWeight(tensor)
             if projection not in removed:
-                stack.callback(projection.register_forward_hook(hook).remove)
+                stack.callback(hook.register(projection).remove)
 
     @classmethod
     def from_mask(cls, mask: HeadMask) -> Plan:

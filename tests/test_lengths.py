@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.report import write
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -50,6 +52,31 @@ def decoded(folder: Path) -> list[list[int]]:
     requests = [Request(tuple(tokenizer(prompt)["input_ids"]), None, SamplingParams(12)) for prompt in PROMPTS]
     answers = {request.prompt: answer for request, answer in Engine(network, tokenizer).decode(requests)}
     return [answers[request.prompt] for request in requests]
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_the_limit_is_the_tasks_by_any_name(tiny_folder: Path, tmp_path: Path, engine: str, name: str) -> None:
+    """A limit in the model's generation config, by which `hf` would cut the answers, changes neither texts nor keys."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_new_tokens": 3}))
+    found = []
+    for each in (tiny_folder, folder):
+        lm = model(each, engine=engine)
+        requests = [request("generate_until", (p, {"until": ["\x00"], name: 12}), i) for i, p in enumerate(PROMPTS)]
+        found.append((lm.generate_until(requests), lm.answering.lengths["toy"], lm.identity["generation_config"]))
+    digests = {Checkpoint({"pretrained": str(each)}).generation_digest for each in (tiny_folder, folder)}
+    assert found[0][:2] == found[1][:2] and found[0][1]["mean_tokens"] == found[0][1]["max_gen_toks"] == 12
+    assert "max_new_tokens" not in found[1][2] and len(digests) == 2  # the other end tokens count
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_end_tokens_of_the_task_end_an_answer(tiny_folder: Path, engine: str) -> None:
+    ends = sorted({answer[3] for answer in decoded(tiny_folder)})
+    lm = model(tiny_folder, engine=engine)
+    settings = {**LONG, "eos_token_id": ends}
+    lm.generate_until([request("generate_until", (p, settings), i) for i, p in enumerate(PROMPTS)])
+    assert lm.answering.lengths["toy"]["cut_off"] == 0 and lm.answering.lengths["toy"]["mean_tokens"] <= 4
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)

@@ -405,6 +405,32 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "arguments", "before", "after"),
+    [
+        ("llama", {"truncation": True}, {"truncation_side": "left"}, {"truncation_side": "right"}),
+        ("llama", {"truncation": True}, {"model_max_length": 30}, {"model_max_length": 20}),
+        ("bloom", {}, {"model_max_length": 30}, {"model_max_length": 20}),  # its configuration names no length
+    ],
+)
+def test_what_a_tokenizer_truncates_to_is_part_of_the_identity(
+    tiny_folder: Path, tmp_path: Path, family: str, arguments: dict, before: dict, after: dict
+) -> None:
+    texts, identities = [], []
+    for number, settings in enumerate((before, after)):
+        folder = tmp_path / str(number)
+        tiny(family, vocab_size=259).save_pretrained(folder)
+        tokenizer = {"model_max_length": 30, **settings}
+        AutoTokenizer.from_pretrained(tiny_folder, **tokenizer).save_pretrained(folder)
+        lm = model(folder, **arguments)
+        asked = {"until": ["\n"], "max_gen_toks": 4}
+        texts.append(lm.generate_until([request("generate_until", (p * 3, asked), i) for i, p in enumerate(PROMPTS)]))
+        loading = Arguments.of({"pretrained": str(folder), **arguments}).loading
+        identities.append((lm.identity["arguments"], ModelIdentity.of_checkpoint(Checkpoint(loading)).arguments))
+    (loaded, checkpoint), (other_loaded, other_checkpoint) = identities
+    assert texts[0] != texts[1] and loaded != other_loaded and checkpoint != other_checkpoint
+
+
 def test_a_checkpoint_in_a_subfolder_is_the_one_that_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_folder, tmp_path / "half" / "small")
     tiny("gpt2", vocab_size=259).save_pretrained(tmp_path / "half")

@@ -381,7 +381,8 @@ class Answering:
     def _report_lengths(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep the lengths of each task's answers on all ranks, and warn if many answers were cut off."""
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, self.lm.max_gen_toks)):
+        limits = [generation.answer_limit(request.args[1], self.lm.max_gen_toks) for request in requests]
+        for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, limits)):
             for task, part in lengths.items():
                 parts[task].append(part)
         self.lengths = {task: merge_lengths(several) for task, several in parts.items()}

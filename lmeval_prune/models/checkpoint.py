@@ -93,8 +93,9 @@ class Checkpoint:
 
     @property
     def generation_digest(self) -> str:
-        """Return a digest of `generation_config`, or an empty string."""
+        """Return a digest of `generation_config` without its limit of new tokens, or an empty string."""
         settings = {key: str(value) for key, value in self.generation_config.items() if key != "transformers_version"}
+        settings |= {"max_new_tokens": str(None)} if "max_new_tokens" in settings else {}
         return digest(settings) if settings else ""
 
     def chat_template(self, name: bool | str) -> str:

@@ -39,9 +39,9 @@ def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
-def answer_limit(settings: dict[str, Any]) -> int:
-    """Return how many tokens an answer has at most by lm-eval's generation settings."""
-    return int(normalize_gen_kwargs(settings)["max_gen_toks"])
+def answer_limit(settings: dict[str, Any], default: int = 256) -> int:
+    """Return how many tokens an answer has at most by lm-eval's generation settings; `default` is the model's limit."""
+    return int(normalize_gen_kwargs(settings, default)["max_gen_toks"])
 
 
 def attempt_settings(settings: dict[str, Any], attempt: Attempt) -> dict[str, Any]:

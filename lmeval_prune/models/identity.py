@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.head_router import POLICIES
+from lmeval_prune.tasks.compat import max_length
 
 if TYPE_CHECKING:
     from lmeval_prune.models.checkpoint import Checkpoint
@@ -55,14 +57,17 @@ class ModelIdentity:
             raise InputError(
                 "the weights are offloaded and cannot be identified, as stored answers require; leave out the cache"
             )
-        generation_config, adapters = getattr(lm.model, "generation_config", None), adapters_of(lm.model)
+        generation_config, adapters = copy.deepcopy(getattr(lm.model, "generation_config", None)), adapters_of(lm.model)
+        if generation_config:
+            generation_config.max_new_tokens = None  # the task's limit counts
         arguments = sorted(lm.arguments.others.items())
         return cls(
             config_fingerprint(lm.config),
             lm.tokenizer_fingerprint,
             generation_config.to_json_string() if generation_config else "",
             str(lm.model.dtype),
-            {name: str(value) for name, value in arguments if name not in IGNORED_ARGUMENTS},
+            {name: str(value) for name, value in arguments if name not in IGNORED_ARGUMENTS}
+            | _truncation(lm.config, lm.tokenizer, lm.arguments.others),
             lm.weights,
             digest(adapters) if adapters else None,
         )
@@ -77,7 +82,8 @@ class ModelIdentity:
             tokenizer_fingerprint(checkpoint.tokenizer),
             checkpoint.generation_digest,
             checkpoint.dtype,
-            {name: argument_identity(name, value) for name, value in arguments if name not in skipped},
+            {name: argument_identity(name, value) for name, value in arguments if name not in skipped}
+            | _truncation(checkpoint.config, checkpoint.tokenizer, checkpoint.loading),
             checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
         )
 
@@ -110,6 +116,15 @@ class ModelIdentity:
                 f"the {' and '.join(changed)} of the loaded model {lm.pretrained} changed since the start of the run; "
                 f"start the command again"
             )
+
+
+def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tokenizer, beside its rules, by which `hf` truncates texts under some model_args."""
+    if arguments.get("truncation"):
+        return {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
+    length = max_length(config, tokenizer)
+    is_tokenizers = not arguments.get("max_length") and length != max_length(config, None)
+    return {"model_max_length": length} if is_tokenizers else {}
 
 
 def argument_identity(name: str, value: Any) -> Any:

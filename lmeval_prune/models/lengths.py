@@ -65,17 +65,16 @@ def cut_off_note(answers: Mapping[str, Any]) -> str:
 
 
 def lengths_by_task(
-    requests: Sequence[Any], endings: Sequence[Ending | None], default_limit: int
+    requests: Sequence[Any], endings: Sequence[Ending | None], limits: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Return the `Lengths` of each task's answers."""
+    """Return the `Lengths` of each task's answers; `limits` are the tokens that each request allows."""
     by_task: dict[str, list[Ending | None]] = {}
-    limits: dict[str, int] = {}
-    for request, ending in zip(requests, endings, strict=True):
-        settings, task = request.args[1], str(request.task_name)
-        limit = next((settings[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if key in settings), 0)
+    largest: dict[str, int] = {}
+    for request, ending, limit in zip(requests, endings, limits, strict=True):
+        task = str(request.task_name)
         by_task.setdefault(task, []).append(ending)
-        limits[task] = max(limits.get(task, 0), int(limit or default_limit))
-    return {task: summarize_lengths(task_endings, limits[task]) for task, task_endings in by_task.items()}
+        largest[task] = max(largest.get(task, 0), limit)
+    return {task: summarize_lengths(task_endings, largest[task]) for task, task_endings in by_task.items()}
 
 
 def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from lm_eval.models.huggingface import HFLM
+from transformers import GenerationConfig
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.athena.checkpoint import SETTINGS
@@ -291,6 +292,10 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse sampling without a temperature, and repeats that `--use_cache` would answer with one text."""
+        own_limit = getattr(getattr(self.model, "generation_config", None), "max_new_tokens", None)
+        if kind == "generate_until" and own_limit is not None and self.rank == 0:
+            line = "answers have the task's max_gen_toks, not the max_new_tokens=%d of the model's generation config"
+            eval_logger.warning(f"{line}, which lm-eval's hf takes instead", own_limit)
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
                 check_temperature(request.args[1])
@@ -298,9 +303,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
             refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
-        """Generate as `hf` does, and record the ending of each row."""
+        """Generate as `hf` does, but up to the task's limit of tokens, and record the ending of each row."""
+        settings["max_new_tokens"] = None  # transformers prefers that of the model's generation config to `max_length`
         rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
-        params = SamplingParams(max_new_tokens=1 << 30, stop=tuple(text for text in stop if text))
+        own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
+        ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
+        params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(text for text in stop if text))
         start = context.shape[1] if self.backend == "causal" else 1
         self.endings.extend(self._ending(row[start:], params) for row in rows.tolist())
         return rows

@@ -15,7 +15,7 @@ from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.artefacts import cache_folder
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import check_exists, unknown_task_error
-from lmeval_prune.pruners.table import check_pruner
+from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
 
 # names of the numbers of layers and heads in config.json
@@ -26,7 +26,7 @@ HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 def check(options: Mapping[str, Any]) -> None:
     """Refuse pruners, models, heads, tasks, files and devices in a command's options that do not exist."""
     for name in _values(options, "method", "ffn_method"):
-        check_pruner(name)
+        PRUNERS.check(name)
     model = {**(options.get("model_args") or {}), **options}
     pretrained = model.get("pretrained")
     if pretrained:

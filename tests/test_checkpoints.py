@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, wi
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.pruners.base import PRUNERS, pruner_class
+from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.surgery.cut import cut_to
 from tests.tiny_models import ALL, output, tiny, tokens
 
@@ -614,7 +614,7 @@ def test_a_classifier_is_scored_by_every_method_or_refused(
     for name in PRUNERS:
         words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name]
         words += [] if name in TEXTLESS else text
-        words += [] if pruner_class(name).depth_only else ["--unit", "group"]
+        words += [] if PRUNERS.load(name).depth_only else ["--unit", "group"]
         if name in ("llm_pruner", "gisp", "block_kl"):
             assert "causal language model" in refused(capsys, *words)
         elif name == "sweep":

@@ -34,7 +34,7 @@ from lmeval_prune.distillation.trainer import DistillTrainer, PaddedOrder, colla
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.pruners.base import PRUNERS, pruner_class
+from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut, cut_to
@@ -783,7 +783,7 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
 
 def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
     (about,) = re.findall(r"\n +budget: (.+?)\n +parts: ", DistillOptions.__doc__ or "", re.DOTALL)
-    by_layer = {name for name in PRUNERS if issubclass(pruner_class(name), SequentialPruner)}
+    by_layer = {name for name in PRUNERS if issubclass(PRUNERS.load(name), SequentialPruner)}
     assert by_layer == set(PRUNERS) & set(re.findall(r"\w+", about.partition("needed by")[2]))
 
 

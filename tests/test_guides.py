@@ -71,11 +71,12 @@ def test_the_commands_of_a_guide_run(page: Path, tmp_path: Path) -> None:
         embedded.resolve("smollm2-135m")
     except InputError as error:
         pytest.skip(str(error))
-    has_data = SHARED.is_dir()
+    has_data, installed = SHARED.is_dir(), tmp_path / "installed"  # what a guide installs, besides the environment
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")]),
+        **{"PIP_TARGET": str(installed), "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"},
         **({"LMEVAL_PRUNE_DATA": str(SHARED)} if has_data else {}),
     }
     (tmp_path / "configs").symlink_to(ROOT / "configs")

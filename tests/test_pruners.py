@@ -19,7 +19,7 @@ from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
-from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner, pruner_class
+from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
 from lmeval_prune.pruners.confidence import Confidence, confidences
 from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
@@ -38,7 +38,7 @@ EVERYDAY = {
 FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 
 
-WIDTH = [name for name in PRUNERS if not pruner_class(name).depth_only]  # others: `test_depth_pruners.py`
+WIDTH = [name for name in PRUNERS if not PRUNERS.load(name).depth_only]  # others: `test_depth_pruners.py`
 by_heads = partial(PruneOptions, budget="heads")
 Labelled = dict[str, Any]  # by layer, `L0`
 

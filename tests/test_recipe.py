@@ -26,10 +26,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, recipe = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a method\n")
     file, line, row = [text for _, text in BLOCK.findall(recipe)][:3]
     (folder / PASTED[0]).write_text(file, encoding="utf-8")
-    for name, opening, text in ((PASTED[1], "METHODS = {\n", line), (PASTED[2], "ROWS = [\n", row)):
+    for name, opening, text in ((PASTED[1], "    own={\n", line), (PASTED[2], "ROWS = [\n", row)):
         before, actual, after = (folder / name).read_text(encoding="utf-8").partition(opening)
         assert actual
-        indented = "".join(f"    {value}\n" for value in text.splitlines())
+        margin = " " * (len(opening) - len(opening.lstrip()) + 4)
+        indented = "".join(f"{margin}{value}\n" for value in text.splitlines())
         (folder / name).write_text(before + actual + indented + after, encoding="utf-8")
     return folder
 

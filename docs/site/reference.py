@@ -19,11 +19,10 @@ from lmeval_prune import _LAZY
 from lmeval_prune.cli import COMMANDS
 from lmeval_prune.grid.configuration import SHARED_TASK_SETTINGS, VARIANT_SETTINGS, Grid, GridTask
 from lmeval_prune.grid.preparations import PREPARATIONS
-from lmeval_prune.interventions.table import METHODS, method_class
+from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.server_options import ServerOptions
 from lmeval_prune.options import command_parser
-from lmeval_prune.pruners.base import pruner_class
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import annotations_of, describe, is_supported_type
 
@@ -191,7 +190,7 @@ def model_args() -> str:
         '`{"token_filter": {"ratio": 0.2, "tail": 0.25}}`.',
     ]
     for name in METHODS:
-        kind = method_class(name)
+        kind = METHODS.load(name)
         parts += [f"### {name}", escape_text(description(kind)), table(HEAD, field_rows(kind))]
     parts += ["## pruned-server", escape_text(description(ServerOptions)), table(HEAD, field_rows(ServerOptions))]
     return "\n\n".join(parts) + "\n"
@@ -201,7 +200,7 @@ def pruners() -> str:
     """Write the page of the pruners' options."""
     parts = ["# Pruners", "Methods of `lmeval-prune prune --method NAME --options NAME=VALUE,…`, made from the code."]
     for name in PRUNERS:
-        kind = pruner_class(name)
+        kind = PRUNERS.load(name)
         rows = list(field_rows(kind))
         parts += [f"## {name}", escape_text(description(kind)), table(HEAD, rows) if rows else "No options."]
     return "\n\n".join(parts) + "\n"

@@ -1,7 +1,8 @@
 """Preparations: results that a variant needs before its evaluation, such as a plan or a smaller checkpoint.
 
 A preparation is a dataclass whose fields are its settings in a grid's YAML. Its result is a folder, identified by a
-hash of everything that it depends on, and shared by all cells that need it. To add one, add a line to `PREPARATIONS`.
+hash of everything that it depends on, and shared by all cells that need it. To add one, add a line to `PREPARATIONS`,
+or an entry point in `lmeval_prune.preparations` to another package.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.registry import Registry
 from lmeval_prune.settings import Settings, to_plain_json
 
-PREPARATIONS = {
-    "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
-    "prune": "lmeval_prune.grid.prune:Prune",
-}
+PREPARATIONS = Registry(
+    group="lmeval_prune.preparations",
+    setting="preparation",
+    base="lmeval_prune.grid.preparations:Preparation",
+    own={
+        "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
+        "prune": "lmeval_prune.grid.prune:Prune",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,12 @@ class Preparation(Settings, ABC):
 def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
     """Add the grid's `apply_chat_template` to settings that name a task and do not set it."""
     reads_task = apply_chat_template and settings.get("task") and name in PREPARATIONS
-    if reads_task and any(each.name == "apply_chat_template" for each in fields(resolve_name(PREPARATIONS[name]))):
+    if reads_task and any(each.name == "apply_chat_template" for each in fields(PREPARATIONS.load(name))):
         return {"apply_chat_template": True, **settings}
     return settings
 
 
 def make_preparation(name: str, settings: dict[str, Any]) -> Preparation:
     """Create a preparation from its name and fields."""
-    if name not in PREPARATIONS:
-        hint = did_you_mean(name, PREPARATIONS) or f"; there are {', '.join(PREPARATIONS)}"
-        raise InputError(f"there is no preparation {name!r}{hint}")
-    preparation: Preparation = resolve_name(PREPARATIONS[name]).from_dict(settings, name)
+    preparation: Preparation = PREPARATIONS.load(name).from_dict(settings, name)
     return preparation

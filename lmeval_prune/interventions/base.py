@@ -24,7 +24,7 @@ from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerp
 from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
-from lmeval_prune.interventions.table import METHODS, method_class, method_name
+from lmeval_prune.interventions.table import METHODS, method_name
 from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     Raises:
         InputError: the file is missing, broken, a pickle, or no intervention.
     """
-    kinds = {kind.schema(): kind for kind in map(method_class, METHODS)}
+    kinds = {kind.schema(): kind for _, kind in METHODS.classes()}
     content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded

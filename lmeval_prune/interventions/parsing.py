@@ -10,7 +10,7 @@ from typing import Any
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, load_intervention
-from lmeval_prune.interventions.table import method_class
+from lmeval_prune.interventions.table import METHODS
 
 ALLOWANCES = ("allow_empty_layer", "allow_other_model")
 
@@ -28,7 +28,7 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
     """
     if name == "mask":
         return with_allowances(load_intervention(value, bool(allowances.get("allow_other_model"))), allowances)
-    kind: Any = method_class(name)
+    kind: Any = METHODS.load(name)
     if isinstance(value, str) and value.endswith(".json"):
         artefact = load_intervention(value, bool(allowances.get("allow_other_model")))
         converted = artefact.converted(kind)

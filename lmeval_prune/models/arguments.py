@@ -141,6 +141,9 @@ class Arguments(Settings):
 
         Attributes of the model's `config` are valid arguments; a loaded model (None) accepts only those of `hf`.
         """
+        if clash := METHODS.keys() & {*hf_arguments, *(each.name for each in fields(type(self)))}:
+            name = min(clash)
+            raise InputError(f"{name} is a model_arg already; give the entry point of {METHODS[name]} another name")
         for name in self.others:
             is_known = name in hf_arguments or hasattr(config, name)
             if not is_known and (config is None or did_you_mean(name, argument_names(), cutoff=0.75)):

@@ -343,11 +343,11 @@ def _method_of(
     path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """Return the method and options of stored scores; refuse another method or other options."""
-    from lmeval_prune.pruners.base import make_pruner, pruner_class
+    from lmeval_prune.pruners.base import make_pruner
 
     stored_method = provenance["method"]
     stored = {
-        each.name: provenance[each.name] for each in fields(pruner_class(stored_method)) if each.name in provenance
+        each.name: provenance[each.name] for each in fields(PRUNERS.load(stored_method)) if each.name in provenance
     }
     same = make_pruner(stored_method, {**stored, **(options or {})}) == make_pruner(stored_method, stored)
     if method not in (None, stored_method) or not same:

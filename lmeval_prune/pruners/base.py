@@ -1,7 +1,8 @@
 """Base classes of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
 
-A pruner is a frozen dataclass in its own file and one line in `PRUNERS` of `table.py`. Its fields are its options. It
-implements `scores`; all pruners share counting, units, schedules and plans (`allocation.py`, `schedule.py`).
+A pruner is a frozen dataclass in its own file and one line in `PRUNERS` of `table.py`, or an entry point in
+`lmeval_prune.pruners` of another package. Its fields are its options. It implements `scores`; all pruners share
+counting, units, schedules and plans (`allocation.py`, `schedule.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
-from lmeval_prune.pruners.table import PRUNERS, check_pruner
+from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import Settings
 
 
@@ -142,7 +142,7 @@ class DepthPruner(Pruner):
 
 
 def _no_depth(pruner: Pruner) -> str:
-    able = ", ".join(name for name in PRUNERS if pruner_class(name).depth)
+    able = ", ".join(name for name, kind in PRUNERS.classes() if kind.depth)
     return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks; use one of {able}"
 
 
@@ -153,17 +153,10 @@ def per_member(scores: Tensor) -> Tensor:
 
 def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
     """Create a pruner from its method name and options; raise `InputError` for unknown names or wrong values."""
-    pruner: Pruner = pruner_class(name).from_dict(options, f"method {name}")
+    pruner: Pruner = PRUNERS.load(name).from_dict(options, f"method {name}")
     return pruner
-
-
-def pruner_class(name: str) -> Any:
-    """Import the class of a method; raise `InputError` for an unknown name."""
-    check_pruner(name)
-    return resolve_name(PRUNERS[name])
 
 
 def pruner_name(pruner: Pruner) -> str:
     """Return the method name of a pruner."""
-    path = f"{type(pruner).__module__}:{type(pruner).__qualname__}"
-    return next((name for name, target in PRUNERS.items() if target == path), type(pruner).__name__)
+    return PRUNERS.name_of(type(pruner), type(pruner).__name__)

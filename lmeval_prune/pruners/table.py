@@ -1,24 +1,24 @@
-"""Table of pruners by method name; a class is imported at first use."""
+"""Registry of pruners by method name; a class is imported at first use."""
 
-from lmeval_prune.errors import check_known
+from lmeval_prune.registry import Registry
 
-PRUNERS = {
-    "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
-    "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",
-    "magnitude": "lmeval_prune.pruners.magnitude:Magnitude",
-    "confidence": "lmeval_prune.pruners.confidence:Confidence",
-    "random": "lmeval_prune.pruners.random_scores:RandomScores",
-    "flap": "lmeval_prune.pruners.flap:Flap",
-    "wanda_sp": "lmeval_prune.pruners.wanda_sp:WandaSp",
-    "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
-    "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
-    "block_influence": "lmeval_prune.pruners.block_influence:BlockInfluence",
-    "block_kl": "lmeval_prune.pruners.block_kl:BlockKl",
-    "gisp": "lmeval_prune.pruners.gisp:Gisp",
-    "sweep": "lmeval_prune.sprint.sweep_scores:SweepScores",
-}
-
-
-def check_pruner(name: str) -> None:
-    """Raise `InputError` for an unknown method name."""
-    check_known("method", name, PRUNERS)
+PRUNERS = Registry(
+    group="lmeval_prune.pruners",
+    setting="method",
+    base="lmeval_prune.pruners.base:Pruner",
+    own={
+        "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
+        "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",
+        "magnitude": "lmeval_prune.pruners.magnitude:Magnitude",
+        "confidence": "lmeval_prune.pruners.confidence:Confidence",
+        "random": "lmeval_prune.pruners.random_scores:RandomScores",
+        "flap": "lmeval_prune.pruners.flap:Flap",
+        "wanda_sp": "lmeval_prune.pruners.wanda_sp:WandaSp",
+        "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
+        "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
+        "block_influence": "lmeval_prune.pruners.block_influence:BlockInfluence",
+        "block_kl": "lmeval_prune.pruners.block_kl:BlockKl",
+        "gisp": "lmeval_prune.pruners.gisp:Gisp",
+        "sweep": "lmeval_prune.sprint.sweep_scores:SweepScores",
+    },
+)

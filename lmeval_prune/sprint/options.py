@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lmeval_prune.errors import InputError
 from lmeval_prune.settings import Count, Natural, Settings, ShareBelowOne, Use
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
-from lmeval_prune.sprint.routers.table import CONTRASTIVE, router_class
+from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
 DEFAULT_LAYERS = (5, 10, 15, 20, 25)  # of the paper
 
@@ -120,7 +120,7 @@ class FitOptions(ContrastiveOptions):
             InputError: the method is unknown, a setting is not the method's, or settings have several values and there
                 are no validation questions to choose among them.
         """
-        kind = router_class(self.router)
+        kind = ROUTERS.load(self.router)
         own = {each.name: getattr(self, each.name) for each in fields(ContrastiveOptions)}
         if not issubclass(kind, ContrastiveOptions):
             changed = [each.name for each in fields(ContrastiveOptions) if own[each.name] != each.default]

@@ -32,7 +32,7 @@ from lmeval_prune.sprint.hidden_states import states_of
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.routers.base import Ranker
 from lmeval_prune.sprint.routers.calibration import rescale
-from lmeval_prune.sprint.routers.table import CONTRASTIVE, router_class
+from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
 SCHEMA = "lmeval-prune/router"
 FILES = ("router.json", "router.safetensors", "README.md")  # of a router's folder, which may hold other files
@@ -196,5 +196,5 @@ class Router:
             raise InputError("its pool has an entry twice, or lacks dense")
         if len(platt) != 2 or not all(map(math.isfinite, platt)):
             raise InputError("its calibration is not two numbers")
-        ranker = router_class(method).ranker.of(tensors, settings, len(pool))
+        ranker = ROUTERS.load(method).ranker.of(tensors, settings, len(pool))
         return cls(ranker, pool, encoder, method, dense_first, (platt[0], platt[1]), about, sha256)

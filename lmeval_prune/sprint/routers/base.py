@@ -1,7 +1,8 @@
 """Base classes of routers: a method fits rankers, and a ranker orders the pool for embedded questions.
 
-A method is a frozen dataclass in its own file and one line in `ROUTERS` of `table.py`; its fields are its options. It
-yields a ranker for each combination of option values, and `fit.py` chooses among them on the validation questions.
+A method is a frozen dataclass in its own file and one line in `ROUTERS` of `table.py`, or an entry point in
+`lmeval_prune.routers` of another package; its fields are its options. It yields a ranker for each combination of
+option values, and `fit.py` chooses among them on the validation questions.
 """
 
 from __future__ import annotations

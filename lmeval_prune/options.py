@@ -56,6 +56,14 @@ def takes_tasks(function: Any) -> Any:
     return function
 
 
+def packaged_word(word: str) -> str:
+    """Return a word; of this package, if it is a path `configs/…`, or `--NAME=configs/…`, that does not exist here."""
+    start, equals, path = word.rpartition("=")
+    own = Path(__file__).parent / path
+    is_own = path.startswith("configs/") and not Path(path).exists() and own.is_file()
+    return f"{start}{equals}{own}" if is_own else word
+
+
 def read_options(
     command: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
 ) -> dict[str, Any]:

@@ -653,7 +653,10 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         ({"variants": {"v": {"heads": "L9H0"}}}, "variant 'v': .*no attention in layer 9"),
         ({"variants": {"v": {}, "w": {"seed": 5}}}, "two cells are the same: 'v' and 'w' on prune_tiny_words"),
         ({"variants": {"v": {"heads": "L0H1"}, "w": {"heads": [[0, 1]]}}}, "two cells are the same"),
-        ({"variants": {"v": {"prepare": "random_head"}}}, "no preparation 'random_head'; did you mean"),
+        (
+            {"variants": {"v": {"prepare": "random_head"}}},
+            "'random_head' is not known; use .*; did you mean 'random_heads'",
+        ),
         ({"variants": {"v": {"prepare": {"random_heads": {"share": 2}}}}}, "share=2"),
         ({"variants": {"v": {"prepare": {"random_heads": {}}}}}, "random_heads needs share"),
         ({"variants": {"v": {"batch_size": 3}}}, "batch_size cannot be set for a variant"),

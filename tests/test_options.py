@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.errors import brief, first_line
-from lmeval_prune.options import mutually_exclusive, read_options
+from lmeval_prune.options import mutually_exclusive, packaged_word, read_options
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -240,6 +240,26 @@ def test_recipes_fit_their_commands(path: Path) -> None:
     for section, options in recipe.items():
         result = read_options(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
         assert options.keys() <= {name.rstrip("_") for name in result}
+
+
+def test_recipes_of_the_package_need_no_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, own = "configs/pruners/flap.yaml", str(ROOT / "lmeval_prune/configs/pruners/flap.yaml")
+    assert [packaged_word(word) for word in (name, f"--config={name}", f"./{name}", "configs/pruners/flap", "--config")] == [
+        own, f"--config={own}", f"./{name}", "configs/pruners/flap", "--config"]  # fmt: skip
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text("prune: {ratio: 2}")
+    assert packaged_word(name) == name  # what is in the working folder counts
+
+
+@pytest.mark.parametrize("word", ["--config=configs/pruners/flap.yaml", "--config configs/pruners/flap.yaml"])
+def test_a_recipe_of_the_package_is_read(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("lmeval_prune.cli.preflight.check", lambda options: seen.update(options) or sys.exit(3))
+    with pytest.raises(SystemExit, match="3"):
+        main(["prune", "--pretrained", "x", "--output", "plan.json", *word.split()])
+    assert seen["method"] == "flap"
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,17 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
         assert plan.channel_numbers(f"L{row}") == (value <= threshold).nonzero().flatten().tolist()
 
 
+def test_flap_reference_in_steps_removes_no_more_than_the_target() -> None:
+    """A step whose target earlier ones have reached removes nothing, also if nothing is left."""
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    one = PruneOptions(0.06, allocation="flap_reference", parts="heads", unit="group", allow_empty_layer=True)
+    (plan,) = stages(make_pruner("random", {}), model_map, one)
+    *_, last = stages(make_pruner("random", {}), model_map, replace(one, steps=4))
+    assert len(plan.heads) == 2 and last.heads == plan.heads
+    *_, plan = stages(make_pruner("random", {}), model_map, replace(one, ratio=0.99, steps=4))
+    assert plan.provenance["parameters"]["removed"] == plan.provenance["parameters"]["removable"]
+
+
 def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)

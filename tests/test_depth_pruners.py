@@ -386,10 +386,13 @@ def test_a_composition_keeps_at_least_what_layers_heads_or_channels_alone_keep(m
     assert Plan.load(tmp_path / "plan.json") == plan.fit_to(model_map)
 
 
-def test_a_composition_in_steps_removes_more_each_time() -> None:
+@pytest.mark.parametrize("method", ["magnitude", "llm_pruner", "flap", "norm_entropy"])
+def test_a_composition_in_steps_removes_more_each_time(method: str) -> None:
+    """By weights, by gradients, which a block that is gone does not get, by moments and by attention."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
-    options = PruneOptions(0.6, allocation="composition", steps=3, ffn_multiple=4, depth_method="block_influence")
-    plans = list(stages(make_pruner("magnitude", {}), model_map, options, text))
+    own = {"ffn_multiple": 4, "depth_method": "block_influence", "compensation": "none"}
+    options = PruneOptions(0.6, allocation="composition", steps=3, **own)
+    plans = list(stages(make_pruner(method, {}), model_map, options, text))
     shares = [plan.provenance["parameters"]["removed"] for plan in plans]
     assert shares == sorted(shares) and shares[-1] >= 0.6 * plans[0].provenance["parameters"]["removable"] - 1
     for before, after in itertools.pairwise(plans):

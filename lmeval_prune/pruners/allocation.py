@@ -301,14 +301,17 @@ def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     """Return how many units each pool loses by FLAP's released code.
 
     Units are kept from the highest score down until their total cost is nearest to the target. The score of the last
-    kept unit is the threshold, and units at or below it are removed.
+    kept unit is the threshold, and units at or below it are removed. If earlier steps reached the target, none is.
     """
     costs = torch.tensor([float(REFERENCE_COSTS[pool.kind]) for pool in pools], dtype=torch.float64)
     scores = torch.cat([pool.scores for pool in pools])
     ranked, order = scores.sort(descending=True, stable=True)
     kept = costs.repeat_interleave(torch.tensor([len(pool.units) for pool in pools]))[order].cumsum(0)
     total = float((costs * torch.tensor([pool.size for pool in pools])).sum())
-    threshold = ranked[(kept - (1 - budget.ratio) * total).abs().argmin()]
+    target = (1 - budget.ratio) * total
+    if not len(kept) or kept[-1] <= target:
+        return [pool.removed for pool in pools]
+    threshold = ranked[(kept - target).abs().argmin()]
     counts = [pool.removed + int((pool.scores <= threshold).sum()) for pool in pools]
     return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
 

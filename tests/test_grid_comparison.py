@@ -545,6 +545,7 @@ def test_a_plan_by_outcomes_is_marked_on_their_questions(tmp_path: Path, is_cut:
     ("change", "names"),
     [
         ({"seed": "abc"}, "variant 'v': seed='abc'"),
+        ({"seed": -1}, "variant 'v': seed=-1"),
         ({"variants": {"v": {"seed": 1.5}}}, "variant 'v': seed=1.5"),
         ({"variants": {"v": {"selected_on": 5}}}, "variant 'v': selected_on=5"),
         ({"variants": {"v": {"prepare": {"random_heads": 0.1}}}}, "`prepare:`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,29 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         == preparations["open", False]
     )
     assert preparations["unread", True] == preparations["unread", False]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        ({"prune": {"method": "flap", "ratio": 0.2}}, "flap needs a calibration text"),
+        ({"prune": {"method": "magnitude", "ratio": 0.001}}, "nothing would be removed"),
+        ({"prune": {"method": "magnitude", "ratio": 0.2, "more": {"unit": "head"}}}, "give --unit group"),
+        ({"prune": {"method": "flap", "ratio": 0.2, "text": "none.txt"}}, "no such file: none.txt"),
+        ({"prune": {"method": "flap", "ratio": 0.2, "task": "prune_tiny_choice"}}, "tiny_choice has no split 'train'"),
+        ({"prune": {"method": "sweep", "ratio": 0.2, "options": {"outcomes": "none"}}}, "none is not an outcome store"),
+        ({"prune": {"method": "random", "ratio": 0.2, "budget": "latency",
+                    "more": {"allocation": "composition", "costs": 5}}}, "no such file: 5"),
+        ({"random_heads": {"share": 0.99}}, "random_heads.share=0.99: "),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_lose_is_refused_before_it_is_loaded(
+    prepare: dict[str, Any], message: str, tiny_folder: Path
+) -> None:
+    variants = {"v": {"prepare": prepare}}
+    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    with pytest.raises(InputError, match=rf"^variant 'v': .*{re.escape(message)}"):
+        cells_of(Grid.of(content))
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,9 @@ class _Planner:
             interventions.append(digest(checkpoint.map.signature()))
         preparation: dict[str, Any] = {}
         for name, settings in variant.prepare.items():
-            preparation = {"name": name, **make_preparation(name, settings).identity()}
+            made = make_preparation(name, settings)
+            made.check(checkpoint.map)
+            preparation = {"name": name, **made.identity()}
             preparation |= {"seed": variant.seed, "versions": self.versions}
             preparation["key"] = digest([model, preparation])
         return {

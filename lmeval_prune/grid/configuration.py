@@ -37,7 +37,7 @@ from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_err
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
-from lmeval_prune.settings import Count, Natural, Positive, Settings
+from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
 
 SEED = 1234
 MAX_VARIANTS = 10_000  # per entry of `variants:`
@@ -55,7 +55,7 @@ class Variant(Settings):
     name: str  # in tables and on pages
     model_args: dict[str, Any]  # of `pruned-hf` or `pruned-server`
     prepare: dict[str, dict[str, Any]] = field(default_factory=dict)  # the preparation as `{NAME: fields}`, or empty
-    seed: int = SEED  # lm-eval's four seeds
+    seed: Seed = SEED  # lm-eval's four seeds
     selected_on: tuple[str, ...] = ()  # tasks whose questions the variant was selected on
 
     def __post_init__(self) -> None:

@@ -36,6 +36,9 @@ class Preparation(Settings, ABC):
 
     version: ClassVar[int] = 1
 
+    def check(self, model_map: Any) -> None:
+        """Raise `InputError` if the result cannot be computed of a model, which has no weights yet."""
+
     @abstractmethod
     def make(self, lm: Any, folder: Path) -> None:
         """Write the result.

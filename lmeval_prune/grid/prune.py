@@ -9,12 +9,13 @@ from shutil import rmtree
 from typing import Any, ClassVar
 
 from lmeval_prune.artefacts import content_digest, final_path
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
+from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.settings import Count, Seed, Use
 
 logger = logging.getLogger(__name__)
@@ -85,14 +86,16 @@ class Prune(Preparation):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, and digests of the text file, of measured costs and of a sweep's outcomes."""
-        settings, outcomes = super().settings(), self.options.get("outcomes")
+        settings, costs = super().settings(), self.prune_options().costs
         if self.own_answers is None:  # results of earlier versions, without this field, stay valid
             del settings["own_answers"]
-        if self.text and Path(self.text).is_file():
+        if self.text:
+            check_exists(self.text, file=True)
             settings["text_content"] = content_digest(self.text)
-        if costs := self.more.get("costs"):
+        if costs:
             settings["costs_content"] = CostTable.load(costs).record["sha256"]
-        if outcomes and Path(outcomes).is_dir():
+        if outcomes := getattr(make_pruner(self.method, self.options), "outcomes", ""):
+            check_exists(outcomes)
             settings["outcomes_content"] = content_digest(outcomes)
         return settings
 
@@ -101,17 +104,29 @@ class Prune(Preparation):
         problems = {"problems": training_digest(self.task)} if self.task else {}
         return {**super().identity(), "method": make_pruner(self.method, self.options).version, **problems}
 
+    def check(self, model_map: Any) -> None:
+        """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
+        from lmeval_prune.pruners.schedule import check_methods, resolve_options
+        from lmeval_prune.surgery.cut import check_cuttable
+
+        pruner, options = make_pruner(self.method, self.options), self.prune_options()
+        if options.costs:  # which are of blocks in the dtype that the model is loaded in
+            return
+        options = resolve_options(options, pruner, model_map)
+        check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
+        if self.cut:
+            check_cuttable(model_map, HEADS in options.kinds)
+
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""
         from lmeval_prune.planning.own_answers import OwnText
         from lmeval_prune.planning.texts import TextSource, read_text
-        from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
+        from lmeval_prune.pruners.schedule import resolve_options, stages
         from lmeval_prune.surgery.cut import cut_to
 
         pruner, model_map = make_pruner(self.method, self.options), lm.model_map
         source: TextSource | None = None
         options = resolve_options(self.prune_options(), pruner, model_map)
-        check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         answers_folder = final_path(folder).with_name(f".{folder.name}.responses")  # a killed run resumes here, too
         if self.task or self.text:
             text_options, reading = self.text_options(lm.add_bos_token), (lm.model, lm.tokenizer)

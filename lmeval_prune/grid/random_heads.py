@@ -27,12 +27,17 @@ class RandomHeads(Preparation):
 
     def make(self, lm: Any, folder: Path) -> None:
         """Draw heads and write their mask."""
-        count = round(self.share * lm.model_map.total_heads)
+        self._draw(lm.model_map).save(folder / "mask.json", lm.model_map)
+
+    def check(self, model_map: Any) -> None:
+        """Refuse a share that leaves too few heads, or none; see `Preparation.check`."""
+        self._draw(model_map)
+
+    def _draw(self, model_map: Any) -> HeadMask:
         try:
-            mask = HeadMask.random(count, self.seed, lm.model_map)
+            return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
         except InputError as error:
             raise InputError(f"random_heads.share={self.share}: {error}") from None
-        mask.save(folder / "mask.json", lm.model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the mask."""

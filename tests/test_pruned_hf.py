@@ -405,6 +405,35 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("engine", ["generate", "auto", "batched"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_gen_toks": 0}, "max_gen_toks=0 must be a whole number"),
+        ({"max_completion_tokens": "few"}, "max_completion_tokens='few' must be a whole number"),
+        ({"temperature": "warm"}, "temperature='warm' must be a number"),
+        ({"until": 3}, "until=3 must be a text or a list of texts"),
+        ({"misspelt": 1}, "misspelt"),
+        ({"do_sample": True, "temperature": 1.0, "top_k": -1}, "top_k.*-1"),
+    ],
+)
+def test_wrong_generation_settings_are_one_line(tiny_folder: Path, engine: str, changes: dict, message: str) -> None:
+    asked = [request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS * 4)]
+    with pytest.raises(InputError, match=message) as error:
+        model(tiny_folder, engine=engine).generate_until(asked)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_texts_that_cannot_be_answered_are_named(tiny_folder: Path, engine: str) -> None:
+    lm = model(tiny_folder, engine=engine)
+    for text, count in (("", 0), ("x" * 600, 600)):
+        with pytest.raises(InputError, match=f"task toy, document 1: the continuation has {count} tokens"):
+            lm.loglikelihood([request("loglikelihood", (f"abc{i}", each), i) for i, each in enumerate(("a", text))])
+    with pytest.raises(InputError, match="prompt is empty"):
+        lm.generate_until([request("generate_until", ("", dict(GENERATE)), 0)])
+
+
 @pytest.mark.parametrize(
     ("family", "arguments", "before", "after"),
     [

@@ -714,6 +714,33 @@ def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Pat
     assert [sent[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.6, 0.9, -1, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("own", "off"),
+    [
+        ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 0}),
+        ({"suppress_tokens": [70]}, {"suppress_tokens": None}),
+        ({"num_beams": 2}, {"num_beams": 1}),
+        ({"typical_p": 0.5, "renormalize_logits": True}, {}),  # without effect on greedy answers
+    ],
+)
+def test_settings_of_the_model_that_a_server_does_not_know_are_refused(
+    tiny_folder: Path, tmp_path: Path, own: dict[str, Any], off: dict[str, Any]
+) -> None:
+    """`hf` obeys them, also in greedy answers; a task can switch them off."""
+    folder = tmp_path / "tiny-llama"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with Stub(tiny_folder) as stub:
+        lm = served(folder, stub, probe=False)
+        if off:
+            (name,) = off
+            with pytest.raises(InputError, match=f"the model's own generation setting {name}=.* cannot be sent"):
+                lm.generate_until([text("a")])
+        lm.generate_until([text("a", **off)])
+    assert not {*own} & stub.payloads[-1].keys()
+
+
 def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "final"
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))

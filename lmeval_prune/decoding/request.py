@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -96,9 +97,7 @@ class SamplingParams(Settings):
                 f"engine=batched does not know the generation mode {mode.value}", remedy="change its settings"
             )
         fields: dict[str, Any] = {name: settings.get(name, defaults[name]) for name in _FIELDS}
-        others = {
-            name: settings[name] for name in _LOGITS if settings.get(name, defaults.get(name)) != defaults.get(name)
-        }
+        others = logits_settings(settings)
         fields |= {"eos": end_tokens(config), "stop": (*stop, *_texts(settings.get("stop_strings")))}
         return cls(**{**fields, "others": json.dumps(others, sort_keys=True), **changes})
 
@@ -111,6 +110,12 @@ class SamplingParams(Settings):
             settings |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
             settings |= {"min_p": self.min_p} if self.min_p else {}
         return settings
+
+
+def logits_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a generation config that change logits, without the fields of `SamplingParams`."""
+    defaults = GenerationConfig._get_default_generation_params()
+    return {name: settings[name] for name in _LOGITS if settings.get(name, defaults.get(name)) != defaults.get(name)}
 
 
 def token_ids(name: str, tokens: Any) -> tuple[int, ...]:

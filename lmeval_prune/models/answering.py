@@ -327,7 +327,12 @@ class Answering:
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`."""
-        return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
+        try:
+            return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
+        except AssertionError:  # that names nothing: a continuation is empty or too long
+            if kind != "generate_until":
+                likelihood.token_windows(self.lm, kind, requests, disable_tqdm=True)
+            raise
 
     def _compute_in_parts(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf` in parts, so that answers are stored soon and sampled by seeds of their own."""

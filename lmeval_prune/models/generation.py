@@ -16,8 +16,10 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.models.lengths import Ending
+from lmeval_prune.settings import Count, parse_value
 
 Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names
 _SAMPLING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
 )
@@ -28,8 +30,14 @@ def is_sampling(settings: dict[str, Any]) -> bool:
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
-def check_temperature(settings: dict[str, Any]) -> None:
-    """Raise an `InputError` for sampling without a temperature, which lm-eval's `hf` takes to be 0."""
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
+    parse_value("temperature", settings.get("temperature"), float | None)
+    until = settings.get("until")
+    if not isinstance(until, str | None) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):
+        raise InputError(f"until={until!r} must be a text or a list of texts")
+    for name in LIMITS:
+        parse_value(name, settings.get(name), Count | None)
     if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
         raise InputError("do_sample=true needs a temperature above 0", remedy="give both, e.g. temperature=0.7")
 
@@ -136,13 +144,13 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
     Raises:
         InputError: the engine does not support a setting.
     """
+    check_settings(settings)
     options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     until = handle_stop_sequences(options.pop("until", None), eos=end)
     length = options.pop("max_gen_toks")
     if "max_length" in options:
         raise InputError("engine=batched does not take max_length as a generation setting", remedy="use max_gen_toks")
-    check_temperature(options)
     if options.get("temperature") == 0.0:
         options.pop("temperature")
         options["do_sample"] = False

@@ -27,14 +27,14 @@ from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_argument
 from lmeval_prune.models.engine_choice import EngineChoice
-from lmeval_prune.models.generation import check_temperature
+from lmeval_prune.models.generation import check_settings
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
@@ -291,21 +291,30 @@ class PrunedHFLM(AnsweringLM, HFLM):
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse sampling without a temperature, and repeats that `--use_cache` would answer with one text."""
+        """Refuse wrong settings of generation, and repeats that `--use_cache` would answer with one text."""
         own_limit = getattr(getattr(self.model, "generation_config", None), "max_new_tokens", None)
         if kind == "generate_until" and own_limit is not None and self.rank == 0:
             line = "answers have the task's max_gen_toks, not the max_new_tokens=%d of the model's generation config"
             eval_logger.warning(f"{line}, which lm-eval's hf takes instead", own_limit)
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
-                check_temperature(request.args[1])
+                check_settings(request.args[1])
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
             refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Generate as `hf` does, but up to the task's limit of tokens, and record the ending of each row."""
         settings["max_new_tokens"] = None  # transformers prefers that of the model's generation config to `max_length`
-        rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
+        if not context.shape[1]:
+            raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
+        try:
+            rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(
+                f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"
+            ) from error
         own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
         ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
         params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(text for text in stop if text))

@@ -13,6 +13,7 @@ from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lmeval_prune.artefacts import digest
+from lmeval_prune.decoding.request import logits_settings
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
@@ -22,7 +23,10 @@ from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
-NO_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+NO_EFFECT = {
+    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"renormalize_logits": True, "remove_invalid_values": True},
+}
 MISSING_TEXT_WARNING = (
     "%s: the server gives an answer without text (content is null), as reasoning parsers do if the thoughts do not "
     "end; such answers count as empty and are not stored: give more max_gen_toks, or start the server without a parser"
@@ -151,13 +155,15 @@ class ServerClient:
         """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
         kind = self.lm.kind
         model = {name: value for name, value in self.lm.checkpoint.generation_config.items() if value is not None}
-        result = {"repetition_penalty": model.get("repetition_penalty", 1.0), **settings}
+        own = {**logits_settings(model), **{name: model[name] for name in NO_EFFECT if name in model}}
+        result = {**(own if is_sampled else generation.without_sampling(own)), **settings}
+        result.pop("do_sample", None)
         if is_sampled:
             result = {**{name: model.get(name, default) for name, default in SAMPLING_DEFAULTS.items()}, **result}
             result["top_k"] = result["top_k"] or -1  # "no limit" is 0 in `hf`, -1 in servers
         else:
             result["temperature"] = 0.0
-        result = {name: value for name, value in result.items() if NO_EFFECT.get(name, ()) != value}
+        result = {name: value for name, value in result.items() if value not in (None, NO_EFFECT.get(name))}
         for name in result:
             if name not in kind.generation_settings:
                 known = sorted(kind.generation_settings)

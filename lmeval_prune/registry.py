@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -11,6 +11,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from lmeval_prune.errors import InputError, check_known, first_line
+
+logger = logging.getLogger(__name__)
 
 
 class Registry(MutableMapping[str, str]):
@@ -44,8 +46,8 @@ class Registry(MutableMapping[str, str]):
 
     def _warn(self, point: EntryPoint, problem: str) -> None:
         package = point.dist.name if point.dist else "unknown"
-        message = f"the package {package} declares {point.name!r} in {self.group}, which {problem}; it is left out"
-        warnings.warn(message, stacklevel=2)
+        text = "the package %s declares %r in %s, which %s; it is left out"
+        logger.warning(text, package, point.name, self.group, problem)
 
     def __getitem__(self, name: str) -> str:
         return self._paths[name]
@@ -92,7 +94,7 @@ class Registry(MutableMapping[str, str]):
             try:
                 yield name, self.load(name)
             except InputError as error:
-                warnings.warn(f"{error}; it is left out", stacklevel=2)
+                logger.warning("%s; it is left out", error)
 
     def name_of(self, kind: type, default: str) -> str:
         """Return the name of a class, or `default` if the registry lacks it."""

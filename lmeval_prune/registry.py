@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,7 +19,8 @@ class Registry(MutableMapping[str, str]):
     """Import paths, `MODULE:CLASS`, by name; a class is imported at first use.
 
     An installed package adds a class by an entry point of the registry's group, and a program by `registry[name] =
-    "MODULE:CLASS"`. A name of this package is not replaced by an entry point: a warning says so.
+    CLASS`, or its import path. Names of this package and reserved ones cannot be taken: such an entry point is left
+    out, with a warning.
 
     Args:
         group: group of the entry points.
@@ -30,33 +31,55 @@ class Registry(MutableMapping[str, str]):
 
     def __init__(self, group: str, setting: str, base: str, own: Mapping[str, str]) -> None:
         self.group, self.setting, self.base = group, setting, base
-        self._own = dict(own)
+        self.own = dict(own)
+        self._added: dict[str, str] = {}
+        self._reserved: set[str] = set()
+        self._warned: set[str] = set()
+
+    def reserve(self, names: Collection[str]) -> None:
+        """Keep names of other settings from being taken."""
+        self._reserved |= {*names} - self.own.keys()
 
     @cached_property
-    def _paths(self) -> dict[str, str]:
-        """Own import paths and those of the entry points, which are read once."""
-        paths = dict(self._own)
+    def _declared(self) -> dict[str, dict[str, str]]:
+        """Packages by the import paths that they declare for each name."""
+        declared: dict[str, dict[str, str]] = {}
         for point in entry_points(group=self.group):
-            path = f"{point.module}:{point.attr}"
-            if not point.name.isidentifier():
-                self._warn(point, "is not a name like my_method")
-            elif paths.setdefault(point.name, path) != path:
-                self._warn(point, f"is {paths[point.name]} already")
-        return paths
+            path = point.value.partition("[")[0].strip()
+            declared.setdefault(point.name, {}).setdefault(path, point.dist.name if point.dist else "unknown")
+        return declared
 
-    def _warn(self, point: EntryPoint, problem: str) -> None:
-        package = point.dist.name if point.dist else "unknown"
-        text = "the package %s declares %r in %s, which %s; it is left out"
-        logger.warning(text, package, point.name, self.group, problem)
+    @property
+    def _paths(self) -> dict[str, str]:
+        paths = dict(self.own)
+        for name, packages in self._declared.items():
+            if not (problem := self._problem_of(name)):
+                paths[name] = next(iter(packages))
+            elif name not in self._warned:
+                self._warned.add(name)
+                text = "the package %s declares %r in %s, which %s; it is left out"
+                logger.warning(text, " and ".join(packages.values()), name, self.group, problem)
+        return paths | self._added
+
+    def _problem_of(self, name: str) -> str:
+        """Return why a name cannot be taken; empty if it can."""
+        if not name.isidentifier():
+            return "is not a name like my_method"
+        if name in self.own:
+            return f"is {self.own[name]} already"
+        return "is the name of another setting" if name in self._reserved else ""
 
     def __getitem__(self, name: str) -> str:
         return self._paths[name]
 
-    def __setitem__(self, name: str, path: str) -> None:
-        self._paths[name] = path
+    def __setitem__(self, name: str, target: str | type) -> None:
+        path = target if isinstance(target, str) else import_path(target)
+        if problem := self._problem_of(name):
+            raise InputError(f"{self.setting} {name!r} {problem}; give {path} another name")
+        self._added[name] = path
 
     def __delitem__(self, name: str) -> None:
-        del self._paths[name]
+        del self._added[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -72,20 +95,25 @@ class Registry(MutableMapping[str, str]):
         """Import the class of a name.
 
         Raises:
-            InputError: the name is unknown, or a class from elsewhere cannot be imported or is no such class.
+            InputError: the name is unknown or declared by two packages, or a class from elsewhere cannot be imported
+                or is no such class.
         """
         self.check(name)
+        if name in self.own:
+            return resolve_name(self.own[name])
+        subject = f"{self.setting}={name}"
+        packages = self._declared.get(name, {})
+        if name not in self._added and len(packages) > 1:
+            raise InputError(f"{subject} is declared by the packages {' and '.join(packages.values())}; uninstall one")
         path = self[name]
-        if self._own.get(name) == path:
-            return resolve_name(path)
         try:
             kind = resolve_name(path)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(
-                f"{self.setting}={name}: {path} cannot be imported ({first_line(error)}); mend or uninstall its package"
+                f"{subject}: {path} cannot be imported ({first_line(error)}); mend or uninstall its package"
             ) from error
         if problem := _problem(kind, resolve_name(self.base)):
-            raise InputError(f"{self.setting}={name}: {path} {problem}")
+            raise InputError(f"{subject}: {path} {problem}")
         return kind
 
     def classes(self) -> Iterator[tuple[str, Any]]:
@@ -98,14 +126,41 @@ class Registry(MutableMapping[str, str]):
 
     def name_of(self, kind: type, default: str) -> str:
         """Return the name of a class, or `default` if the registry lacks it."""
-        path = f"{kind.__module__}:{kind.__qualname__}"
-        return next((name for name, target in self.items() if target == path), default)
+        paths, path = self._paths, import_path(kind)
+        others = [name for name in paths if name not in self.own]
+        return next(
+            (name for name, target in paths.items() if target == path),
+            next((name for name in others if not is_own(kind) and _is(kind, paths[name])), default),
+        )
+
+
+def import_path(kind: type) -> str:
+    """Return the import path of a class, `MODULE:CLASS`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_own(kind: type) -> bool:
+    """Return whether a class is defined in this package."""
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def class_record(kind: type) -> dict[str, str]:
+    """Return the import path of a class from elsewhere, for identities: its name may be another package's tomorrow."""
+    return {} if is_own(kind) else {"class": import_path(kind)}
+
+
+def _is(kind: type, path: str) -> bool:
+    """Return whether an import path is that of a class, perhaps exported by another module than it is defined in."""
+    try:
+        return resolve_name(path) is kind
+    except (Exception, SystemExit):
+        return False  # `load` reports it
 
 
 def _problem(kind: Any, base: type) -> str:
     """Return what keeps an object from being a class that derives from `base`; empty if nothing does."""
     if not isinstance(kind, type) or not issubclass(kind, base):
-        return f"is no subclass of {base.__module__}.{base.__qualname__}"
+        return f"is no subclass of {import_path(base)}; an entry point is MODULE:CLASS"
     if "__dataclass_fields__" not in vars(kind):
         return "is no dataclass; decorate it with @dataclass(frozen=True)"
     if inspect.isabstract(kind):

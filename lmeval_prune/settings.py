@@ -285,7 +285,12 @@ class Settings:
                 raise InputError(f"{subject} has no setting {name!r}{hint}")
         if missing := [name for name in required_fields(cls) if name not in values]:
             raise InputError(f"{subject} needs {', '.join(missing)}{example(missing) if example else ''}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except InputError:
+            raise
+        except ValueError as error:  # of a class from elsewhere
+            raise InputError(f"{subject}: {error}") from error
 
 
 def resolve_device(name: str | None, strictly: bool = True) -> Any:

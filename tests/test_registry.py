@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.cli import main
@@ -17,16 +20,20 @@ from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.pruners.base import Pruner, make_pruner
+from lmeval_prune.models.variants import Variant
+from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import Registry
+from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import FitOptions
+from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.table import ROUTERS
 from tests.tiny_models import tiny
 
 MAP = map_model(tiny("llama"))
 MODULE = '''
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
 
@@ -56,9 +63,18 @@ class Ascending(Pruner):
         return Scores({part.key: self.factor * torch.arange(part.size, dtype=torch.float64) for part in parts})
 
 
+@dataclass(frozen=True, eq=False)
+class Nearest(Knn.ranker):
+    pass
+
+
 @dataclass(frozen=True)
 class Neighbours(Knn):
-    pass
+    ranker: ClassVar = Nearest
+
+    def candidates(self, examples):
+        for each in super().candidates(examples):
+            yield replace(each, ranker=Nearest(**{item.name: getattr(each.ranker, item.name) for item in fields(Nearest)}))
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,59 @@ class Nothing(Preparation):
         pass
 
     def model_args(self, folder):
+        return {}
+
+
+@dataclass(frozen=True)
+class Other(Intervention):
+    """As `Halve`, but for what it does."""
+
+    factor: float = 0.5
+
+    def attach(self, model_map, stack):
+        pass
+
+
+@dataclass(frozen=True)
+class HeadMask(Other):
+    """Named as one of this package."""
+
+
+@dataclass(frozen=True)
+class Plain(Intervention):
+    def attach(self, model_map, stack):
+        pass
+
+
+@dataclass(frozen=True)
+class Forgetful(Other):
+    def resolve(self, model_map):
+        pass
+
+
+@dataclass(frozen=True)
+class Strict(Other):
+    def __post_init__(self):
+        super().__post_init__()
+        if self.factor > 1:
+            raise ValueError("factor is too large")
+
+
+@dataclass(frozen=True)
+class Longer(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({part.key: torch.zeros(part.size + 1) for part in parts})
+
+
+@dataclass(frozen=True)
+class Fewer(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({})
+
+
+@dataclass(frozen=True)
+class Bare(Ascending):
+    def scores(self, model_map, text, parts, removed):
         return {}
 
 
@@ -104,6 +173,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         about = folder / f"{package}-1.dist-info"
         about.mkdir(parents=True)
         (folder / "elsewhere.py").write_text(MODULE, encoding="utf-8")
+        (folder / "reexporting.py").write_text("from elsewhere import *", encoding="utf-8")
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n", encoding="utf-8")
         lines = [
             f"[lmeval_prune.{group}]\n" + "".join(f"{n} = {path}\n" for n, path in rows.items())
@@ -113,14 +183,27 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.syspath_prepend(str(folder))
         importlib.invalidate_caches()
         for registry, *_ in ADDED:
-            vars(registry).pop("_paths", None)
+            forget(registry)
 
     yield install
     monkeypatch.undo()
-    sys.modules.pop("elsewhere", None)
+    for name in ("elsewhere", "reexporting"):
+        sys.modules.pop(name, None)
     importlib.invalidate_caches()
     for registry, *_ in ADDED:
-        vars(registry).pop("_paths", None)
+        forget(registry)
+
+
+def forget(registry: Registry) -> None:
+    """Let the registry read the entry points again."""
+    vars(registry).pop("_declared", None)
+    registry._warned.clear()
+
+
+@dataclass(frozen=True)
+class Constant(Pruner):
+    def scores(self, model_map: Any, text: Any, parts: Any, removed: Any) -> Scores:
+        return Scores({part.key: torch.zeros(part.size) for part in parts})
 
 
 def install_all(install: Any) -> None:
@@ -181,11 +264,13 @@ def test_a_name_of_this_package_stays(install: Any, caplog: pytest.LogCaptureFix
     assert "'with space'" in messages[1] and "with space" not in PRUNERS
 
 
-def test_the_first_of_two_packages_counts(install: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_of_two_packages_is_refused(install: Any) -> None:
     install({"pruners": {"mine": "elsewhere:Undecorated"}})
-    install({"pruners": {"mine": "elsewhere:Ascending"}})  # before the other one on the path
-    assert PRUNERS["mine"] == "elsewhere:Ascending"
-    assert re.search("elsewhere0 declares 'mine'.*is elsewhere:Ascending already", caplog.text)
+    install({"pruners": {"mine": "elsewhere:Ascending"}})
+    with pytest.raises(
+        InputError, match="method=mine is declared by the packages elsewhere1 and elsewhere0; uninstall"
+    ):
+        PRUNERS.load("mine")
 
 
 @pytest.mark.parametrize(
@@ -218,21 +303,129 @@ def test_a_broken_method_leaves_others_usable(install: Any, tmp_path: Path, capl
     mask = HeadMask("L0H1")
     mask.save(tmp_path / "mask.json", MAP)
     assert load_intervention(tmp_path / "mask.json") == mask
-    assert "nowhere:Class" in caplog.text
+    assert not caplog.text  # it is not even imported
+    content = json.loads((tmp_path / "mask.json").read_text()) | {"schema": "nowhere:Class"}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="install the package of that class"):
+        load_intervention(tmp_path / "mine.json")
+    assert "nowhere:Class cannot be imported" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["dtype", "engine", "mask"])
-def test_a_method_with_the_name_of_a_model_arg_is_refused(install: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["dtype", "engine", "mask", "pretrained"])
+def test_a_method_with_the_name_of_a_model_arg_is_left_out(
+    install: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import lmeval_prune.models.pruned_hf  # noqa: F401 - reserves the arguments of `hf`
+
     install({"interventions": {name: "elsewhere:Halve"}})
-    with pytest.raises(InputError, match=f"{name} is a model_arg already; give the entry point of elsewhere:Halve"):
-        Arguments.of({"pretrained": "x"}).refuse_misspelt({"dtype"}, None)
+    assert name not in METHODS and Arguments.of({"pretrained": "x"}).interventions == ()
+    assert "elsewhere0" in caplog.text and "is the name of another setting; it is left out" in caplog.text
+    with pytest.raises(InputError, match="another setting; give elsewhere:Halve another name"):
+        METHODS[name] = "elsewhere:Halve"
 
 
-def test_a_program_adds_a_class_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_one_name_share_no_answers_and_no_artefacts(install: Any, tmp_path: Path) -> None:
+    install({"interventions": {"mine": "elsewhere:Halve", "masked": "elsewhere:HeadMask"}})
+    first = METHODS.load("mine")(0.5)
+    first.save(tmp_path / "first.json", MAP)
+    HeadMask("L0H1").save(tmp_path / "mask.json", MAP)
+    assert load_intervention(tmp_path / "mask.json") == HeadMask("L0H1")  # although `masked` is called HeadMask, too
+    reported = first.report(MAP)["mine"]
+    assert reported == {"class": "elsewhere:Halve", "version": 1, "factor": 0.5}
+    name = Variant.of({"mine": 0.5}, MAP).name
+    assert Variant.of(name, MAP).name == name
+
+    other = importlib.import_module("elsewhere").Other(0.5)
+    assert other.settings() == first.settings() and other.identity(MAP) != first.identity(MAP)
+    with pytest.raises(InputError, match=r"schema is 'elsewhere:Halve'.*install the package of that class"):
+        other.load(tmp_path / "first.json")
+
+
+def test_a_class_that_is_exported_elsewhere_keeps_its_name(install: Any) -> None:
+    install({"interventions": {"mine": "reexporting:Halve"}})
+    half = METHODS.load("mine")(0.5)
+    assert half.summary(MAP) == "mine: factor=0.5"
+    assert half.identity(MAP)["class"] == "elsewhere:Halve"
+
+
+def test_a_method_without_settings_is_switched_on(install: Any) -> None:
+    install({"interventions": {"mine": "elsewhere:Plain"}})
+    for value in (True, "true", {}):
+        assert len(Arguments.of({"mine": value}).interventions) == 1
+    with pytest.raises(InputError, match="mine has no settings; give mine=true"):
+        Arguments.of({"mine": 0.5})
+
+
+def test_mistakes_in_a_class_are_one_line(install: Any) -> None:
+    install({"interventions": {"forgetful": "elsewhere:Forgetful", "strict": "elsewhere:Strict"}})
+    with pytest.raises(InputError, match=r"elsewhere:Forgetful\.resolve returned None; return self"):
+        Arguments.of({"forgetful": 0.5}).interventions[0].fit_to(MAP)
+    with pytest.raises(InputError, match="strict: factor is too large"):
+        Arguments.of({"strict": 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Longer", r"mine returned scores of shape \(5,\) for heads.L0, not \(4,\)"),
+        ("Fewer", "mine returned no scores of heads.L0"),
+        ("Bare", "mine returned a dict; it must return Scores"),
+    ],
+)
+@pytest.mark.parametrize("command", ["prune", "importance"])
+def test_scores_that_are_none_are_one_line(
+    install: Any, tiny_folder: Path, tmp_path: Path, kind: str, message: str, command: str, capsys: Any
+) -> None:
+    install({"pruners": {"mine": f"elsewhere:{kind}"}})
+    words = ["--pretrained", str(tiny_folder), "--method", "mine", "--output", str(tmp_path / "out.json")]
+    more = ["--ratio", "0.25", "--budget", "heads"] if command == "prune" else []
+    assert main([command, *words, *more]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_scores_of_a_package_that_is_gone_are_not_another_method_s(
+    install: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    install_all(install)
+    scores, words = tmp_path / "scores.json", ["--pretrained", str(tiny_folder)]
+    assert main(["importance", *words, "--method", "mine", "--output", str(scores)]) == 0
+    monkeypatch.setattr(PRUNERS, "_declared", {})
+    for method in ([], ["--method", "magnitude"]):
+        more = [
+            "--scores",
+            str(scores),
+            "--ratio",
+            "0.25",
+            "--budget",
+            "heads",
+            "--output",
+            str(tmp_path / "plan.json"),
+        ]
+        assert main(["prune", *words, *method, *more]) == 2
+        assert "scores by method=mine, which is not known; install the package" in capsys.readouterr().err
+
+
+def test_a_router_knows_its_class(install: Any, tmp_path: Path) -> None:
+    install_all(install)
+    options = FitOptions(router="mine", options={"k": 1, "weighting": "uniform", "prior": 1}, validation=0)
+    x, z = torch.randn(20, 4), (torch.rand(20, 3) < 0.5).float()
+    router = fit_embeddings(x, z, ["dense", "L0H0", "L0H1"], "encoder", options)
+    router.save(tmp_path / "router")
+    assert Router.load(tmp_path / "router").method == "mine"
+    path = tmp_path / "router/router.json"
+    content = json.loads(path.read_text())
+    assert content["class"] == "elsewhere:Nearest"
+    path.write_text(json.dumps(content | {"class": "other:Nearest"}))
+    with pytest.raises(InputError, match="router=mine is elsewhere:Nearest now, and was other:Nearest"):
+        Router.load(tmp_path / "router")
+
+
+def test_a_program_adds_a_class_without_a_package() -> None:
     registry = Registry("lmeval_prune.none", "method", "lmeval_prune.pruners.base:Pruner", {"a": PRUNERS["magnitude"]})
-    registry["mine"] = f"{__name__}:Constant"
-    globals()["Constant"] = dict(PRUNERS.classes())["random"]
-    monkeypatch.setitem(registry, "other", "m:C")
-    assert registry.load("mine") is Constant  # noqa: F821
-    assert registry["other"] == "m:C" and len(registry) == 3
-    assert issubclass(registry.load("a"), Pruner)
+    registry["mine"] = Constant
+    registry["other"] = f"{__name__}:Constant"
+    assert registry.load("mine") is registry.load("other") is Constant
+    assert list(registry) == ["a", "mine", "other"] and len(registry) == 3
+    for name in ("a", "with space"):
+        with pytest.raises(InputError, match=f"method '{name}' is"):
+            registry[name] = Constant

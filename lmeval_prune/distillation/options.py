@@ -63,7 +63,7 @@ class DistillOptions(Settings):
         p_min: share at which the schedule starts; after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         growth: exponent of the schedule
         stages: number of stages of pruning and training
-        method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy or slimgpt
+        method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy, slimgpt or that of another package
         options: options of the method, e.g. alpha=0.5
         ffn_method: pruner that scores channels (default: the same as `method`)
         ffn_options: options of ffn_method

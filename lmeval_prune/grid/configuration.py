@@ -35,6 +35,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
+from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
@@ -213,6 +214,7 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 def _check_settings(block: Mapping[str, Any]) -> None:
     """Refuse unknown names of settings."""
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+    METHODS.reserve(hf_arguments)
     known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
     known |= SERVER_OPTIONS if "base_url" in block else set()
     for name in block:

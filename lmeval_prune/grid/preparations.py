@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lmeval_prune.registry import Registry
+from lmeval_prune.registry import Registry, class_record
 from lmeval_prune.settings import Settings, to_plain_json
 
 PREPARATIONS = Registry(
@@ -58,7 +58,7 @@ class Preparation(Settings, ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the model, as a JSON value."""
-        return {"settings": self.settings(), "version": self.version}
+        return {**class_record(type(self)), "settings": self.settings(), "version": self.version}
 
 
 def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:

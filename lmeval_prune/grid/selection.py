@@ -15,7 +15,7 @@ from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints.pruned import MANIFEST
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.preparations import make_preparation
+from lmeval_prune.grid.preparations import PREPARATIONS, make_preparation
 from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
@@ -71,7 +71,7 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}
     recorded = (contents.get("identity") or {}).get("router") or {}
     questions: set[str] = set()
-    unavailable: list[str] = []
+    unavailable = [f"prepare={name}" for name in entry["prepare"] if name not in PREPARATIONS]
     for name, value in _artefacts(folder, entry, contents):
         content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
         path = next((path for path in _candidates(folder, value) if content in (None, _content_digest(path))), None)
@@ -88,6 +88,8 @@ def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, An
     if arguments.get("router") in POLICIES:
         del arguments["router"]
     for name, settings in entry["prepare"].items():
+        if name not in PREPARATIONS:  # its package is not installed here
+            continue
         arguments |= make_preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
     named = [(name, value) for name, value in arguments.items() if name in (*ARTEFACT_ARGUMENTS, CHECKPOINT)]
     return [(name, value) for name, value in named if isinstance(value, str)]

@@ -21,10 +21,11 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
+from lmeval_prune.artefacts import check_schema, read_artefact, validate_json, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_name
+from lmeval_prune.registry import class_record, import_path, is_own
 from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,10 @@ class Intervention(Settings, ABC):
         """Resolve it for a model, after checking that an artefact belongs to this model."""
         if self.origin:
             self.origin.check(model_map)
-        return self.resolve(model_map)
+        resolved: Any = self.resolve(model_map)
+        if not isinstance(resolved, type(self)):
+            raise InputError(f"{import_path(type(self))}.resolve returned {resolved!r}; return self, or a changed copy")
+        return resolved
 
     @contextmanager
     def applied_to(
@@ -242,11 +246,15 @@ class Intervention(Settings, ABC):
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
         """Return a JSON value that determines its effect on this model."""
-        return {"method": method_name(type(self)), "version": self.version, **self.fit_to(model_map).settings()}
+        kind = type(self)
+        named = {"method": method_name(kind), **class_record(kind), "version": self.version}
+        return named | self.fit_to(model_map).settings()
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """Return its entry in the results file, by default `{METHOD: fields}`."""
-        report: dict[str, Any] = {method_name(type(self)): self.fit_to(model_map).settings()}
+        elsewhere = class_record(type(self))
+        named = elsewhere | {"version": self.version} if elsewhere else {}
+        report: dict[str, Any] = {method_name(type(self)): named | self.fit_to(model_map).settings()}
         return report | ({"file": self.origin.path, "file_sha256": self.origin.sha256} if self.origin else {})
 
     def summary(self, model_map: ModelMap) -> str:
@@ -258,7 +266,9 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def schema(cls) -> str:
-        """Return the name of its artefact's schema."""
+        """Return the name of its artefact's schema; that of a class from elsewhere is its import path."""
+        if not is_own(cls):
+            return import_path(cls)
         return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
@@ -318,8 +328,11 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     Raises:
         InputError: the file is missing, broken, a pickle, or no intervention.
     """
-    kinds = {kind.schema(): kind for _, kind in METHODS.classes()}
-    content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
+    content, sha256 = read_artefact(path, None, SCHEMA_VERSION)
+    if content["schema"] not in kinds:
+        kinds |= {kind.schema(): kind for _, kind in METHODS.classes()}
+    check_schema(path, content, tuple(kinds))
     loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded
 

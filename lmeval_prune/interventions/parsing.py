@@ -37,7 +37,10 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
                 f"{name}={value} is a {artefact.schema()} artefact with more settings than {name} has; give it as mask="
             )
         return with_allowances(converted, allowances)
-    settings = value if isinstance(value, dict) else {kind.setting_names()[0]: value}
+    names = kind.setting_names()
+    if not names and str(value).lower() not in ("true", "{}"):
+        raise InputError(f"{name} has no settings; give {name}=true")
+    settings = value if isinstance(value, dict) else dict.fromkeys(names[:1], value)
     return with_allowances(kind.from_dict(settings, name, partial(_json_example, name)), allowances)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmeval_prune.registry import Registry
+from lmeval_prune.registry import Registry, import_path
 
 METHODS = Registry(
     group="lmeval_prune.interventions",
@@ -20,4 +20,4 @@ METHODS = Registry(
 
 def method_name(kind: type) -> str:
     """Return the name of a class in the registry, or its import path if the registry lacks it."""
-    return METHODS.name_of(kind, f"{kind.__module__}:{kind.__qualname__}")
+    return METHODS.name_of(kind, import_path(kind))

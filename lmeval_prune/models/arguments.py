@@ -141,9 +141,6 @@ class Arguments(Settings):
 
         Attributes of the model's `config` are valid arguments; a loaded model (None) accepts only those of `hf`.
         """
-        if clash := METHODS.keys() & {*hf_arguments, *(each.name for each in fields(type(self)))}:
-            name = min(clash)
-            raise InputError(f"{name} is a model_arg already; give the entry point of {METHODS[name]} another name")
         for name in self.others:
             is_known = name in hf_arguments or hasattr(config, name)
             if not is_known and (config is None or did_you_mean(name, argument_names(), cutoff=0.75)):
@@ -177,6 +174,7 @@ FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
 _INTERNAL = {"pretrained", "interventions", "others"}
+METHODS.reserve({each.name for each in fields(Arguments)} | {"mask"})
 
 
 def argument_names() -> list[str]:
@@ -213,5 +211,5 @@ def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
 
 def unknown_argument(name: str, known: Iterable[str] = ()) -> InputError:
     """Return the error for an unknown argument; `known` are valid arguments besides this package's."""
-    hint = did_you_mean(name, [*argument_names(), *known]) or "; leave it out"
+    hint = did_you_mean(name, [*argument_names(), *known]) or "; leave it out, or install the package that has it"
     return InputError(f"unknown model_arg {name!r}{hint}")

@@ -28,7 +28,7 @@ from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line, print_input_errors
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import METHODS, interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
@@ -46,6 +46,7 @@ from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
+METHODS.reserve(_HF_ARGUMENTS)
 _ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 

@@ -20,6 +20,7 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, HeadMask, Intervention, combined
 from lmeval_prune.interventions.parsing import parse_intervention
 from lmeval_prune.models.attempts import DENSE, is_heads
+from lmeval_prune.registry import class_record
 from lmeval_prune.settings import required_fields
 
 
@@ -113,7 +114,7 @@ def variant_arguments(value: Any) -> dict[str, Any]:
         if name not in names:
             hint = did_you_mean(str(name), names) or f"; it has {', '.join(names)}"
             raise InputError(f"a variant has no setting {name!r}{hint}")
-    return {name: _without_version(value[name]) for name in names if name in value}
+    return {name: _without_names(value[name]) for name in names if name in value}
 
 
 def _name(resolved: Sequence[Intervention], model_map: ModelMap) -> str:
@@ -126,8 +127,8 @@ def _name(resolved: Sequence[Intervention], model_map: ModelMap) -> str:
     for each in resolved:
         identity = each.identity(model_map)
         method, version = identity.pop("method"), identity.pop("version")
-        settings = {"sha256": digest(identity)} if _needs_file(each) else identity
-        methods[method] = settings | ({"version": version} if version != 1 else {})
+        named = class_record(type(each)) | ({"version": version} if version != 1 else {})
+        methods[method] = ({"sha256": digest(identity)} if _needs_file(each) else identity) | named
     return json.dumps(methods, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -137,6 +138,7 @@ def _needs_file(intervention: Intervention) -> bool:
     return bool(missing) or (intervention.origin is not None and not isinstance(intervention, HeadMask))
 
 
-def _without_version(setting: Any) -> Any:
-    """Return a method's settings without the version of the method that a name has."""
-    return {key: item for key, item in setting.items() if key != "version"} if isinstance(setting, dict) else setting
+def _without_names(setting: Any) -> Any:
+    """Return a method's settings without the version and the import path of the method, which a name has."""
+    named = ("version", "class")
+    return {key: item for key, item in setting.items() if key not in named} if isinstance(setting, dict) else setting

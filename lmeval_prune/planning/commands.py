@@ -56,7 +56,7 @@ def importance(
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.planning.replacing import RECORD, check_scores_replaceable, scoring_settings
-    from lmeval_prune.pruners.base import make_pruner, per_member
+    from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
@@ -81,11 +81,13 @@ def importance(
     if pruner.depth_only:
         identity = [record, model_map.weights, calibration.record()] if calibration else None
         sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
-        scores = pruner.depth_scores(model_map, read, depth_parts_of(model_map), Removal(), sums).values
+        depth = depth_parts_of(model_map)
+        scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
         rows, scored = _rows_of(scores), "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:
-        scores = pruner.scores(model_map, read, parts_of(model_map, kinds), {}).values
+        parts = parts_of(model_map, kinds)
+        scores = check_scores(pruner, pruner.scores(model_map, read, parts, {}), parts).values
         of_heads = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
         rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
@@ -317,7 +319,11 @@ def _make_pruners(
     if method:
         make_pruner(method, options or {})
     scored_plan = _load_scores(scores, pruning) if scores else None
-    if scored_plan and scored_plan.provenance.get("method") in PRUNERS:
+    if scored_plan and (stored := scored_plan.provenance.get("method")):
+        if stored not in PRUNERS:
+            raise InputError(
+                f"{scores} has scores by method={stored}, which is not known; install the package that has it"
+            )
         method, options = _method_of(str(scores), scored_plan.provenance, method, options)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return scored_plan, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner

@@ -21,6 +21,7 @@ from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.table import PRUNERS
+from lmeval_prune.registry import class_record
 from lmeval_prune.settings import Settings
 
 
@@ -64,7 +65,8 @@ class Pruner(Settings, ABC):
     @property
     def identity(self) -> dict[str, Any]:
         """Method, version and options as JSON; with the model and the text they determine the scores."""
-        return {"method": pruner_name(self), "version": self.version, **asdict(self)}
+        named = {"method": pruner_name(self), **class_record(type(self)), "version": self.version}
+        return named | asdict(self)
 
     def questions(self) -> list[str]:
         """Return the texts of the questions whose outcomes the scores are of; empty for most methods."""
@@ -144,6 +146,21 @@ class DepthPruner(Pruner):
 def _no_depth(pruner: Pruner) -> str:
     able = ", ".join(name for name, kind in PRUNERS.classes() if kind.depth)
     return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks; use one of {able}"
+
+
+def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPart]) -> Scores:
+    """Return what a pruner scored; `InputError` if it is not what `Pruner.scores` says, so that nothing is misread."""
+    name = pruner_name(pruner)
+    if not isinstance(scores, Scores):
+        raise InputError(f"{name} returned a {type(scores).__name__}; it must return Scores")
+    for part in parts:
+        size = part.size if isinstance(part, Part) else 1
+        if part.key not in scores.values:
+            raise InputError(f"{name} returned no scores of {part.key}")
+        shape = tuple(scores.values[part.key].shape)
+        if shape[:1] != (size,) or len(shape) > 2:
+            raise InputError(f"{name} returned scores of shape {shape} for {part.key}, not ({size},)")
+    return scores
 
 
 def per_member(scores: Tensor) -> Tensor:

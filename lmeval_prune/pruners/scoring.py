@@ -11,7 +11,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import COMPOSITION
-from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
+from lmeval_prune.pruners.base import Pruner, Scores, check_scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.composition import BLOCKS
 from lmeval_prune.pruners.layer_store import Removal
@@ -102,8 +102,10 @@ def _computed(
     with earlier.applied_to(model_map.model, model_map) if not pruner.compares_with_unpruned else nullcontext():
         if not {*kinds} <= {*KINDS}:
             before = Removal(removed, dict(earlier.compensation))
-            return pruner.depth_scores(model_map, text, depth_parts_of(model_map, kinds), before, sums)
-        return pruner.scores(model_map, text, parts_of(model_map, kinds), removed)
+            depth = depth_parts_of(model_map, kinds)
+            return check_scores(pruner, pruner.depth_scores(model_map, text, depth, before, sums), depth)
+        parts = parts_of(model_map, kinds)
+        return check_scores(pruner, pruner.scores(model_map, text, parts, removed), parts)
 
 
 def _name_of(pruner: Pruner, kinds: Collection[str], text: CalibrationText | None, removed: Removed) -> str:

@@ -86,7 +86,7 @@ class FitOptions(ContrastiveOptions):
     """Settings of a router's fit: those of every router, and those of the paper's.
 
     Attributes:
-        router: contrastive (the paper's), knn, logistic, sequential or sequential_knn
+        router: contrastive (the paper's), knn, logistic, sequential, sequential_knn or that of another package
         options: settings of another router than the paper's; of several values, validation chooses
         dense: whether the unpruned model is in the pool
         guard: whether the unpruned model is tried first if the router's first try is worse than it on the validation

@@ -26,6 +26,7 @@ from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
+from lmeval_prune.registry import class_record, import_path
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.card import router_card
 from lmeval_prune.sprint.hidden_states import states_of
@@ -152,6 +153,7 @@ class Router:
         data = save({name: tensor.contiguous() for name, tensor in self.ranker.tensors.items()})
         content = {
             "router": self.method,
+            **class_record(type(self.ranker)),
             "pool": self.pool,
             "encoder": self.encoder,
             "settings": self.ranker.settings,
@@ -196,5 +198,8 @@ class Router:
             raise InputError("its pool has an entry twice, or lacks dense")
         if len(platt) != 2 or not all(map(math.isfinite, platt)):
             raise InputError("its calibration is not two numbers")
-        ranker = ROUTERS.load(method).ranker.of(tensors, settings, len(pool))
+        kind, recorded = ROUTERS.load(method).ranker, about.pop("class", None)
+        if class_record(kind).get("class") != recorded:
+            raise InputError(f"router={method} is {import_path(kind)} now, and was {recorded or 'of this package'}")
+        ranker = kind.of(tensors, settings, len(pool))
         return cls(ranker, pool, encoder, method, dense_first, (platt[0], platt[1]), about, sha256)

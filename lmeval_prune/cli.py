@@ -18,7 +18,7 @@ from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error
-from lmeval_prune.options import INCLUDE_PATH, as_typed, packaged_word, read_options, summary
+from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
 
 COMMANDS = {
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: Sequence[str]) -> int:
     """Read and check the options of a command, lock its outputs, and call it."""
-    function, rest = resolve_name(COMMANDS[name]), [packaged_word(word) for word in words[len(name.split()) :]]
+    function, rest = resolve_name(COMMANDS[name]), with_packaged_recipes(words[len(name.split()) :])
     takes_words = bool(inspect.getfullargspec(function).varargs)
     options = {} if takes_words else read_options(name, function, rest, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)

@@ -56,12 +56,16 @@ def takes_tasks(function: Any) -> Any:
     return function
 
 
-def packaged_word(word: str) -> str:
-    """Return a word; of this package, if it is a path `configs/…`, or `--NAME=configs/…`, that does not exist here."""
-    start, equals, path = word.rpartition("=")
-    own = Path(__file__).parent / path
-    is_own = path.startswith("configs/") and not Path(path).exists() and own.is_file()
-    return f"{start}{equals}{own}" if is_own else word
+def with_packaged_recipes(words: Sequence[str]) -> list[str]:
+    """Return words with this package's recipe for a `configs/…` that is not here: the first word, or of `--config`."""
+    result = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, path = word.rpartition("=")
+        own = Path(__file__).parent / path
+        is_input = (option if equals else before) in ("", "--config", "--grid")
+        is_own = is_input and path.startswith("configs/") and not Path(path).exists() and own.is_file()
+        result.append(f"{option}{equals}{own}" if is_own else word)
+    return result
 
 
 def read_options(

@@ -15,6 +15,7 @@ from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.artefacts import cache_folder
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import check_exists, unknown_task_error
+from lmeval_prune.options import INCLUDE_PATH
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
 
@@ -42,7 +43,7 @@ def check(options: Mapping[str, Any]) -> None:
         names_a_stack = any("." in name for name in head_names(heads))  # of an encoder-decoder: `decoder.L5H3`
         if pretrained and not names_a_stack and (layers := outline(str(pretrained), model)):
             Head.parse(heads, layers)
-    for name in _values(options, "task", "tasks"):
+    for name in _values(options, "task", "tasks") if not options.get(INCLUDE_PATH) else ():
         check_task(name)
     for path in _values(options, "plan", "scores", "mask", "grid", "folder"):
         check_exists(path)

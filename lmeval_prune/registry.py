@@ -51,15 +51,13 @@ class Registry(MutableMapping[str, str]):
 
     @property
     def _paths(self) -> dict[str, str]:
-        paths = dict(self.own)
-        for name, packages in self._declared.items():
-            if not (problem := self._problem_of(name)):
-                paths[name] = next(iter(packages))
-            elif name not in self._warned:
-                self._warned.add(name)
-                text = "the package %s declares %r in %s, which %s; it is left out"
-                logger.warning(text, " and ".join(packages.values()), name, self.group, problem)
-        return paths | self._added
+        others = {name: next(iter(packages)) for name, packages in self._declared.items()} | self._added
+        problems = {name: problem for name in others if (problem := self._problem_of(name))}
+        for name in sorted(problems.keys() - self._warned):
+            self._warned.add(name)
+            packages = " and ".join(self._declared.get(name, {}).values()) or "this program"
+            logger.warning("%s has %r in %s, which %s; it is left out", packages, name, self.group, problems[name])
+        return self.own | {name: path for name, path in others.items() if name not in problems}
 
     def _problem_of(self, name: str) -> str:
         """Return why a name cannot be taken; empty if it can."""

@@ -61,7 +61,7 @@ def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
         ),
         (lambda folder: write_adapter(folder, bias="all"), "has bias, which is not supported"),
         (lambda folder: write_adapter(folder, init_lora_weights="pissa_niter_4"), "had changed; load it by peft="),
-        (lambda folder: write_adapter(folder, init_lora_weights="olora"), "had changed; load it by peft="),
+        (lambda folder: write_adapter(folder, init_lora_weights="OLoRA"), "had changed; load it by peft="),
     ],
 )
 def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.errors import brief, first_line
-from lmeval_prune.options import mutually_exclusive, packaged_word, read_options
+from lmeval_prune.options import mutually_exclusive, read_options, with_packaged_recipes
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -245,11 +245,13 @@ def test_recipes_fit_their_commands(path: Path) -> None:
 def test_recipes_of_the_package_need_no_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name, own = "configs/pruners/flap.yaml", str(ROOT / "lmeval_prune/configs/pruners/flap.yaml")
-    assert [packaged_word(word) for word in (name, f"--config={name}", f"./{name}", "configs/pruners/flap", "--config")] == [
-        own, f"--config={own}", f"./{name}", "configs/pruners/flap", "--config"]  # fmt: skip
+    for words in ([name], ["--config", name], [f"--config={name}"], ["--ratio", "1", f"--grid={name}"]):
+        assert with_packaged_recipes(words) == [word.replace(name, own) for word in words]
+    for words in ([f"./{name}"], ["configs/pruners/flap"], ["--output", name], [f"--output={name}"], ["a", name]):
+        assert with_packaged_recipes(words) == words
     Path(name).parent.mkdir(parents=True)
     Path(name).write_text("prune: {ratio: 2}")
-    assert packaged_word(name) == name  # what is in the working folder counts
+    assert with_packaged_recipes([name]) == [name]  # what is in the working folder counts
 
 
 @pytest.mark.parametrize("word", ["--config=configs/pruners/flap.yaml", "--config configs/pruners/flap.yaml"])

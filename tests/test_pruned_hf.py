@@ -413,6 +413,7 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
         ({"max_completion_tokens": "few"}, "max_completion_tokens='few' must be a whole number"),
         ({"temperature": "warm"}, "temperature='warm' must be a number"),
         ({"until": 3}, "until=3 must be a text or a list of texts"),
+        ({"until": None}, "until=None must be a text or a list of texts"),
         ({"misspelt": 1}, "misspelt"),
         ({"do_sample": True, "temperature": 1.0, "top_k": -1}, "top_k.*-1"),
     ],
@@ -422,6 +423,25 @@ def test_wrong_generation_settings_are_one_line(tiny_folder: Path, engine: str, 
     with pytest.raises(InputError, match=message) as error:
         model(tiny_folder, engine=engine).generate_until(asked)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"num_beams": "x"}, {"num_beams": 0}, {"eos_token_id": "x"}], ids=str)
+def test_what_transformers_refuses_is_one_line(tiny_folder: Path, changes: dict) -> None:
+    asked = [request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS)]
+    with pytest.raises(InputError) as error:
+        model(tiny_folder, engine="generate").generate_until(asked)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_an_error_of_the_model_is_not_taken_for_a_setting_s(tiny_folder: Path, kind: type[Exception]) -> None:
+    def fail(*_: object) -> None:
+        raise kind("a hook's mistake")
+
+    lm = model(tiny_folder, engine="generate")
+    lm.model.model.layers[0].mlp.register_forward_hook(fail)
+    with pytest.raises(kind, match="^a hook's mistake$"):
+        lm.generate_until([request("generate_until", (PROMPTS[0], dict(GENERATE)), 0)])
 
 
 @pytest.mark.parametrize("engine", ["generate", "batched"])

@@ -721,6 +721,7 @@ def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Pat
         ({"suppress_tokens": [70]}, {"suppress_tokens": None}),
         ({"num_beams": 2}, {"num_beams": 1}),
         ({"typical_p": 0.5, "renormalize_logits": True}, {}),  # without effect on greedy answers
+        ({"renormalize_logits": False, "suppress_tokens": [], "min_new_tokens": 0}, {}),  # without effect
     ],
 )
 def test_settings_of_the_model_that_a_server_does_not_know_are_refused(

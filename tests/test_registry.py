@@ -15,8 +15,13 @@ import torch
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.cli import main
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.stages import foreign_methods
 from lmeval_prune.errors import InputError
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
+from lmeval_prune.grid.prune import Prune
+from lmeval_prune.grid.selection import _artefacts
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
@@ -125,6 +130,29 @@ class Strict(Other):
 class Longer(Ascending):
     def scores(self, model_map, text, parts, removed):
         return Scores({part.key: torch.zeros(part.size + 1) for part in parts})
+
+
+@dataclass(frozen=True)
+class Descending(Ascending):
+    pass
+
+
+@dataclass(frozen=True)
+class Integers(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({part.key: torch.arange(part.size) for part in parts})
+
+
+@dataclass(frozen=True)
+class Lists(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({part.key: [0.0] * part.size for part in parts})
+
+
+@dataclass(frozen=True)
+class Infinite(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({part.key: torch.full((part.size,), float("inf")) for part in parts})
 
 
 @dataclass(frozen=True)
@@ -370,6 +398,9 @@ def test_mistakes_in_a_class_are_one_line(install: Any) -> None:
         ("Longer", r"mine returned scores of shape \(5,\) for heads.L0, not \(4,\)"),
         ("Fewer", "mine returned no scores of heads.L0"),
         ("Bare", "mine returned a dict; it must return Scores"),
+        ("Integers", "mine returned scores of heads.L0 as torch.int64, not as a tensor of floating point"),
+        ("Lists", "mine returned scores of heads.L0 as list"),
+        ("Infinite", "the result of mine has NaN or infinite values in heads.L0; mend the pruner"),
     ],
 )
 @pytest.mark.parametrize("command", ["prune", "importance"])
@@ -429,3 +460,46 @@ def test_a_program_adds_a_class_without_a_package() -> None:
     for name in ("a", "with space"):
         with pytest.raises(InputError, match=f"method '{name}' is"):
             registry[name] = Constant
+
+
+def test_pruners_of_one_name_share_no_results(
+    install: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    install({"pruners": {"mine": "elsewhere:Ascending"}})
+    scores, words = tmp_path / "scores.json", ["--pretrained", str(tiny_folder)]
+    assert main(["importance", *words, "--method", "mine", "--output", str(scores)]) == 0
+    prune, options = Prune(method="mine", ratio=0.25, budget="heads"), DistillOptions("x", "y", method="mine")
+    before, distilled = prune.identity(), foreign_methods(options)
+    assert distilled == {"method_class": "elsewhere:Ascending, version 1"}
+    assert not foreign_methods(DistillOptions("x", "y", method="flap"))
+    monkeypatch.setattr(PRUNERS, "_declared", {"mine": {"elsewhere:Descending": "other"}})
+    assert prune.identity() != before and foreign_methods(options) != distilled
+    more = ["--scores", str(scores), "--ratio", "0.25", "--budget", "heads", "--output", str(tmp_path / "plan.json")]
+    assert main(["prune", *words, *more]) == 2
+    assert "has scores of another mine (class: elsewhere:Ascending); score again" in capsys.readouterr().err
+
+
+def test_a_name_that_is_reserved_later_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry("lmeval_prune.none", "method", "lmeval_prune.pruners.base:Pruner", {})
+    registry["seed"] = Constant
+    registry.reserve({"seed"})
+    assert "seed" not in registry and "this program has 'seed'" in caplog.text
+
+
+@pytest.mark.parametrize("content", [{}, [1], {"schema": 5}, {"schema": "foo"}, {"schema": "lmeval-prune/router"}])
+def test_what_is_no_artefact_is_named(install: Any, tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(content))
+    for has_others in (False, True):
+        if has_others:
+            install_all(install)
+        with pytest.raises(InputError, match=r"is not a lmeval-prune/head-mask or .* artefact \(its schema is"):
+            load_intervention(path)
+
+
+def test_a_grid_is_compared_without_the_packages_of_its_preparations(tmp_path: Path) -> None:
+    unavailable: list[str] = []
+    prepare = {"gone": {}, "prune": {"method": "gone", "ratio": 0.2}}
+    entry = {"model_args": {"mask": "mask.json"}, "prepare": prepare}
+    assert _artefacts(GridFolder(tmp_path), entry, {}, unavailable) == [("mask", "mask.json")]
+    assert unavailable == ["prepare=gone", "prepare=prune"]

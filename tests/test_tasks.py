@@ -268,12 +268,12 @@ def test_commands_take_a_folder_of_ones_own_tasks(
     assert sorted(["run", *taking]) == sorted(WITH_LM_EVAL)
     own = tmp_path / "tasks"
     own.mkdir()
-    (own / "mine.yaml").write_text(f"include: {ROOT / 'tasks' / 'tiny' / 'prune_tiny_words.yaml'}\ntask: mine\n")
-    words = ["distance", str(tiny_folder), "--heads", "L0H1", "--task", "mine", "--limit", "1"]
+    (own / "mine.yaml").write_text(f"include: {ROOT / 'tasks' / 'tiny' / 'prune_tiny_words.yaml'}\ntask: prune_mine\n")
+    words = ["distance", str(tiny_folder), "--heads", "L0H1", "--task", "prune_mine", "--limit", "1"]
     words += ["--gen_kwargs", "max_gen_toks=2", "--output", str(tmp_path / "distance.json")]
     assert main([*words, "--include_path", str(own)]) == 0
     for wrong, message in (
-        (words, r"there is no task mine "),
+        (words, r"there is no task prune_mine "),
         ([*words, "--include_path", str(tmp_path / "none")], r"--include_path=.*none is no folder; name the one with"),
     ):
         assert main(wrong) == 2
@@ -284,7 +284,7 @@ def test_commands_take_a_folder_of_ones_own_tasks(
             {
                 "model": {"pretrained": str(tiny_folder)},
                 "variants": {"dense": None},
-                "tasks": [{"task": "mine", "limit": 1}],
+                "tasks": [{"task": "prune_mine", "limit": 1}],
                 "measure": False,
                 "gen_kwargs": {"max_gen_toks": 2},
             }

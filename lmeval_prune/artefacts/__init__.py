@@ -18,7 +18,6 @@ from lmeval_prune.artefacts.locks import (
 from lmeval_prune.artefacts.reading import (
     NONFINITE_REMEDY,
     check_finite,
-    check_schema,
     parse_json,
     read_artefact,
     read_json,
@@ -41,8 +40,7 @@ from lmeval_prune.artefacts.writing import (
 )
 
 __all__ = [
-    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_schema",
-    "check_writable",
+    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
     "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path",
     "new_file", "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
     "read_table", "read_tensors", "validate_json", "without_addresses", "without_nan", "write_artefact", "write_bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ PathLike = str | os.PathLike[str]
 
 
 def read_artefact(
-    path: PathLike, schema: str | tuple[str, ...] | None, version: int, fields: Any = dict[str, Any]
+    path: PathLike, schema: str | tuple[str, ...], version: int, fields: Any = dict[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Read a JSON artefact.
 
     Args:
         path: the file.
-        schema: the accepted schema or schemas; None accepts any.
+        schema: the accepted schema or schemas.
         version: the newest version that can be read.
         fields: type of the content; see `validate_json`.
 
@@ -37,9 +37,11 @@ def read_artefact(
     path = Path(path)
     data = _read_bytes(path)
     content = parse_json(data, path)
-    if schema is None:
-        schema = (str(content.get("schema")),) if isinstance(content, dict) else ("lmeval-prune",)
-    check_schema(path, content, (schema,) if isinstance(schema, str) else schema)
+    schemas = (schema,) if isinstance(schema, str) else schema
+    if not isinstance(content, dict) or content.get("schema") not in schemas:
+        name = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        hint = "; install the package of that class" if isinstance(name, str) and ":" in name else ""
+        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r}){hint}")
     number = content.get("schema_version")
     if not isinstance(number, int) or isinstance(number, bool):
         raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
@@ -48,14 +50,6 @@ def read_artefact(
             f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
         )
     return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
-
-
-def check_schema(path: PathLike, content: Any, schemas: Collection[str]) -> None:
-    """Raise `InputError` for the content of a file that is no artefact of one of these schemas."""
-    name = content.get("schema") if isinstance(content, dict) else type(content).__name__
-    if not isinstance(content, dict) or name not in schemas:
-        hint = "; install the package of that class" if isinstance(name, str) and ":" in name else ""
-        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r}){hint}")
 
 
 def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:

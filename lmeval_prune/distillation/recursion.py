@@ -31,7 +31,7 @@ from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.lora import add_lora, check_lora, merge, recorded_lora
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.stages import check_pruning, cut_stage
+from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
 from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments, stage_seed
 from lmeval_prune.errors import InputError
@@ -85,6 +85,7 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
         if folder := settings[name]:
             settings |= {name: host.identity(folder), f"{name}_files": host.configuration(folder)}
     settings["lora"] = recorded_lora(options.lora)
+    settings |= foreign_methods(options)
     if options.corpus:
         settings["corpus"] = corpus_identity(options.corpus)
     if options.costs:

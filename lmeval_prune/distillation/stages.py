@@ -22,6 +22,8 @@ from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
 from lmeval_prune.pruners.scoring import kinds_read_for
 from lmeval_prune.pruners.sequential import count_removed
+from lmeval_prune.pruners.table import PRUNERS
+from lmeval_prune.registry import import_path
 from lmeval_prune.settings import Use, check_used
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
@@ -65,6 +67,13 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
                 f"or a smaller ffn_multiple"
             )
         before = after
+
+
+def foreign_methods(options: DistillOptions) -> dict[str, str]:
+    """Return import path and version of each pruner from another package, which its name does not determine."""
+    names = {name: getattr(options, name) for name in ("method", "ffn_method", "depth_method")}
+    kinds = {name: PRUNERS.load(method) for name, method in names.items() if method and method not in PRUNERS.own}
+    return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
 
 def make_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:

@@ -214,8 +214,9 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 def _check_settings(block: Mapping[str, Any]) -> None:
     """Refuse unknown names of settings."""
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    METHODS.reserve(hf_arguments)
-    known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+    others = {*hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+    METHODS.reserve(others | SERVER_OPTIONS)
+    known = {*argument_names(), *others}
     known |= SERVER_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:

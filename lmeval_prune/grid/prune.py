@@ -16,6 +16,7 @@ from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS
+from lmeval_prune.registry import class_record
 from lmeval_prune.settings import Count, Seed, Use
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,9 @@ class Prune(Preparation):
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on, with the pruner's version and a task's training problems."""
         problems = {"problems": training_digest(self.task)} if self.task else {}
-        return {**super().identity(), "method": make_pruner(self.method, self.options).version, **problems}
+        pruner = make_pruner(self.method, self.options)
+        elsewhere = {"pruner": class_record(type(pruner))} if class_record(type(pruner)) else {}
+        return {**super().identity(), "method": pruner.version, **elsewhere, **problems}
 
     def check(self, model_map: Any) -> None:
         """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""

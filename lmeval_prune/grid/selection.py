@@ -15,7 +15,7 @@ from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints.pruned import MANIFEST
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.preparations import PREPARATIONS, make_preparation
+from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
@@ -71,8 +71,8 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}
     recorded = (contents.get("identity") or {}).get("router") or {}
     questions: set[str] = set()
-    unavailable = [f"prepare={name}" for name in entry["prepare"] if name not in PREPARATIONS]
-    for name, value in _artefacts(folder, entry, contents):
+    unavailable: list[str] = []
+    for name, value in _artefacts(folder, entry, contents, unavailable):
         content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
         path = next((path for path in _candidates(folder, value) if content in (None, _content_digest(path))), None)
         if path:
@@ -82,15 +82,20 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     return questions, unavailable
 
 
-def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the arguments that name artefacts, including those of the preparation."""
+def _artefacts(
+    folder: GridFolder, entry: dict[str, Any], contents: dict[str, Any], unavailable: list[str]
+) -> list[tuple[str, str]]:
+    """Return the arguments that name artefacts, with the preparation's; an unknown one goes to `unavailable`."""
     arguments = dict(entry["model_args"])
     if arguments.get("router") in POLICIES:
         del arguments["router"]
     for name, settings in entry["prepare"].items():
-        if name not in PREPARATIONS:  # its package is not installed here
-            continue
-        arguments |= make_preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
+        try:
+            preparation = make_preparation(name, settings)
+        except InputError:  # its package, or its pruner's, is not installed here
+            unavailable.append(f"prepare={name}")
+        else:
+            arguments |= preparation.model_args(folder.prepared / str(contents.get("prepared") or ""))
     named = [(name, value) for name, value in arguments.items() if name in (*ARTEFACT_ARGUMENTS, CHECKPOINT)]
     return [(name, value) for name, value in named if isinstance(value, str)]
 

@@ -21,7 +21,7 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import check_schema, read_artefact, validate_json, write_artefact
+from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_name
@@ -329,10 +329,14 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
         InputError: the file is missing, broken, a pickle, or no intervention.
     """
     kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
-    content, sha256 = read_artefact(path, None, SCHEMA_VERSION)
-    if content["schema"] not in kinds:
-        kinds |= {kind.schema(): kind for _, kind in METHODS.classes()}
-    check_schema(path, content, tuple(kinds))
+    try:
+        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    except InputError:
+        elsewhere = {kind.schema(): kind for name, kind in METHODS.classes() if name not in METHODS.own}
+        if not elsewhere:
+            raise
+        kinds |= elsewhere
+        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded
 

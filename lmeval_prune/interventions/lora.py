@@ -147,7 +147,7 @@ def _read(folder: Path) -> dict[str, Update]:
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":
         raise InputError(f"lora={folder} has {(unsupported or ['bias'])[0]}, which is not supported; load it by peft=")
-    if (start := str(config.get("init_lora_weights"))).startswith(_REWRITES):
+    if (start := str(config.get("init_lora_weights"))).lower().startswith(_REWRITES):
         raise InputError(
             f"lora={folder} was trained on weights that init_lora_weights={start} had changed; load it by peft=, or "
             f"save it again with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"

@@ -33,8 +33,8 @@ def is_sampling(settings: dict[str, Any]) -> bool:
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
     parse_value("temperature", settings.get("temperature"), float | None)
-    until = settings.get("until")
-    if not isinstance(until, str | None) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):
+    until = settings.get("until", [])
+    if not isinstance(until, str) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):
         raise InputError(f"until={until!r} must be a text or a list of texts")
     for name in LIMITS:
         parse_value(name, settings.get(name), Count | None)

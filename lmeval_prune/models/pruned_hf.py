@@ -11,6 +11,7 @@ from collections import Counter, deque
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -312,7 +313,9 @@ class PrunedHFLM(AnsweringLM, HFLM):
             rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
         except InputError:
             raise
-        except ValueError as error:
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            if any(frame.f_code.co_name == "_call_impl" for frame, _ in walk_tb(error.__traceback__)):
+                raise  # of a module of the model
             raise InputError(
                 f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"
             ) from error

@@ -156,6 +156,9 @@ class ServerClient:
         kind = self.lm.kind
         model = {name: value for name, value in self.lm.checkpoint.generation_config.items() if value is not None}
         own = {**logits_settings(model), **{name: model[name] for name in NO_EFFECT if name in model}}
+        own = {
+            name: value for name, value in own.items() if value or name in SAMPLING_DEFAULTS
+        }  # others are switched off
         result = {**(own if is_sampled else generation.without_sampling(own)), **settings}
         result.pop("do_sample", None)
         if is_sampled:

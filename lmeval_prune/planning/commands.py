@@ -355,7 +355,13 @@ def _method_of(
     stored = {
         each.name: provenance[each.name] for each in fields(PRUNERS.load(stored_method)) if each.name in provenance
     }
-    same = make_pruner(stored_method, {**stored, **(options or {})}) == make_pruner(stored_method, stored)
+    pruner = make_pruner(stored_method, stored)
+    changed = [key for key in ("class", "version") if pruner.identity.get(key) != provenance.get(key)]
+    if changed and "version" in provenance:
+        raise InputError(
+            f"{path} has scores of another {stored_method} ({changed[0]}: {provenance.get(changed[0])}); score again"
+        )
+    same = make_pruner(stored_method, {**stored, **(options or {})}) == pruner
     if method not in (None, stored_method) or not same:
         raise InputError(
             f"{path} has scores of {stored_method} with its own options; leave out --method and --options, or --scores"

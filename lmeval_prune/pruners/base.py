@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.artefacts import check_finite
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, DepthPart, Part, Removed
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.table import PRUNERS
-from lmeval_prune.registry import class_record
+from lmeval_prune.registry import class_record, is_own
 from lmeval_prune.settings import Settings
 
 
@@ -157,9 +158,15 @@ def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPar
         size = part.size if isinstance(part, Part) else 1
         if part.key not in scores.values:
             raise InputError(f"{name} returned no scores of {part.key}")
-        shape = tuple(scores.values[part.key].shape)
-        if shape[:1] != (size,) or len(shape) > 2:
+        values: Any = scores.values[part.key]
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(f"{name} returned scores of {part.key} as {kind}, not as a tensor of floating point")
+        shape, is_by_column = tuple(values.shape), isinstance(part, Part) and part.kind == HEADS
+        if shape[:1] != (size,) or 0 in shape or len(shape) > 1 + is_by_column:
             raise InputError(f"{name} returned scores of shape {shape} for {part.key}, not ({size},)")
+        if not is_own(type(pruner)):  # else the numbers are outside the range of the model's type
+            check_finite({part.key: values}, f"the result of {name}", "mend the pruner")
     return scores
 
 

@@ -440,7 +440,7 @@ def test_an_error_of_the_model_is_not_taken_for_a_setting_s(tiny_folder: Path, k
 
     lm = model(tiny_folder, engine="generate")
     lm.model.model.layers[0].mlp.register_forward_hook(fail)
-    with pytest.raises(kind, match="^a hook's mistake$"):
+    with pytest.raises(kind, match=r"^a hook's mistake$"):
         lm.generate_until([request("generate_until", (PROMPTS[0], dict(GENERATE)), 0)])
 
 

@@ -221,18 +221,17 @@ class _Planner:
         interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
         if interventions:
             interventions.append(digest(checkpoint.map.signature()))
-        preparation: dict[str, Any] = {}
+        prepared: dict[str, Any] = {}
         for name, settings in variant.prepare.items():
-            made = make_preparation(name, settings)
-            made.check(checkpoint.map)
-            preparation = {"name": name, **made.identity()}
-            preparation |= {"seed": variant.seed, "versions": self.versions}
-            preparation["key"] = digest([model, preparation])
+            preparation = make_preparation(name, settings)
+            preparation.check(checkpoint.map)
+            prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": self.versions}
+            prepared["key"] = digest([model, prepared])
         return {
             "model": model,
             "interventions": interventions,
             "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
-            "preparation": preparation,
+            "preparation": prepared,
         }
 
 

@@ -104,7 +104,8 @@ class Prune(Preparation):
         """Return everything that the result depends on, with the pruner's version and a task's training problems."""
         problems = {"problems": training_digest(self.task)} if self.task else {}
         pruner = make_pruner(self.method, self.options)
-        elsewhere = {"pruner": class_record(type(pruner))} if class_record(type(pruner)) else {}
+        record = class_record(type(pruner))
+        elsewhere = {"pruner": record} if record else {}
         return {**super().identity(), "method": pruner.version, **elsewhere, **problems}
 
     def check(self, model_map: Any) -> None:

@@ -36,7 +36,7 @@ class CellContents(TypedDict):
     identity: NotRequired[CellIdentity]
 
 
-class Made(TypedDict):
+class Provenance(TypedDict):
     """The questions in a plan's provenance."""
 
     seen: NotRequired[list[str]]
@@ -45,7 +45,7 @@ class Made(TypedDict):
 class CutPlan(TypedDict):
     """The plan of a cut."""
 
-    made: NotRequired[Made]
+    made: NotRequired[Provenance]
 
 
 class Cut(TypedDict):
@@ -54,11 +54,11 @@ class Cut(TypedDict):
     plan: NotRequired[CutPlan]
 
 
-class SelectionArtefact(Made):
+class SelectionArtefact(Provenance):
     """Fields of an artefact that name its questions: a router's or mask's, a plan's, those of a checkpoint's cuts."""
 
     schema: str
-    made: NotRequired[Made]
+    made: NotRequired[Provenance]
     stages: NotRequired[list[Cut]]
 
 

@@ -174,7 +174,7 @@ FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
 _INTERNAL = {"pretrained", "interventions", "others"}
-METHODS.reserve({each.name for each in fields(Arguments)} | {"mask"})
+METHODS.reserve({each.name for each in fields(Arguments)})
 
 
 def argument_names() -> list[str]:

@@ -5,7 +5,8 @@
 #         benchmarks/gpu_rehearsal.sh pack                # writes .gpu-carry/, which git does not see
 # There, each in less than ten minutes (BUDGET=seconds: for less):
 #         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: rows of
-#                 smaller_model.py by random weights, for TRIAL_SECONDS at most, and the gates of a step
+#                 smaller_model.py by random weights, for TRIAL_SECONDS at most, and the gates of a step; `trial`: only
+#                 those rows
 #         RECIPES="width depth" benchmarks/gpu_rehearsal.sh run   # after `first`, with base and .gpu-carry/second: the
 #                 experiment of a smaller model, in PROCESSES processes that share the GPU by MPS, if MPS starts; then
 #                 the recipes in EXTRA, if any; FOLDS: only these folds
@@ -179,8 +180,8 @@ collect_rows() {
     fi
 }
 
-# Trains for a short time on random weights, which shows what fails on this machine, and measures the steps.
-first() {
+# Trains for a short time on random weights, which shows what fails on this machine.
+trial() {
     local log status=0 random=$WORK/random # the model's shape and tokenizer
     prepare_experiment
     if [ ! -d "$random" ]; then
@@ -201,12 +202,17 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
     stop_mps
     collect_rows "$WORK/trial" trial
     for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
+    if [ $status = 124 ]; then status=0; fi # the trial's time was up, as it may be
+    return $status
+}
+
+# Tries the experiment, and measures the steps.
+first() {
+    trial
     # shellcheck disable=SC2086 # numbers
     engine --part steps --no-compile --models llama-3-8b-bfloat16 smollm2-135m-float32 smollm2-135m-bfloat16 \
         --rows ${ROWS_OF_STEPS:-256 512} --keys 300 --device "$DEVICE" --budget "${BUDGET:-60}" \
         --out "$OUT/gpu_engine_steps" "${STEP_OPTIONS[@]}"
-    if [ $status = 124 ]; then status=0; fi # the trial's time was up, as it may be
-    return $status
 }
 
 # Runs the experiment, then the recipes in EXTRA; returns the status of what failed first.
@@ -299,11 +305,12 @@ compiled-smollm2)
     ;;
 peers) prepare && engine --part peers "${MODEL[@]}" --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_peers" ;;
 filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_filter" ;;
+trial) trial ;;
 first) first ;;
 run) experiment ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,21p' benchmarks/gpu_rehearsal.sh >&2
+    sed -n '4,22p' benchmarks/gpu_rehearsal.sh >&2
     exit 2
     ;;
 esac

@@ -200,14 +200,16 @@ def generated(
     if params.do_sample:
         sampling |= {"temperature": params.temperature, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
     texts: list[list[str]] = []
+    padding = host.tokenizer.eos_token_id  # not each tokenizer has a padding token
     torch.manual_seed(0)
     size = max(1, ROWS // samples)
     for batch in (prompts[start : start + size] for start in range(0, len(prompts), size)):
-        inputs = host.tokenizer.pad(
-            {"input_ids": [list(prompt) for prompt in batch]}, padding_side="left", return_tensors="pt"
-        ).to(model.device)
-        tokens = model.generate(**inputs, **sampling, pad_token_id=host.tokenizer.pad_token_id)
-        answers = host.tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        longest = max(map(len, batch))
+        ids = torch.tensor([[padding] * (longest - len(prompt)) + list(prompt) for prompt in batch])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        tokens = model.generate(**inputs, **sampling, pad_token_id=padding)
+        answers = host.tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
         texts += [answers[start : start + samples] for start in range(0, len(answers), samples)]
     return texts
 

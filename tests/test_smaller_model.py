@@ -289,6 +289,9 @@ def test_generate_answers_as_the_engine_does(experiment: Experiment, monkeypatch
     prompts = [tuple(host.tokenizer(text)["input_ids"]) for text in ("1 and 2?", "a longer one", "so", "what is it")]
     params = SamplingParams(max_new_tokens=6)
     assert generated(host, model, prompts, params, 1) == decoded(host, model, prompts, params, 1)
+    padding, host.tokenizer.pad_token = host.tokenizer.pad_token, None  # as some versions of transformers read it
+    assert generated(host, model, prompts, params, 1) == decoded(host, model, prompts, params, 1)
+    host.tokenizer.pad_token = padding
     params = SamplingParams(max_new_tokens=6, do_sample=True, temperature=2.0)
     sampled = generated(host, model, prompts, params, 4)
     assert [len(set(texts)) for texts in sampled] == [4] * 4

@@ -180,4 +180,6 @@ def convert(gguf: Path, folder: Path) -> None:
         str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some versions of transformers read none
+    tokenizer.save_pretrained(folder)

@@ -11,6 +11,7 @@ import numpy
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from lmeval_prune.architectures.precision import product_eps
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 
@@ -18,10 +19,11 @@ from lmeval_prune.decoding.stopping import Stopping
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return for each line of logits, (lines, vocabulary), whether rounding could change the argmax, (lines,).
 
-    The assumed error of a logit is half of 1e-3, or half of 32 roundings of the largest logit if that is more.
+    The assumed error of a logit is half of 1e-3, or half of 32 roundings of the largest logit if that is more; matrix
+    products may be rounded more than their type, see `product_eps`.
     """
     best, second = logits.float().topk(2).values.double().unbind(-1)
-    return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
+    return best - second < (32 * product_eps(logits.dtype) * best.abs()).clamp(min=1e-3)
 
 
 def near_tied_draw(
@@ -33,7 +35,7 @@ def near_tied_draw(
     The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
     """
     largest = logits.float().abs().amax(-1).double()
-    error = (32 * torch.finfo(logits.dtype).eps * largest).clamp(min=1e-3) / 2
+    error = (32 * product_eps(logits.dtype) * largest).clamp(min=1e-3) / 2
     distance = (cumulative - (uniforms * cumulative[..., -1])[..., None]).abs().amin(-1)
     return distance < 2 * error * uniforms * (1 - uniforms) * factor
 
@@ -105,7 +107,7 @@ class Sampler:
             uniform = torch.from_numpy(uniforms(request.seed, len(answer), 1)).to(scores.device)[0]
             return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor / params.temperature))
         best, second = scores.topk(2).values.tolist()
-        return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
+        return bool(best - second < factor * max(1e-3, 32 * product_eps(logits.dtype) * abs(best)))
 
     def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> torch.Tensor:
         history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap, cache_argument
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
+from lmeval_prune.architectures.precision import has_rough_products
 from lmeval_prune.architectures.sublayers import Sublayer
 from lmeval_prune.errors import InputError, first_line
 
@@ -231,7 +232,7 @@ def why_different(model: Any, depth: Depth) -> str:
     """Return how a cut model differs from the plan; empty if it does not, or if no block is removed."""
     if depth.logits is None:
         return ""
-    tolerance = (0.05 if depth.logits.dtype.itemsize < 4 else 1e-3) * float(depth.logits.abs().max())
+    tolerance = (0.05 if has_rough_products(depth.logits.dtype) else 1e-3) * float(depth.logits.abs().max())
     try:
         with torch.no_grad():
             outputs = [run(model), *_decoded(model)]

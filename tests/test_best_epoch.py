@@ -267,7 +267,7 @@ def test_options_of_language_models_are_refused_for_an_athena() -> None:
     [
         ({"best_by": "none", "max_gen_toks": None, "patience": 1}, "best_by=none looks for none"),
         ({"validation": 0.0}, "best_by is for a validation split"),
-        ({"best_by": "loss"}, "max_gen_toks is for calibrate_on=own, train_on=teacher or best_by=accuracy"),
+        ({"best_by": "loss"}, "max_gen_toks is for calibrate_on=own, train_on=teacher, corpus_answers=teacher or"),
         ({"best_by": "loss", "max_gen_toks": None, "answer_metric": "acc"}, "answer_metric is for train_on=teacher or"),
         ({"best_by": "bleu"}, "best_by='bleu' must be accuracy, loss or none"),
         ({"max_gen_toks": 512}, "leaves no room for a prompt, since .* has 512 positions"),

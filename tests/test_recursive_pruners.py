@@ -20,7 +20,7 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
-from lmeval_prune.distillation.lessons import read_lessons
+from lmeval_prune.distillation.lessons import Problem, read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
@@ -386,6 +386,101 @@ def test_a_teacher_without_an_answer_to_keep_is_one_line(options: DistillOptions
     assert "\n" not in str(error.value)
     note = distill(teaching(options, tmp_path, output=str(tmp_path / "fallback")))
     assert note["material"]["lessons"]["train"]["unsolved"] == 8
+
+
+PROMPTS = [f"What is {n} plus {n + 1}?" for n in range(9)]
+
+
+def unlabelled(options: DistillOptions, tmp_path: Path, **changes: Any) -> DistillOptions:
+    """A training that reads nine prompts without answers, an empty one and a test question, as well."""
+    rows = [*PROMPTS, " ", "What is 50 + 50?"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in rows))
+    corpus = {"corpus": str(tmp_path / "prompts.jsonl"), "corpus_prompt": "p", "corpus_answers": "teacher"}
+    greedy = {"samples": 1, "sample_temperature": 0.0, "train_on": "task"}
+    return teaching(options, tmp_path, **{**greedy, **corpus, **changes})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_path: Path, chat: bool) -> None:
+    """Its greedy answers up to a stop text, by `generate`, with the end token; those that were cut off are left out."""
+    options = unlabelled(options, tmp_path, chat=chat)
+    host: Any = make_host(options)
+    examples = host.examples()
+    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
+    taught = host.taught(examples, tmp_path)
+    model, tokenizer = host.read(options.pretrained).eval(), host.tokenizer
+    ends, expected, cut_off = [chr(number) for number in range(33, 126)], set(), 0
+    for prompt in PROMPTS:
+        text = f"u: {prompt}\na:" if chat else prompt
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        size = next((n for n, token in enumerate(tokens) if {tokenizer.decode([token]), ""} & {*ends}), None)
+        end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else None
+        size = min((n for n in (size, end) if n is not None), default=None)
+        cut_off += size is None
+        if size is not None:
+            expected.add(((*ids[0].tolist(), *tokens[:size], tokenizer.eos_token_id), ids.shape[1]))
+    problems = [each for each in taught.train if isinstance(each, Problem)]
+    learned = [each for each in taught.train if not isinstance(each, Problem)]
+    assert {(tuple(each.ids), each.start) for each in learned} == expected and len(learned) == len(expected) > 0
+    assert problems == examples.questions and len(problems) == 8
+    counts = taught.note["lessons"]["corpus_train"]
+    assert counts["questions"] == len(PROMPTS) and counts["cut_off"] == cut_off and "right" not in counts
+    assert taught.note["corpus"]["empty"] == taught.note["corpus"]["with_test_questions"] == 1
+    assert set(taught.note["lessons"]) == {"corpus_train", "corpus_validation"}
+    assert len(taught.lengths) == len(taught.train)
+
+
+def test_the_teacher_can_answer_problems_and_prompts(options: DistillOptions, tmp_path: Path) -> None:
+    note = distill(unlabelled(options, tmp_path, train_on="teacher", keep_answers="all", unsolved="target"))["material"]
+    counts = note["lessons"]
+    assert counts["train"]["questions"] == 8 and counts["corpus_train"]["questions"] == len(PROMPTS)
+    assert {"unsolved", "right"} <= counts["train"].keys() and "unsolved" not in counts["corpus_train"]
+
+
+def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None:
+    """The end token alone ends answers, and some prompts validate."""
+    alone = {"task": None, "answer": "{}", "limit": None, "chat": False, "validation": 0.25}
+    free = {"max_gen_toks": 60, "samples": 4, "sample_temperature": 1.5}
+    note = distill(unlabelled(options, tmp_path, **alone, **free))["material"]["lessons"]
+    assert [note[f"corpus_{part}"]["questions"] for part in ("train", "validation")] == [8, 2]
+    assert note["corpus_train"]["kept"] == 32 - note["corpus_train"]["cut_off"] > 0
+    for number, (changes, message) in enumerate(
+        [
+            ({"max_gen_toks": None}, "corpus_answers=teacher without a task needs max_gen_toks"),
+            (
+                {"max_gen_toks": 1, "samples": 1, "sample_temperature": 0.0},
+                "to 8 prompts too few are kept; give more max_gen_toks",
+            ),
+            ({"train_on": "teacher"}, "answers of a model are to the problems of a task"),
+            (
+                {"corpus_field": "answer"},
+                "corpus_field is for corpus_answers=data; give that, or leave out corpus_field",
+            ),
+            ({"corpus_prompt": None}, "corpus_answers is for a corpus with corpus_prompt"),
+            ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_field and corpus_prompt"),
+        ]
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            distill(
+                unlabelled(options, tmp_path, **{**alone, **free, "output": str(tmp_path / str(number)), **changes})
+            )
+        assert "\n" not in str(error.value)
+
+
+def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_path: Path) -> None:
+    options = unlabelled(options, tmp_path)
+    distill(replace(options, output=str(tmp_path / "whole")))
+    child = os.fork()
+    if child == 0:
+        AnswerStore.add = killing_after(4)(AnswerStore.add)  # type: ignore[method-assign]
+        distill(options)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    distill(options)
+    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
+    assert all(torch.equal(first[name], second[name]) for name in second)
 
 
 def test_outputs_of_versions_without_these_options_are_complete(options: DistillOptions) -> None:

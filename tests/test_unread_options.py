@@ -67,6 +67,7 @@ READ: dict[str, dict[str, Any]] = {
     **{name: {"train_on": "teacher"} for name in ("keep_answers", "unsolved", "answer_metric")},
     **{name: {"corpus": "texts"} for name in ("corpus_field", "corpus_prompt", "corpus_options", "corpus_texts")},
     "corpus_tokens": {"corpus": "texts"},
+    "corpus_answers": {"corpus": "texts", "corpus_prompt": "question"},
 }
 OTHER: dict[str, Any] = {"depth_method": "random", "answer": "It is {}.", "train": ("fold1",), "test": "fold0"}
 # Settings under which each conditional option is unread: most are under the bare ones.
@@ -81,6 +82,8 @@ UNREAD: dict[str, dict[str, Any]] = {
         (("distill_weight",), {"response": False, "feature": False}),
         (("p_min", "growth"), {"stages": 1}),
         (("best_by",), {"validation": 0.0}),
+        (("corpus_answers",), {"corpus": "texts"}),
+        (("corpus_field",), {"corpus": "texts", "corpus_prompt": "p", "corpus_answers": "teacher"}),
     )
     for name in names
 }

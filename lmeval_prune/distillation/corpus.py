@@ -17,6 +17,7 @@ from lmeval_prune.pruners.calibration import encode, special_tokens
 SUFFIXES = (".txt", ".jsonl")
 SHARED_WORDS = 13  # consecutive words of a test question that exclude a document, or all of a shorter question
 LEAST_WORDS = 8  # of a question that texts are searched for: shorter ones meet by chance (GPT-3, arXiv 2005.14165, C)
+_EMPTY = {"data": "without an answer to learn", "teacher": "without a prompt"}  # by who answers
 _WORD = re.compile(r"\w+")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")  # Chinese and Japanese: no spaces between words
 
@@ -28,16 +29,23 @@ class Text(NamedTuple):
     start: int
 
 
+class Prompt(NamedTuple):
+    """A prompt that the teacher answers, as in the chat template if that is used, and its token ids."""
+
+    text: str
+    ids: list[int]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Texts of a corpus, in an order drawn by the seed.
 
     Attributes:
-        texts: windows, or prompts with answers.
+        texts: windows, prompts with answers, or prompts.
         note: for `distillation.json`.
     """
 
-    texts: list[Text]
+    texts: list[Text | Prompt]
     note: dict[str, Any]
 
 
@@ -76,7 +84,7 @@ def read_corpus(
     order = list(range(len(rows)))
     random.Random(options.seed).shuffle(order)
     search = QuestionSearch(test)
-    texts: list[Text] = []
+    texts: list[Text | Prompt] = []
     windows = _Windows(tokenizer, within(options.corpus_tokens, positions))
     max_length = within(options.max_length, positions)
     counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0}
@@ -85,6 +93,14 @@ def read_corpus(
         counts["documents"] += 1
         if search.found_in(text, prompt):
             counts["with_test_questions"] += 1
+        elif options.corpus_answers == "teacher":
+            asked = Prompt(as_prompt(prompt), encode(tokenizer, as_prompt(prompt)))
+            if not prompt.strip():
+                counts["empty"] += 1
+            elif len(asked.ids) >= max_length:
+                counts["too_long"] += 1
+            else:
+                texts.append(asked)
         elif options.corpus_prompt:
             answered = answered_text(tokenizer, encode(tokenizer, as_prompt(prompt)), text)
             if not has_answer(answered):
@@ -112,7 +128,7 @@ def _reason_of_no_text(options: DistillOptions, counts: Mapping[str, int], max_l
     reasons = {
         "with_test_questions": "with a question of the test",
         "too_long": f"with more than {max_length} tokens",
-        "empty": "without an answer to learn" if options.corpus_prompt else "without a text",
+        "empty": _EMPTY[options.corpus_answers] if options.corpus_prompt else "without a text",
     }
     parts = [f"{counts[name]} {reason}" for name, reason in reasons.items() if counts[name]]
     remedies = ["a larger max_length"] if counts["too_long"] else []
@@ -236,12 +252,14 @@ def _rows_of(file: Path, field: str) -> list[dict[str, Any]]:
 
 def _fields(row: Mapping[str, Any], options: DistillOptions) -> tuple[str, str]:
     """Return the prompt of a document, which may be empty, and its text."""
-    names = [options.corpus_prompt, options.corpus_field] if options.corpus_prompt else [options.corpus_field]
+    names = [name for name in (options.corpus_prompt, options.corpus_field) if name]
+    if options.corpus_answers == "teacher":
+        names = names[:1]
     for name in names:
         if not isinstance(row.get(name), str):
             raise InputError(
                 f"a document of the corpus {options.corpus} has no text in {name}; it has "
                 f"{', '.join(row) or 'no fields'}: name them by corpus_field and corpus_prompt"
             )
-    texts = [row[name] for name in names]
-    return (texts[0], texts[1]) if options.corpus_prompt else ("", texts[0])
+    texts = [str(row[name]) for name in names]
+    return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])

@@ -31,6 +31,7 @@ from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.corpus import (
     Corpus,
+    Prompt,
     Text,
     answered_text,
     check_corpus,
@@ -292,15 +293,21 @@ class LanguageHost(Host):
         """Asks models the training problems."""
         options = self.options
         sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
-        return Answerer(self.task, self.tokenizer, sampling, responses_folder(options.responses, Path(options.output)))
+        task = self.task if options.task else None
+        return Answerer(task, self.tokenizer, sampling, responses_folder(options.responses, Path(options.output)))
 
     @override
     def check_answers(self) -> None:
         options = self.options
         if options.asks_models:
-            if options.task is None:
+            if options.task is not None:
+                check_generative(self.task)
+            elif options.calibrate_on == "own" or options.train_on == "teacher":
                 raise InputError("answers of a model are to the problems of a task; give task")
-            check_generative(self.task)
+            elif options.max_gen_toks is None:
+                raise InputError(
+                    "corpus_answers=teacher without a task needs max_gen_toks: tokens of an answer at most"
+                )
         if options.best_by == "accuracy":
             if options.task is None:
                 raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
@@ -334,7 +341,7 @@ class LanguageHost(Host):
             if length > positions:
                 logger.warning("%s: %d instead of %d, since %s has no more positions", option, positions, length, name)
         if options.asks_models or options.best_by == "accuracy":
-            self.answerer.sampling.check_room(self.task, name, positions)
+            self.answerer.sampling.check_room(self.answerer.task, name, positions)
 
     @override
     def check_scoring(self, examples: TrainingExamples) -> None:
@@ -358,20 +365,31 @@ class LanguageHost(Host):
 
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        parts = {"train": examples.questions, "validation": [x for x in examples.validation if isinstance(x, Problem)]}
+        own = {"train": examples.train, "validation": examples.validation}
+        parts: dict[str, list[Any]] = {}
+        if self.options.train_on == "teacher":
+            parts |= {part: [each for each in own[part] if isinstance(each, Problem)] for part in own}
+        if self.options.corpus_answers == "teacher":
+            parts |= {f"corpus_{part}": [each for each in own[part] if isinstance(each, Prompt)] for part in own}
         teacher: Any = self.read(self.options.teacher or self.options.pretrained)
         write_lessons(work, self.answerer, teacher.to(device), parts, self.options, self.positions)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         lessons = read_lessons(work) or {}
-        train, validation = ([Text(**text) for text in lessons["texts"][part]] for part in ("train", "validation"))
+        asked = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
+
+        def learned(part: str, own: Sequence[Any]) -> list[Any]:
+            texts = [Text(**text) for name in (part, f"corpus_{part}") for text in lessons["texts"].get(name, ())]
+            return [*texts, *(each for each in own if not isinstance(each, asked))]
+
+        train, validation = learned("train", examples.train), learned("validation", examples.validation)
         if not train or (examples.validation and not validation):
+            remedy = "samples, keep_answers=all or unsolved=target" if examples.questions else "max_gen_toks or prompts"
             raise InputError(
-                f"of the teacher's answers to {len(examples.questions)} training problems too few are kept; give more "
-                f"samples, keep_answers=all or unsolved=target"
+                f"of the teacher's answers to {len(examples.questions or examples.train)} "
+                f"{'training problems' if examples.questions else 'prompts'} too few are kept; give more {remedy}"
             )
-        train += [text for text in examples.train if not isinstance(text, Problem)]
         note = {**examples.note, "lessons": lessons["counts"]}
         lengths = [len(text.ids) for text in train]
         return replace(examples, train=train, validation=validation, lengths=lengths, note=note)

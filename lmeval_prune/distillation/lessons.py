@@ -1,6 +1,7 @@
-"""What a student learns from its teacher: sampled answers to training problems, stored beside the stages.
+"""What a student learns from its teacher: its answers to training problems or prompts, stored beside the stages.
 
-Each problem gives as many texts as answers to it are kept; a problem without any gives its target, or nothing.
+Each problem gives as many texts as answers to it are kept; a problem without any gives its target, or nothing. Each
+prompt of a corpus gives as many as have an end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact, write_artefact
-from lmeval_prune.distillation.corpus import within
+from lmeval_prune.distillation.corpus import Prompt, within
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.planning.own_answers import Answerer, Question, lessons_of
 
@@ -37,7 +38,7 @@ class Learned(TypedDict):
 
 
 class LessonsFile(TypedDict):
-    """Fields of `lessons.json`, each by part: train, validation."""
+    """Fields of `lessons.json`, each by part: train, validation; of a corpus: corpus_train, corpus_validation."""
 
     texts: dict[str, list[Learned]]
     counts: dict[str, dict[str, int]]
@@ -47,15 +48,15 @@ def write_lessons(
     folder: Path,
     answerer: Answerer,
     teacher: Any,
-    parts: Mapping[str, Sequence[Problem]],
+    parts: Mapping[str, Sequence[Problem | Prompt]],
     options: DistillOptions,
     positions: int | None = None,
 ) -> None:
-    """Ask the teacher, and write what a student learns on each part of the problems; `positions` as in `within`."""
+    """Ask the teacher, and write what a student learns on each part; `positions` as in `within`."""
     texts: dict[str, list[Learned]] = {}
     counts: dict[str, dict[str, int]] = {}
-    for part, problems in parts.items():
-        texts[part], counts[part] = _texts(answerer, teacher, problems, options, positions)
+    for part, asked in parts.items():
+        texts[part], counts[part] = _texts(answerer, teacher, asked, options, positions)
     write_artefact(folder / FILE, SCHEMA, VERSION, {"texts": texts, "counts": counts})
 
 
@@ -66,14 +67,19 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
 
 
 def _texts(
-    answerer: Answerer, teacher: Any, problems: Sequence[Problem], options: DistillOptions, positions: int | None
+    answerer: Answerer, teacher: Any, asked: Sequence[Problem | Prompt], options: DistillOptions, positions: int | None
 ) -> tuple[list[Learned], dict[str, int]]:
-    """Return the texts of some problems, in their order, and the numbers of what they are."""
-    if not problems:
+    """Return the texts of some problems, or of some prompts, in their order, and the numbers of what they are."""
+    if not asked:
         return [], {}
-    questions = [problem.question for problem in problems]
-    result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
-    texts: list[list[Learned]] = [[] for _ in problems]
+    problems = [each for each in asked if isinstance(each, Problem)]
+    prompts = [Question(n, {}, each.text) for n, each in enumerate(asked) if isinstance(each, Prompt)]
+    if problems:
+        questions = [problem.question for problem in problems]
+        result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
+    else:
+        result = lessons_of(answerer, teacher, prompts, "unscored")
+    texts: list[list[Learned]] = [[] for _ in asked]
     too_long = 0
     for lesson in result.lessons:
         ids = [*lesson.prompt, *lesson.answer]
@@ -81,9 +87,10 @@ def _texts(
             texts[lesson.question].append({"ids": ids, "start": len(lesson.prompt)})
         else:
             too_long += 1
-    unsolved = [index for index, several in enumerate(texts) if not several]
-    if options.unsolved == "target":
-        for index in unsolved:
+    counts = {**result.counts, "too_long": too_long}
+    if problems:
+        unsolved = [index for index, several in enumerate(texts) if not several]
+        counts["unsolved"] = len(unsolved)
+        for index in unsolved if options.unsolved == "target" else ():
             texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start}]
-    counts = {**result.counts, "too_long": too_long, "unsolved": len(unsolved)}
     return [text for several in texts for text in several], counts

@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
 from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne, Use
 
-CORPUS = ("corpus_field", "corpus_prompt", "corpus_options", "corpus_texts", "corpus_tokens")
+CORPUS = ("corpus_field", "corpus_prompt", "corpus_answers", "corpus_options", "corpus_texts", "corpus_tokens")
 PROBLEMS = ("train", "test", "answer", "answer_field", "limit")
 SAMPLES = ("samples", "sample_temperature", "responses")
 BestBy = Literal["accuracy", "loss", "none"]
@@ -47,6 +47,8 @@ class DistillOptions(Settings):
             and .jsonl files, or the name of a data set for `datasets.load_dataset`
         corpus_field: field of the documents with the text
         corpus_prompt: field of the documents with a prompt; then corpus_field is its answer, which alone is learned
+        corpus_answers: with corpus_prompt, data (corpus_field has the answers) or teacher (the first teacher's answers;
+            those that were cut off are left out)
         corpus_options: arguments of load_dataset, e.g. name=wikitext-2-raw-v1,split=train
         corpus_texts: number of texts from the corpus, drawn with the seed
         corpus_tokens: tokens of a text that is cut out of the corpus, at most the positions of model and teacher;
@@ -86,7 +88,7 @@ class DistillOptions(Settings):
             is learned) or drop
         answer_metric: (language models) METRIC or METRIC,FILTER of the task that decides what is right, for
             keep_answers and best_by=accuracy (default: exact_match or its first)
-        samples: own answers, or the teacher's, to each question; several need a sample_temperature
+        samples: own answers, or the teacher's, to each question or prompt; several need a sample_temperature
         sample_temperature: temperature of these answers; 0: greedy
         max_gen_toks: (language models) tokens of such an answer, or of one for best_by=accuracy, at most (default: the
             task's)
@@ -131,6 +133,8 @@ class DistillOptions(Settings):
     uses: ClassVar[tuple[Use, ...]] = (
         Use("a corpus", lambda own: bool(own.corpus), CORPUS),
         Use("a corpus without corpus_prompt", lambda own: not own.corpus_prompt, ("corpus_tokens",)),
+        Use("a corpus with corpus_prompt", lambda own: bool(own.corpus_prompt), ("corpus_answers",)),
+        Use("corpus_answers=data", lambda own: own.corpus_answers == "data", ("corpus_field",)),
         Use("the problems of a task", lambda own: own.task or not own.corpus, PROBLEMS),
         Use(
             "problems with answers (a task, or corpus_prompt)",
@@ -148,9 +152,9 @@ class DistillOptions(Settings):
             lambda own: own.train_on == "teacher" or own.best_by == "accuracy",
             ("answer_metric",),
         ),
-        Use("calibrate_on=own or train_on=teacher", lambda own: own.asks_models, SAMPLES),
+        Use("calibrate_on=own, train_on=teacher or corpus_answers=teacher", lambda own: own.asks_models, SAMPLES),
         Use(
-            "calibrate_on=own, train_on=teacher or best_by=accuracy",
+            "calibrate_on=own, train_on=teacher, corpus_answers=teacher or best_by=accuracy",
             lambda own: own.asks_models or own.best_by == "accuracy",
             ("max_gen_toks",),
         ),
@@ -166,8 +170,8 @@ class DistillOptions(Settings):
             ("normalize",),
         ),
         Use(
-            "a term that needs a teacher, or train_on=teacher",
-            lambda own: own.uses_teacher or own.train_on == "teacher",
+            "a term that needs a teacher, train_on=teacher or corpus_answers=teacher",
+            lambda own: own.uses_teacher or own.asks_teacher,
             ("teacher",),
         ),
         Use("a term that needs a teacher", lambda own: own.uses_teacher, ("teachers",)),
@@ -190,6 +194,7 @@ class DistillOptions(Settings):
     corpus: str | None = None
     corpus_field: str = "text"
     corpus_prompt: str | None = None
+    corpus_answers: Literal["data", "teacher"] = "data"
     corpus_options: dict[str, Any] = field(default_factory=dict)
     corpus_texts: Count = 1000
     corpus_tokens: Annotated[int, Ge(2)] = 128
@@ -273,8 +278,13 @@ class DistillOptions(Settings):
 
     @property
     def asks_models(self) -> bool:
-        """Whether models answer training problems."""
-        return self.calibrate_on == "own" or self.train_on == "teacher"
+        """Whether models answer training problems or prompts."""
+        return self.calibrate_on == "own" or self.asks_teacher
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether the first teacher answers training problems, or the prompts of the corpus."""
+        return "teacher" in (self.train_on, self.corpus_answers)
 
     @property
     def removes_channels(self) -> bool:

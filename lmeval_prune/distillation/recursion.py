@@ -165,7 +165,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         write_options(work, settings)
         counts = ", ".join(f"{name} {count}" for name, count in examples.note.items() if isinstance(count, int))
         print(f"problems: {counts}", flush=True)
-    if options.train_on == "teacher":
+    if options.asks_teacher:
         examples = _taught(host, examples, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained

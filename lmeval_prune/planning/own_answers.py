@@ -71,7 +71,8 @@ class Sampling:
 
     def settings(self, task: Any) -> dict[str, Any]:
         """Return lm-eval's generation settings: the task's, with this length and temperature."""
-        settings = generation.without_sampling(dict(task.get_config("generation_kwargs") or {}))
+        kwargs = {"until": []} if task is None else task.get_config("generation_kwargs") or {}
+        settings = generation.without_sampling(dict(kwargs))
         if self.max_gen_toks:
             names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_length")
             settings = {name: value for name, value in settings.items() if name not in names}
@@ -92,7 +93,7 @@ class Answerer:
     """Asks models the questions of a task.
 
     Attributes:
-        task: a loaded generative task.
+        task: a loaded generative task; None: prompts of no task.
         tokenizer: of the models.
         sampling: how answers are generated.
         responses: folder of the answer store.
@@ -129,7 +130,7 @@ class Answerer:
 
     def _request(self, question: Question) -> Any:
         arguments = question.prompt, self.sampling.settings(self.task)
-        name, repeats = str(self.task.task_name), self.sampling.samples
+        name, repeats = "corpus" if self.task is None else str(self.task.task_name), self.sampling.samples
         return compat.request("generate_until", arguments, name, question.number, repeats, doc=dict(question.document))
 
     def _answer(self, lm: PrunedHFLM, request: Any, text: str, record: Mapping[str, Any]) -> OwnAnswer:
@@ -290,7 +291,7 @@ def lessons_of(
     answerer: Answerer,
     teacher: Any,
     questions: Sequence[Question],
-    keep: Literal["right", "all"] = "right",
+    keep: Literal["right", "all", "unscored"] = "right",
     metric: str | None = None,
 ) -> Lessons:
     """Return a teacher's sampled answers to questions as a student learns them.
@@ -301,20 +302,21 @@ def lessons_of(
         answerer: task, tokenizer and sampling.
         teacher: the model.
         questions: training questions.
-        keep: `right`: answers that the task's own scorer finds right; `all`.
+        keep: `right`: answers that the task's own scorer finds right; `all`; `unscored`: all, and none is scored.
         metric: as in `choose_metric`.
     """
     answers = answerer.answers(teacher, questions)
-    rights = answerer.outcomes(questions, answers, metric)
+    rights = [] if keep == "unscored" else answerer.outcomes(questions, answers, metric)
     lessons, without = list[Lesson](), list[int]()
-    for index, (several, right) in enumerate(zip(answers, rights, strict=True)):
-        kept = [a for a, is_right in zip(several, right, strict=True) if not a.cut_off and (is_right or keep == "all")]
+    for index, several in enumerate(answers):
+        wanted = rights[index] if keep == "right" else [True] * len(several)
+        kept = [answer for answer, is_wanted in zip(several, wanted, strict=True) if is_wanted and not answer.cut_off]
         lessons += [Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in kept)]
         without += [] if kept else [index]
     counts = {
         "questions": len(questions),
         "answers": sum(map(len, answers)),
-        "right": sum(map(sum, rights)),
+        **({} if keep == "unscored" else {"right": sum(map(sum, rights))}),
         "cut_off": sum(answer.cut_off for several in answers for answer in several),
         "kept": len(lessons),
         "questions_without": len(without),

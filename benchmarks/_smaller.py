@@ -13,13 +13,14 @@ from typing import Any, NotRequired
 import yaml
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_json, validate_json, write_text
+from lmeval_prune.artefacts import content_digest, digest, read_json, validate_json, write_text
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.training.resuming import default_settings, result_settings
 
 DENSE = "dense"
+PROMPTS = "prompts.jsonl"  # questions without answers, as the task writes them: a corpus of recipes, in the work folder
 
 
 class Goal(TypedDict):
@@ -48,6 +49,7 @@ class Settings(TypedDict):
     folds: list[int]
     choice_seeds: list[int]
     seeds: list[int]
+    prompts: NotRequired[int]
     comparisons: dict[str, str]
     dense: dict[str, Any]
     recipes: dict[str, dict[str, Any]]
@@ -183,8 +185,17 @@ class Experiment:
         defaults = default_settings(DistillOptions)
         settings = {k: v for k, v in result_settings(self.options(row)).items() if v != defaults.get(k)}
         settings["pretrained"] = self.base
+        if "corpus" in settings:
+            settings["corpus"] = self._prompts
         answering = [self.settings[name] for name in ("new_tokens", "samples", "sample_temperature")]
         return digest([settings, answering])
+
+    @cached_property
+    def _prompts(self) -> str:
+        """Digest of the prompts of the work folder."""
+        if not (self.work / PROMPTS).is_file():
+            raise InputError(f"{self.work} has no {PROMPTS}; write it by the command problems")
+        return content_digest(self.work / PROMPTS)
 
     def options(self, row: Row) -> DistillOptions:
         """Return the options by which a row's model is made; `InputError` if they are invalid."""
@@ -200,6 +211,8 @@ class Experiment:
             "test": f"fold{row.fold}",
             "seed": row.seed,
         }
+        if own.get("corpus") == PROMPTS:
+            values["corpus"] = str(self.work / PROMPTS)
         if is_dense:  # of `changes`, what is removed is for the recipes
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
         return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from _record import environment, processor
-from _smaller import DENSE, Experiment, Row
+from _smaller import DENSE, PROMPTS, Experiment, Row
 from typing_extensions import override
 
 from lmeval_prune.artefacts import read_json, write_text
@@ -33,8 +33,14 @@ PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of dense and pruned models alik
 
 
 def write_problems(experiment: Experiment) -> Path:
-    """Write the documents of all folds with their prompts and answers, for machines without lm-eval."""
+    """Write the documents of all folds with their prompts and answers, for machines without lm-eval.
+
+    If recipes read prompts without answers, those are written, too.
+    """
     path = experiment.work / PROBLEMS
+    if experiment.settings.get("prompts") and not (experiment.work / PROMPTS).is_file():
+        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in unanswered_prompts(experiment)]
+        write_text(experiment.work / PROMPTS, "".join(lines))
     if path.is_file():
         return path
     seed, folds = experiment.settings["choice_seeds"][0], dict[str, list[dict[str, Any]]]()
@@ -46,6 +52,23 @@ def write_problems(experiment: Experiment) -> Path:
         ]
     write_text(path, json.dumps(folds) + "\n")
     return path
+
+
+def unanswered_prompts(experiment: Experiment) -> list[str]:
+    """Return prompts of problems that are in no fold, as the task writes them, as many as the experiment names.
+
+    They are ASDiv's problems outside ASDiv-A, then GSM8K's training problems, the shortest first.
+    """
+    from lmeval_prune.tasks.data import load
+
+    host = LanguageHost(experiment.options(Row(DENSE, 0, experiment.settings["choice_seeds"][0])))
+    folder = host.options.data_dir
+    folds = "+".join(f"fold{fold}" for fold in range(FOLDS))
+    inside = {document["id"] for document in load("asdiv_a", folds, folder)}
+    outside = [document for document in load("asdiv", "test", folder) if document["id"] not in inside]
+    further = sorted(load("gsm8k", "train", folder), key=lambda document: len(document["question"]))
+    documents = [*outside, *further][: experiment.settings["prompts"]]
+    return [str(host.task.doc_to_text(dict(document))) for document in documents]
 
 
 class PackedHost(LanguageHost):

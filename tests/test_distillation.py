@@ -845,7 +845,10 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"allocation": "log"}, "allocation=log counts parameters; leave out --budget heads"),
         ({"unit": "layer"}, "unit='layer' must be head, group or balanced"),
         ({"samples": 4, "train_on": "teacher"}, "samples=4 greedy answers"),
-        ({"samples": 4, "sample_temperature": 1.0}, "samples is for calibrate_on=own, train_on=teacher or corpus_answers=teacher"),
+        (
+            {"samples": 4, "sample_temperature": 1.0},
+            "samples is for calibrate_on=own, train_on=teacher or corpus_answers=teacher",
+        ),
         ({"keep_answers": "all"}, "keep_answers is for train_on=teacher"),
         ({"prompts_count": False, "train_on": "teacher"}, "prompts_count is for calibrate_on=own"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import smaller_model
 import yaml
-from _smaller import DENSE, Experiment, Row
+from _smaller import DENSE, PROMPTS, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import removed_share
 from _smaller_plan import chosen_recipes
@@ -295,6 +295,62 @@ def test_generate_answers_as_the_engine_does(experiment: Experiment, monkeypatch
     params = SamplingParams(max_new_tokens=6, do_sample=True, temperature=2.0)
     sampled = generated(host, model, prompts, params, 4)
     assert [len(set(texts)) for texts in sampled] == [4] * 4
+
+
+def test_prompts_are_of_problems_outside_the_folds(
+    tiny_folder: Path, tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are rendered as the problems are; the first are ASDiv's."""
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(shared_data))
+    experiment = with_prompts(tiny_experiment(tiny_folder, tmp_path), 1100)
+    experiment = replace_options(experiment, data_dir=None)
+    assert command(experiment, "problems") == 0
+    prompts = [json.loads(line)["prompt"] for line in (experiment.work / PROMPTS).read_text().splitlines()]
+    documents = [each for fold in json.loads((experiment.work / PROBLEMS).read_text()).values() for each in fold]
+    rows = [json.loads(line) for line in (shared_data / "asdiv.jsonl").read_text().splitlines()]
+    outside = [f"{row['body']} {row['question']}".strip() for row in rows if row["asdiv_a_fold"] is None]
+    task_words = documents[0]["rendered"]["prompt"].split(documents[0]["question"])[1].split("\na:")[0]
+    assert prompts[: len(outside)] == [f"{question}{task_words}" for question in outside]
+    assert len(prompts) == 1100 and all(len(prompt) < 150 + len(task_words) for prompt in prompts[len(outside) :])
+    host = PackedHost(experiment.options(Row(DENSE, 0, 0)), experiment.work / PROBLEMS)
+    assert host._in_chat(f"{documents[0]['question']}{task_words}") == documents[0]["rendered"]["prompt"]
+
+
+def test_a_recipe_that_reads_prompts(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of other prompts is refused, and so is a folder without them; the dense model reads none."""
+    experiment = with_prompts(experiment, 5)
+    experiment.work.mkdir()
+    (experiment.work / PROMPTS).write_text("".join(json.dumps({"prompt": f"{n} and {n}?"}) + "\n" for n in range(5)))
+    assert command(experiment, "train", "--recipes", "ours", "--folds", "0") == 0
+    row = Row("ours", 0, 0)
+    record = experiment.record(row)
+    assert record["stages"] and experiment.options(Row(DENSE, 0, 0)).corpus is None
+    capsys.readouterr()
+    (experiment.work / PROMPTS).write_text(json.dumps({"prompt": "6 and 6?"}) + "\n")
+    assert command(experiment, "choose") == 2
+    assert "is a row of other settings" in capsys.readouterr().err
+    (experiment.work / PROMPTS).unlink()
+    with pytest.raises(InputError, match=r"has no prompts\.jsonl; write it by the command problems"):
+        Experiment(experiment.file, experiment.work, experiment.pretrained).record(row)
+
+
+def with_prompts(experiment: Experiment, count: int) -> Experiment:
+    """Return the experiment with a recipe whose teacher answers prompts."""
+    settings = yaml.safe_load(experiment.file.read_text())
+    settings["prompts"] = count
+    corpus = {"corpus": PROMPTS, "corpus_prompt": "prompt", "corpus_answers": "teacher"}
+    settings["recipes"]["ours"] |= {**corpus, "max_gen_toks": 60, "sample_temperature": 1.5, "samples": 4}
+    experiment.file.write_text(yaml.safe_dump(settings))
+    return Experiment(experiment.file, experiment.work, experiment.pretrained)
+
+
+def replace_options(experiment: Experiment, **options: Any) -> Experiment:
+    """Return the experiment with options of all its rows."""
+    settings = yaml.safe_load(experiment.file.read_text())
+    for own in (settings["dense"], *settings["recipes"].values()):
+        own |= options
+    experiment.file.write_text(yaml.safe_dump(settings))
+    return Experiment(experiment.file, experiment.work, experiment.pretrained)
 
 
 def test_scoring_is_timed_from_the_calibration_text_to_the_cut_model(tmp_path: Path) -> None:

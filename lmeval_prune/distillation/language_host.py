@@ -383,12 +383,17 @@ class LanguageHost(Host):
             texts = [Text(**text) for name in (part, f"corpus_{part}") for text in lessons["texts"].get(name, ())]
             return [*texts, *(each for each in own if not isinstance(each, asked))]
 
+        for part, counts in lessons["counts"].items():
+            if part.startswith("corpus_") and counts and not lessons["texts"][part]:
+                raise InputError(
+                    f"the teacher's answers to the {counts['questions']} prompts of {self.options.corpus} were all cut "
+                    f"off or too long; give more max_gen_toks or max_length"
+                )
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
         if not train or (examples.validation and not validation):
-            remedy = "samples, keep_answers=all or unsolved=target" if examples.questions else "max_gen_toks or prompts"
             raise InputError(
-                f"of the teacher's answers to {len(examples.questions or examples.train)} "
-                f"{'training problems' if examples.questions else 'prompts'} too few are kept; give more {remedy}"
+                f"of the teacher's answers to {len(examples.questions)} training problems too few are kept; give more "
+                f"samples, keep_answers=all or unsolved=target"
             )
         note = {**examples.note, "lessons": lessons["counts"]}
         lengths = [len(text.ids) for text in train]

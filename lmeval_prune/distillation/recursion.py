@@ -186,7 +186,8 @@ def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamp
     process.wait_for_everyone()
     examples = host.taught(examples, work)
     if process.is_main_process:
-        for part, counts in examples.note["lessons"].items():
+        parts = {part: counts for part, counts in examples.note["lessons"].items() if counts}
+        for part, counts in parts.items():
             print(f"teacher, {part}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
     return examples
 

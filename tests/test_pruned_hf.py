@@ -660,6 +660,12 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
         ({"deterministic": True}, {}, "add engine=batched"),
         ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows=0 must be"),
         ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
+        *(({"engine": "batched"}, {name: value}, f"the generation settings .*{name}=.* are refused")
+          for name, value in {"bad_words_ids": 3, "suppress_tokens": "a", "sequence_bias": [1],
+                              "exponential_decay_length_penalty": 2}.items()),
+        ({"engine": "batched"}, {"repetition_penalty": "x"}, "repetition_penalty='x' must be"),
+        ({"engine": "batched"}, {"eos_token_id": "end"}, "eos_token_id must be token ids, not a text"),
+        ({"engine": "batched"}, {"num_return_sequences": 3}, "num_return_sequences=3"),
         ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
         *(({"engine": engine}, {"do_sample": True, **settings}, "do_sample=true needs a temperature above 0; give both")
           for engine in ("batched", "generate", "auto") for settings in ({}, {"temperature": 0.0})),

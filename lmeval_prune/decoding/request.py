@@ -130,7 +130,7 @@ def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
 def end_tokens(config: Any) -> tuple[int, ...]:
     """Return the ids of the end tokens of a generation config."""
     ends = getattr(config, "eos_token_id", None)
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+    return () if ends is None else (ends,) if isinstance(ends, int) else token_ids("eos_token_id", ends)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from lmeval_prune.architectures.precision import product_eps
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.errors import InputError, first_line
 
 
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -125,10 +128,26 @@ class Sampler:
             ends = self.stopping.ends(params)
             config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
             ids: Any = torch.tensor([prompt], device=device)
-            self._by_request[key] = self._model._get_logits_processor(
-                generation_config=config, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=str(device)
-            )
+            with refused_settings(json.loads(params.others)):
+                self._by_request[key] = self._model._get_logits_processor(
+                    generation_config=config,
+                    input_ids_seq_length=len(prompt),
+                    encoder_input_ids=ids,
+                    device=str(device),
+                )
         return self._by_request[key]
+
+
+@contextmanager
+def refused_settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what transformers raises for generation settings of a wrong type or value into an `InputError`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # of any type: a token that is no number, a list that is none
+        names = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise InputError(f"the generation settings {names} are refused ({first_line(error)})") from error
 
 
 def cumulative_distribution(scores: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding.sampling import refused_settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.attempts import Attempt
@@ -155,9 +156,13 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
         options.pop("temperature")
         options["do_sample"] = False
     config = copy.deepcopy(lm.model.generation_config)
-    if unknown := config.update(**options):
+    with refused_settings(options):
+        unknown = config.update(**options)
+    if unknown:
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    return SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length), until
+    with refused_settings(options):
+        params = SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length)
+    return params, until
 
 
 def _decode(lm: HFLM, tokens: list[int], until: list[str]) -> str:

@@ -293,6 +293,16 @@ class Settings:
             raise InputError(f"{subject}: {error}") from error
 
 
+def check_device_name(name: str) -> None:
+    """Raise an `InputError` for a device that torch does not know; it need not exist on this machine."""
+    import torch
+
+    try:
+        torch.device(name)
+    except (RuntimeError, TypeError):
+        raise InputError(f"device={name} is no device of torch; use cpu, cuda or cuda:0") from None
+
+
 def resolve_device(name: str | None, strictly: bool = True) -> Any:
     """Return a torch device, without a name a GPU if there is one; `InputError` if the device does not exist.
 

@@ -38,7 +38,7 @@ from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
-from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
+from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, check_device_name
 
 SEED = 1234
 MAX_VARIANTS = 10_000  # per entry of `variants:`
@@ -120,6 +120,8 @@ class Grid(Settings):
                 raise InputError(f"two {kind} are called {duplicate!r}; give each its own name")
         if self.baseline is not None:
             check_name("baseline", self.baseline, [variant.name for variant in self.variants])
+        if self.device is not None:
+            check_device_name(self.device)
         if isinstance(self.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
             raise InputError(f"batch_size is a whole number from 1, or auto, not {self.batch_size}")
 

@@ -1,15 +1,17 @@
 #!/bin/bash
 # The engine's runs on a GPU machine without a network, to which at most 64 MiB can be copied at a time.
 #
-# Here:   benchmarks/gpu_rehearsal.sh rehearse            # `first`, `run` and the parts on this CPU, tiny
+# Here:   benchmarks/gpu_rehearsal.sh rehearse            # all of it on this CPU, tiny
 #         benchmarks/gpu_rehearsal.sh pack                # writes .gpu-carry/, which git does not see
-# There, each in less than ten minutes (BUDGET=seconds: for less):
-#         benchmarks/gpu_rehearsal.sh first               # with .gpu-carry/base and .gpu-carry/first: rows of
-#                 smaller_model.py by random weights, for TRIAL_SECONDS at most, and the gates of a step; `trial`: only
-#                 those rows
-#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh run   # after `first`, with base and .gpu-carry/second: the
-#                 experiment of a smaller model, in PROCESSES processes that share the GPU by MPS, if MPS starts; then
-#                 the recipes in EXTRA, if any; FOLDS: only these folds
+# There, the experiment of a smaller model (smaller_model.py), in calls of less than ten minutes:
+#         benchmarks/gpu_rehearsal.sh install             # with .gpu-carry/base and .gpu-carry/first
+#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh start # with base and .gpu-carry/second: a trial of
+#                 TRIAL_SECONDS at most; then `run`, which goes on when this command ends, after WAIT seconds
+#         benchmarks/gpu_rehearsal.sh watch               # with base: WAIT seconds more; again and again
+#     `run` is the experiment, begins no row that would end after BUDGET seconds, uses PROCESSES processes that share the
+#     GPU by MPS, if MPS starts, and then makes the recipes in EXTRA, if any; FOLDS: only these folds
+# or the gates of a step, after a trial with random weights:
+#         benchmarks/gpu_rehearsal.sh first               # with base and first
 # or, part by part, in this order:
 #         benchmarks/gpu_rehearsal.sh tests               # with base and first
 #         benchmarks/gpu_rehearsal.sh steps-8b            # gate 1, with base and second
@@ -28,14 +30,14 @@
 # `pack` collects what was copied in $WORK, and the first one with both parts converts the weights (0.5 GB). Without
 # them `sweep` and `peers` take random weights, which their results say, and `run` is an error. Results are written to
 # $OUT after each row, those of `run` every 15 seconds, so that a command that is killed leaves what it has; those of
-# `first` at its end. `rehearse` writes to $WORK/rehearsal only; it runs `first` and `run`, but neither packs nor
-# installs nor converts, and starts no MPS.
+# `first` at its end. `rehearse` writes to $WORK/rehearsal only; it runs `first`, `start` and `watch`, but neither packs
+# nor installs nor converts, and starts no MPS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-CARRY=.gpu-carry
+CARRY=${CARRY:-.gpu-carry}
 OUT=${OUT:-benchmarks/results}
 WORK=${WORK:-/tmp/lmeval-prune-gpu}
-PYTHON=${PYTHON:-python3}
+PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
 FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
 PROCESSES=${PROCESSES:-8}      # of the experiment of a smaller model
@@ -180,11 +182,12 @@ collect_rows() {
     fi
 }
 
-# Trains for a short time on random weights, which shows what fails on this machine.
+# Trains for a short time on the weights, or without them on random ones, which shows what fails on this machine.
 trial() {
-    local log status=0 random=$WORK/random # the model's shape and tokenizer
+    local log status=0 random=$WORK/random model # random: the model's shape and tokenizer
     prepare_experiment
-    if [ ! -d "$random" ]; then
+    model=$(weights_or "$random")
+    if [ ! -d "$model" ]; then
         rm -rf "$random.new"
         cp -r "$CARRY/first/tokenizer" "$random.new"
         "$PYTHON" -c "
@@ -196,14 +199,49 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
     fi
     rm -rf "$WORK/trial"
     # shellcheck disable=SC2086 # names of recipes
-    LIMIT=${TRIAL_SECONDS:-75} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$random" \
-        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_BUDGET:-30}" &
+    LIMIT=${TRIAL_SECONDS:-60} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
+        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-60}" &
     wait $! || status=$?
     stop_mps
     collect_rows "$WORK/trial" trial
     for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
     if [ $status = 124 ]; then status=0; fi # the trial's time was up, as it may be
     return $status
+}
+
+# Prints the folder of the weights, or $1 if they are not there.
+weights_or() {
+    if [ -d "$WORK/smollm2" ]; then echo "$WORK/smollm2"; else echo "$1"; fi
+}
+
+# Starts the experiment in a session of its own, from a copy of what it runs, and watches it.
+start() {
+    trial
+    rm -rf "$WORK/checkout" "$WORK/status" && mkdir -p "$WORK/out" "$WORK/checkout/carry"
+    cp -a benchmarks configs kernels lmeval_prune tasks pyproject.toml "$WORK/checkout/"
+    cp -r "$CARRY/base" "$WORK/checkout/carry/"
+    CARRY=carry OUT=$WORK/out PYTHON=$PYTHON WORK=$WORK DEVICE=$DEVICE CHANGES=$CHANGES PROCESSES=$PROCESSES \
+        RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
+            cd "$WORK/checkout" && benchmarks/gpu_rehearsal.sh run; echo $? >"$WORK/status"' \
+        >"$WORK/run.log" 2>&1 </dev/null &
+    disown
+    watch
+}
+
+# Waits for the experiment for WAIT seconds at most; results so far are in $OUT. Returns its status if it has ended.
+watch() {
+    local end=$((SECONDS + ${WAIT:-520}))
+    until [ -f "$WORK/status" ] || [ $SECONDS -ge $end ]; do
+        sleep 3
+        cp "$WORK"/out/*.tar.gz "$OUT/" 2>/dev/null || true
+    done
+    grep -v -E "Loading|Writing|dequantizing" "$WORK/run.log" | tail -n 40 || true
+    if [ ! -f "$WORK/status" ]; then
+        echo "it goes on; watch it again"
+        return 0
+    fi
+    cp "$WORK"/out/*.tar.gz "$WORK/run.log" "$OUT/" || true
+    return "$(cat "$WORK/status")"
 }
 
 # Tries the experiment, and measures the steps.
@@ -221,7 +259,7 @@ experiment() {
     : "${RECIPES:?names the recipes of the experiment, such as RECIPES=\"width depth\"}"
     prepare_experiment
     if [ ! -d "$WORK/smollm2" ]; then
-        echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`first\`, then copy $CARRY/second" >&2
+        echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`install\`, then copy $CARRY/second" >&2
         return 2
     fi
     local shared=(--changes "$CHANGES")
@@ -259,8 +297,8 @@ rehearse() {
         engine --part "$part" --tiny --device cpu --no-compile --out "$rehearsal/$part"
     done
     CARRY=$rehearsal/carry WORK=$rehearsal/work OUT=$rehearsal/out DEVICE=cpu PROCESSES=2
-    STEP_OPTIONS=(--tiny) TRIAL="{limit: 16, epochs: 1}" CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only
-    TRIAL_SECONDS=200 TRIAL_BUDGET=15 BUDGET=400 FOLDS=0 # enough on a busy machine, too
+    STEP_OPTIONS=(--tiny) CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only
+    TRIAL_SECONDS=100 BUDGET=400 FOLDS=0 # enough on a busy machine, too
     "$PYTHON" benchmarks/smaller_model.py problems --work "$CARRY/base/smaller"
     copy_tokenizer "$CARRY/first/tokenizer"
     "$PYTHON" -c "
@@ -270,7 +308,9 @@ shape = dict(num_hidden_layers=2, hidden_size=72, intermediate_size=192, head_di
 AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "$CARRY/first/tokenizer"
     first
     cp -r "$WORK/random" "$WORK/smollm2"
-    experiment
+    WAIT=1 start
+    tar -tzf "$OUT/trial.tar.gz" new/dense_fold0_seed0.json
+    WAIT=400 watch
     tar -tzf "$OUT/trial.tar.gz" new/dense_fold0_seed0.json
     tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json chosen.json
     echo "rehearsed: $rehearsal"
@@ -278,7 +318,7 @@ AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "
 
 DEVICE=${DEVICE:-cuda}
 CHANGES=${CHANGES:-"{}"}
-TRIAL=${TRIAL:-"{limit: 100, epochs: 2}"}
+TRIAL=${TRIAL:-"{limit: 16, epochs: 1}"}
 case "${1:-}" in
 rehearse) rehearse ;;
 pack) pack ;;
@@ -305,12 +345,15 @@ compiled-smollm2)
     ;;
 peers) prepare && engine --part peers "${MODEL[@]}" --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_peers" ;;
 filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gpu_engine_filter" ;;
+install) prepare ;;
 trial) trial ;;
+start) start ;;
+watch) watch ;;
 first) first ;;
 run) experiment ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,22p' benchmarks/gpu_rehearsal.sh >&2
+    sed -n '4,23p' benchmarks/gpu_rehearsal.sh >&2
     exit 2
     ;;
 esac

@@ -99,12 +99,16 @@ def test_a_cell_of_a_grid_knows_its_lora_adapter(tiny_folder: Path, lora: Path, 
         ({"lora": "missing"}, "is no LoRA adapter"),
         ({"heads": "L0H1"}, "either lora=, or heads="),
         ({"router": "random", "router_pool": "L0H1"}, "either lora=, or heads="),
-        ({"type": "IA3"}, "of type IA3"),
+        ({"config": {"peft_type": "IA3"}}, "of type IA3"),
+        (
+            {"config": {"peft_type": "LORA", "init_lora_weights": "pissa"}},
+            "init_lora_weights=pissa had changed; save it",
+        ),
     ],
 )
 def test_refusals(change: dict, message: str, tiny_folder: Path, lora: Path, tmp_path: Path) -> None:
-    if kind := change.pop("type", None):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    if config := change.get("config"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         change = {"lora": str(tmp_path)}
     with pytest.raises(InputError, match=message) as error:
         served(tiny_folder, Stub(tiny_folder), **{"lora": str(lora), **change})

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import content_digest, digest, file_name, read_artefact, read_json
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.lora import check_initialisation
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
@@ -68,8 +69,10 @@ def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
         raise InputError(
             f"lora={path} is no LoRA adapter: there is no {config.name} in it; name its folder or its GGUF file"
         )
-    if (kind := read_json(config).get("peft_type")) != "LORA":
+    settings = read_json(config)
+    if (kind := settings.get("peft_type")) != "LORA":
         raise InputError(f"lora={path} is an adapter of type {kind}, which servers do not take; give a LoRA adapter")
+    check_initialisation(file, settings)
     return {file.name: content_digest(file)}
 
 

@@ -147,11 +147,7 @@ def _read(folder: Path) -> dict[str, Update]:
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":
         raise InputError(f"lora={folder} has {(unsupported or ['bias'])[0]}, which is not supported; load it by peft=")
-    if (start := str(config.get("init_lora_weights"))).lower().startswith(_REWRITES):
-        raise InputError(
-            f"lora={folder} was trained on weights that init_lora_weights={start} had changed; load it by peft=, or "
-            f"save it again with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"
-        )
+    check_initialisation(folder, config, "load it by peft=, or ")
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
         match = _NAME.fullmatch(name)
@@ -163,6 +159,15 @@ def _read(folder: Path) -> dict[str, Update]:
     return {
         name: Update(pair["A"], pair["B"], _scaling(config, name, len(pair["A"]))) for name, pair in matrices.items()
     }
+
+
+def check_initialisation(folder: Path, config: Mapping[str, Any], remedy: str = "") -> None:
+    """Raise an `InputError` for an adapter of weights that its initialisation changed; `remedy` precedes another."""
+    if (start := str(config.get("init_lora_weights"))).lower().startswith(_REWRITES):
+        raise InputError(
+            f"lora={folder} was trained on weights that init_lora_weights={start} had changed; {remedy}save it again "
+            f"with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"
+        )
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:

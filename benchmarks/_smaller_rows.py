@@ -19,7 +19,6 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.distillation.host import TrainingExamples
 from lmeval_prune.distillation.language_host import LanguageHost, Rows
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
@@ -94,16 +93,6 @@ class PackedHost(LanguageHost):
     @override
     def target(self, document: Any) -> str:
         return str(document["rendered"]["target"])
-
-    @override
-    def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        # not in TF32: each token that its rounding could change would be computed again alone
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            super().ask_teacher(examples, work, device)
-        finally:
-            torch.set_float32_matmul_precision(precision)
 
 
 def make_row(experiment: Experiment, row: Row, device: str, resumable: bool = True) -> dict[str, Any]:

@@ -1,72 +1,114 @@
-"""Checks and near-ties allow what matrix products are rounded by: half types, and float32 as TF32 or bfloat16."""
+"""Checks and deterministic answers use exact products of float32, whatever precision is set for others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from lmeval_prune.architectures.precision import has_rough_products, product_eps
-from lmeval_prune.decoding.sampling import near_tied_argmax
-from lmeval_prune.decoding.self_check import LogitsDiffer, _compare
-from lmeval_prune.surgery.depth import Depth, run, why_different
+from lmeval_prune import Plan, map_model
+from lmeval_prune.architectures.precision import exact_products, with_exact_products
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
+from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import tiny
+
+BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def by_backend(backend: Any, precision: str) -> None:
+    backend.fp32_precision = precision
+
+
+SETTINGS: dict[str, Callable[[], None]] = {
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "transformers' tf32": lambda: by_backend(torch.backends, "tf32"),
+    "matmul on CUDA": lambda: by_backend(torch.backends.cuda.matmul, "tf32"),
+    "matmul on a CPU": lambda: by_backend(torch.backends.mkldnn.matmul, "bf16"),
+}
+
+
+@pytest.fixture(params=SETTINGS, autouse=True)
+def setting(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A precision that a user has set."""
+    for backend in BACKENDS:
+        by_backend(backend, "none")  # as in a new process, where that of all backends counts
+    SETTINGS[request.param]()
+    yield request.param
+    by_backend(torch.backends, "none")
+    torch.set_float32_matmul_precision("highest")
+
+
+def precisions() -> list[str]:
+    return [backend.fp32_precision for backend in BACKENDS]
+
+
+def rounds() -> bool:
+    return any(precision in ("tf32", "bf16") for precision in precisions())
+
+
+def test_products_are_exact_inside_the_block(setting: str) -> None:
+    before = precisions()
+    assert rounds() == (setting != "highest")
+    with exact_products():
+        assert not rounds()
+        with exact_products():
+            assert not rounds()
+        assert not rounds()
+    assert precisions() == before
+    with pytest.raises(ZeroDivisionError), exact_products():
+        raise ZeroDivisionError
+    assert precisions() == before
+
+
+def test_items_are_computed_with_exact_products_and_used_as_set(setting: str) -> None:
+    ended = []
+
+    def items() -> Generator[bool]:
+        try:
+            for _ in range(3):
+                yield rounds()
+        finally:
+            ended.append(True)
+
+    for count in (3, 1):
+        source = with_exact_products(items())
+        for _ in range(count):
+            assert not next(source) and rounds() == (setting != "highest")
+        source.close()
+    assert ended == [True, True] and list(with_exact_products(items())) == [False] * 3
 
 
 @pytest.fixture
-def precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether products were rounded, at each call of a linear layer."""
+    seen: list[bool] = []
+    forward = torch.nn.Linear.forward
+
+    def noted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(rounds())
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted)
+    return seen
 
 
-ROUNDED = {"highest": 1e-6, "high": 6e-4, "medium": 6e-3}  # of logits, relative to the largest
+def test_checks_of_the_engine_and_of_cut_models_are_exact(seen: list[bool], setting: str) -> None:
+    model = tiny("llama")
+    assert why_unsupported(map_model(model)) is None and why_unscored(map_model(model)) is None
+    cut(model, Plan(blocks="L1"))
+    assert seen and not any(seen)
 
 
-@pytest.mark.usefixtures("precision")
-@pytest.mark.parametrize("precision_set", ROUNDED)
-def test_checks_allow_what_products_are_rounded_by(precision_set: str) -> None:
-    torch.set_float32_matmul_precision(precision_set)
-    model = tiny("llama").float()
-    logits = run(model).detach()
-    for setting, rounding in ROUNDED.items():
-        error = 4 * rounding * float(logits.abs().max())
-        is_allowed = precision_set != "highest" or setting == "highest"
-        assert (why_different(model, Depth(logits=logits + error)) == "") == is_allowed, setting
-        if is_allowed:
-            _compare(model, [error], [logits])
-        else:
-            with pytest.raises(LogitsDiffer):
-                _compare(model, [error], [logits])
-    assert why_different(model, Depth(logits=logits + 0.1 * float(logits.abs().max())))
-
-
-@pytest.mark.usefixtures("precision")
-@pytest.mark.parametrize("precision_set", ROUNDED)
-def test_near_ties_are_those_that_rounded_products_can_change(precision_set: str) -> None:
-    torch.set_float32_matmul_precision(precision_set)
-    gaps = {"highest": 5e-4, "high": 0.5, "medium": 4.0}  # below 32 roundings of the largest logit, or 1e-3
-    near = [bool(near_tied_argmax(torch.tensor([[20.0, 20.0 - gap, 0.0]]))) for gap in gaps.values()]
-    assert near == [list(gaps).index(setting) <= list(gaps).index(precision_set) for setting in gaps]
-
-
-@pytest.mark.usefixtures("precision")
-def test_the_rounding_of_products_is_that_of_the_type_and_the_setting() -> None:
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        assert product_eps(dtype) == torch.finfo(dtype).eps
-    assert [has_rough_products(dtype) for dtype in (torch.float64, torch.float32, torch.float16)] == [
-        False,
-        False,
-        True,
-    ]
-    torch.set_float32_matmul_precision("high")
-    assert product_eps(torch.float32) == 2**-10 and has_rough_products(torch.float32)  # TF32: 10 bits of mantissa
-
-
-def test_precisions_that_were_set_by_backend_count_as_rough(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed() -> str:
-        raise RuntimeError("mix of the legacy and new APIs")
-
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    assert has_rough_products(torch.float32) and not has_rough_products(torch.float64)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_answers_are_exact(seen: list[bool], setting: str, deterministic: bool) -> None:
+    engine = Engine(tiny("llama"), deterministic=deterministic)
+    assert engine.unsupported is None
+    seen.clear()
+    params = SamplingParams(max_new_tokens=3)
+    assert len(list(engine.decode([Request((3, 4, 5), params=params), Request((6, 7), params=params)]))) == 2
+    assert set(seen) == {setting != "highest" and not deterministic}

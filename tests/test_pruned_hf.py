@@ -649,6 +649,18 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
     assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(instances) == expected
 
 
+# refused when they are read, when processors are made of them, or at the first token
+REFUSED: list[dict] = [
+    *({"bad_words_ids": value} for value in (3, [[999999]])),
+    {"suppress_tokens": "a"},
+    *({"sequence_bias": value} for value in ([1], [[[999999], 1.0]])),
+    *({"exponential_decay_length_penalty": value} for value in (2, [1, "a"])),
+    {"forced_eos_token_id": 999999},
+    {"forced_bos_token_id": 999999},
+    {"num_return_sequences": 3},
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "setting", "message"),
     [
@@ -660,12 +672,10 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
         ({"deterministic": True}, {}, "add engine=batched"),
         ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows=0 must be"),
         ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
-        *(({"engine": "batched"}, {name: value}, f"the generation settings .*{name}=.* are refused")
-          for name, value in {"bad_words_ids": 3, "suppress_tokens": "a", "sequence_bias": [1],
-                              "exponential_decay_length_penalty": 2}.items()),
+        *(({"engine": engine}, setting, "transformers refuses the generation settings")
+          for engine in ("batched", "generate", "auto") for setting in REFUSED),
         ({"engine": "batched"}, {"repetition_penalty": "x"}, "repetition_penalty='x' must be"),
         ({"engine": "batched"}, {"eos_token_id": "end"}, "eos_token_id must be token ids, not a text"),
-        ({"engine": "batched"}, {"num_return_sequences": 3}, "num_return_sequences=3"),
         ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
         *(({"engine": engine}, {"do_sample": True, **settings}, "do_sample=true needs a temperature above 0; give both")
           for engine in ("batched", "generate", "auto") for settings in ({}, {"temperature": 0.0})),

@@ -1,27 +1,57 @@
-"""How precisely PyTorch multiplies matrices: float32 products can be rounded to TF32 or bfloat16."""
+"""Matrix products of float32, which PyTorch can round to TF32 or bfloat16 (`torch.set_float32_matmul_precision`)."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
 import torch
 
-_PRODUCTS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # TF32's mantissa is float16's
+Item = TypeVar("Item")
 
 
-def product_eps(dtype: torch.dtype) -> float:
-    """Return the relative rounding of matrix products of a type, e.g. 2⁻¹⁰ of float32 where PyTorch may use TF32.
-
-    For float32 it follows `torch.set_float32_matmul_precision`; if precisions were set through `torch.backends`, which
-    cannot be read in one place, it is that of bfloat16.
-    """
-    if dtype != torch.float32:
-        return float(torch.finfo(dtype).eps)
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return float(torch.finfo(torch.bfloat16).eps)
-    return float(torch.finfo(_PRODUCTS[precision]).eps)
+    except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
+        with _exact_backends():
+            yield
+        return
+    if precision == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
-def has_rough_products(dtype: torch.dtype) -> bool:
-    """Return whether matrix products of a type are rounded to fewer than float32's 24 bits."""
-    return product_eps(dtype) > torch.finfo(torch.float32).eps
+@contextmanager
+def _exact_backends() -> Iterator[None]:
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def with_exact_products(items: Generator[Item]) -> Generator[Item]:
+    """Yield the items of a generator, each computed with `exact_products`; between them the precision is as set."""
+    try:
+        while True:
+            with exact_products():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+    finally:
+        items.close()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures.precision import with_exact_products
 from lmeval_prune.decoding.comparison import ComparisonRun, Reduce
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
@@ -66,7 +67,8 @@ class Engine:
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
             to another token. Each costs a pass over the whole answer. With top-k, top-p or min-p every token counts as
-            a near-tie. Near-ties between a token filter's similarity and its threshold are not detected.
+            a near-tie. Near-ties between a token filter's similarity and its threshold are not detected. Products of
+            float32 are exact then, whatever `torch.set_float32_matmul_precision` says.
         progress: show a progress bar.
 
     Attributes:
@@ -135,6 +137,8 @@ class Engine:
             return
         progress = Progress(requests, self.progress)
         answers = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
+        if self.deterministic:
+            answers = with_exact_products(answers)
         try:
             for request, answer in answers:
                 progress.end(len(answer))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import numpy
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from lmeval_prune.architectures.precision import product_eps
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line
@@ -22,11 +21,10 @@ from lmeval_prune.errors import InputError, first_line
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return for each line of logits, (lines, vocabulary), whether rounding could change the argmax, (lines,).
 
-    The assumed error of a logit is half of 1e-3, or half of 32 roundings of the largest logit if that is more; matrix
-    products may be rounded more than their type, see `product_eps`.
+    The assumed error of a logit is half of 1e-3, or half of 32 roundings of the largest logit if that is more.
     """
     best, second = logits.float().topk(2).values.double().unbind(-1)
-    return best - second < (32 * product_eps(logits.dtype) * best.abs()).clamp(min=1e-3)
+    return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
 def near_tied_draw(
@@ -38,7 +36,7 @@ def near_tied_draw(
     The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
     """
     largest = logits.float().abs().amax(-1).double()
-    error = (32 * product_eps(logits.dtype) * largest).clamp(min=1e-3) / 2
+    error = (32 * torch.finfo(logits.dtype).eps * largest).clamp(min=1e-3) / 2
     distance = (cumulative - (uniforms * cumulative[..., -1])[..., None]).abs().amin(-1)
     return distance < 2 * error * uniforms * (1 - uniforms) * factor
 
@@ -110,12 +108,13 @@ class Sampler:
             uniform = torch.from_numpy(uniforms(request.seed, len(answer), 1)).to(scores.device)[0]
             return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor / params.temperature))
         best, second = scores.topk(2).values.tolist()
-        return bool(best - second < factor * max(1e-3, 32 * product_eps(logits.dtype) * abs(best)))
+        return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
 
     def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> torch.Tensor:
         history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)
         as_scores: Any = logits.float().unsqueeze(0)
-        scores: torch.Tensor = self._processors(request, logits.device)(history, as_scores)[0]
+        with refused_settings():
+            scores: torch.Tensor = self._processors(request, logits.device)(history, as_scores)[0]
         return scores
 
     def _processors(self, request: Request, device: torch.device) -> LogitsProcessorList:
@@ -128,7 +127,7 @@ class Sampler:
             ends = self.stopping.ends(params)
             config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
             ids: Any = torch.tensor([prompt], device=device)
-            with refused_settings(json.loads(params.others)):
+            with refused_settings():
                 self._by_request[key] = self._model._get_logits_processor(
                     generation_config=config,
                     input_ids_seq_length=len(prompt),
@@ -139,15 +138,17 @@ class Sampler:
 
 
 @contextmanager
-def refused_settings(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what transformers raises for generation settings of a wrong type or value into an `InputError`."""
+def refused_settings() -> Iterator[None]:
+    """Turn what transformers raises for generation settings into an `InputError`; errors of the model stay."""
     try:
         yield
-    except InputError:
-        raise
-    except Exception as error:  # of any type: a token that is no number, a list that is none
-        names = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise InputError(f"the generation settings {names} are refused ({first_line(error)})") from error
+    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
+        frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
+        if isinstance(error, (InputError, torch.OutOfMemoryError)) or "_call_impl" in frames:  # of a module
+            raise
+        raise InputError(
+            f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"
+        ) from error
 
 
 def cumulative_distribution(scores: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
-from lmeval_prune.architectures.precision import has_rough_products
+from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
@@ -52,12 +52,13 @@ def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -
     """Return why a check of a model fails; None if it does not."""
     refuse_locked(model_map.model)
     try:
-        try:
-            check(model_map, *arguments)
-        except LogitsDiffer as difference:
-            if not _is_half(model_map.model) or any(arguments):  # compiling again would take minutes
-                raise
-            _check_in_float32(partial(check, model_map, *arguments), model_map.model, difference)
+        with exact_products():
+            try:
+                check(model_map, *arguments)
+            except LogitsDiffer as difference:
+                if not _is_half(model_map.model) or any(arguments):  # compiling again would take minutes
+                    raise
+                _check_in_float32(partial(check, model_map, *arguments), model_map.model, difference)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedAttention as error:
@@ -175,7 +176,7 @@ def _prefixed_difference(
 
 def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:
     """Refuse differences of logits above a share of the largest expected logit."""
-    tolerance = 0.05 if has_rough_products(next(model.parameters()).dtype) else 1e-3
+    tolerance = 0.05 if _is_half(model) else 1e-3
     largest = max(float(logits.abs().max()) for logits in expected)
     if not all(value <= tolerance * largest for value in differences):  # false for NaN, too
         raise LogitsDiffer("logits", difference=max(differences))

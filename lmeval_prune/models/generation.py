@@ -156,11 +156,11 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
         options.pop("temperature")
         options["do_sample"] = False
     config = copy.deepcopy(lm.model.generation_config)
-    with refused_settings(options):
+    with refused_settings():
         unknown = config.update(**options)
     if unknown:
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    with refused_settings(options):
+    with refused_settings():
         params = SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length)
     return params, until
 

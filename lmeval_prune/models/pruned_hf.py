@@ -11,7 +11,6 @@ from collections import Counter, deque
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -27,8 +26,9 @@ from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, rem
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
+from lmeval_prune.decoding.sampling import refused_settings
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import METHODS, interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
@@ -309,18 +309,10 @@ class PrunedHFLM(AnsweringLM, HFLM):
         settings["max_new_tokens"] = None  # transformers prefers that of the model's generation config to `max_length`
         if not context.shape[1]:
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
-        try:
+        with refused_settings():
             rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
-        except InputError:
-            raise
-        except (ValueError, TypeError, ZeroDivisionError) as error:
-            if any(frame.f_code.co_name == "_call_impl" for frame, _ in walk_tb(error.__traceback__)):
-                raise  # of a module of the model
-            raise InputError(
-                f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"
-            ) from error
-        own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
-        ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
+            own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
+            ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
         params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(text for text in stop if text))
         start = context.shape[1] if self.backend == "causal" else 1
         self.endings.extend(self._ending(row[start:], params) for row in rows.tolist())

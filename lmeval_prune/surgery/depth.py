@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap, cache_argument
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
-from lmeval_prune.architectures.precision import has_rough_products
+from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.architectures.sublayers import Sublayer
 from lmeval_prune.errors import InputError, first_line
 
@@ -186,7 +186,7 @@ def _trace(
         calls[module] = _Call.of(arguments, output)
 
     weights = {parameter: parameter.requires_grad for norm in norms for parameter in norm.parameters()}
-    with ExitStack() as stack, torch.enable_grad():
+    with ExitStack() as stack, torch.enable_grad(), exact_products():
         stack.enter_context(plan.applied_to(model_map.model, model_map))
         for module in dict.fromkeys(modules):
             stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
@@ -232,9 +232,9 @@ def why_different(model: Any, depth: Depth) -> str:
     """Return how a cut model differs from the plan; empty if it does not, or if no block is removed."""
     if depth.logits is None:
         return ""
-    tolerance = (0.05 if has_rough_products(depth.logits.dtype) else 1e-3) * float(depth.logits.abs().max())
+    tolerance = (0.05 if depth.logits.dtype.itemsize < 4 else 1e-3) * float(depth.logits.abs().max())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), exact_products():
             outputs = [run(model), *_decoded(model)]
     except Exception as error:  # model classes raise errors of any type
         return f"does not run ({first_line(error)})"

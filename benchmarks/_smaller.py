@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import content_digest, digest, read_json, validate_json, write_text
 from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.distillation.corpus import corpus_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.training.resuming import default_settings, result_settings
@@ -185,8 +186,8 @@ class Experiment:
         defaults = default_settings(DistillOptions)
         settings = {k: v for k, v in result_settings(self.options(row)).items() if v != defaults.get(k)}
         settings["pretrained"] = self.base
-        if "corpus" in settings:
-            settings["corpus"] = self._prompts
+        if corpus := settings.get("corpus"):
+            settings["corpus"] = self._prompts if corpus == str(self.work / PROMPTS) else corpus_identity(corpus)
         answering = [self.settings[name] for name in ("new_tokens", "samples", "sample_temperature")]
         return digest([settings, answering])
 
@@ -211,7 +212,7 @@ class Experiment:
             "test": f"fold{row.fold}",
             "seed": row.seed,
         }
-        if own.get("corpus") == PROMPTS:
+        if values.get("corpus") == PROMPTS:
             values["corpus"] = str(self.work / PROMPTS)
         if is_dense:  # of `changes`, what is removed is for the recipes
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}

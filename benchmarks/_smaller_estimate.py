@@ -17,7 +17,9 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.distillation.corpus import Prompt
 from lmeval_prune.distillation.host import TrainingExamples
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.stages import make_pruners
 from lmeval_prune.profiling.costs import parameters
@@ -93,6 +95,8 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
     folder = experiment.work / "estimate"
     whole = replace(experiment.options(row), pretrained=experiment.pretrained)
     few = replace(whole, output=str(folder / row.key), epochs=min(1, whole.epochs), limit=min(FEW, whole.limit or FEW))
+    if whole.corpus:
+        few = replace(few, corpus_texts=min(FEW, whole.corpus_texts))
     hosts = [TimedHost(options, experiment.work / PROBLEMS) for options in (few, whole)]
     examples = [host.examples() for host in hosts]
     shutil.rmtree(few.output, ignore_errors=True)
@@ -104,7 +108,7 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
         _ratio([count(each) for each in examples])
         for count in (
             lambda each: min(whole.calibration, len(each.questions)),
-            lambda each: len(each.questions) + len(each.problems),
+            lambda each: _asked(whole, each),
             lambda each: sum(each.lengths),
         )
     )
@@ -126,6 +130,13 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
     write_text(folder / f"{row.key}.json", json.dumps(record) + "\n")
     shutil.rmtree(few.output)
     return parts
+
+
+def _asked(options: DistillOptions, examples: TrainingExamples) -> int:
+    """Return how many problems and prompts a teacher or the pruned model answers."""
+    prompts = sum(isinstance(text, Prompt) for text in examples.train)
+    is_asked = options.train_on == "teacher" or options.calibrate_on == "own"
+    return prompts + (len(examples.questions) + len(examples.problems) if is_asked else 0)
 
 
 def _ratio(counts: list[int]) -> float:

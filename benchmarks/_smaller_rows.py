@@ -33,14 +33,8 @@ PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of dense and pruned models alik
 
 
 def write_problems(experiment: Experiment) -> Path:
-    """Write the documents of all folds with their prompts and answers, for machines without lm-eval.
-
-    If recipes read prompts without answers, those are written, too.
-    """
+    """Write the documents of all folds with their prompts and answers, for machines without lm-eval."""
     path = experiment.work / PROBLEMS
-    if experiment.settings.get("prompts") and not (experiment.work / PROMPTS).is_file():
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in unanswered_prompts(experiment)]
-        write_text(experiment.work / PROMPTS, "".join(lines))
     if path.is_file():
         return path
     seed, folds = experiment.settings["choice_seeds"][0], dict[str, list[dict[str, Any]]]()
@@ -52,6 +46,14 @@ def write_problems(experiment: Experiment) -> Path:
         ]
     write_text(path, json.dumps(folds) + "\n")
     return path
+
+
+def write_prompts(experiment: Experiment, recipes: Sequence[str] = ()) -> None:
+    """Write the prompts without answers, if one of the recipes (default: any) reads them."""
+    path, known = experiment.work / PROMPTS, experiment.settings["recipes"]
+    if path.is_file() or all(known[name].get("corpus") != PROMPTS for name in recipes or known if name != DENSE):
+        return
+    write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in unanswered_prompts(experiment)))
 
 
 def unanswered_prompts(experiment: Experiment) -> list[str]:
@@ -67,7 +69,7 @@ def unanswered_prompts(experiment: Experiment) -> list[str]:
     inside = {document["id"] for document in load("asdiv_a", folds, folder)}
     outside = [document for document in load("asdiv", "test", folder) if document["id"] not in inside]
     further = sorted(load("gsm8k", "train", folder), key=lambda document: len(document["question"]))
-    documents = [*outside, *further][: experiment.settings["prompts"]]
+    documents = [*outside, *further][: experiment.settings.get("prompts", 0)]
     return [str(host.task.doc_to_text(dict(document))) for document in documents]
 
 

@@ -114,20 +114,22 @@ def changes_of(name: str, text: str) -> dict[str, Any]:
 
 def problems(experiment: Experiment, options: argparse.Namespace) -> None:
     """Write the problems of all folds as lm-eval renders them."""
-    from _smaller_rows import write_problems
+    from _smaller_rows import write_problems, write_prompts
 
+    write_prompts(experiment, options.recipes)
     print(f"written: {write_problems(experiment)}")
 
 
 def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
     """Print the seconds of a row of each recipe, estimated from one epoch of a few problems, and the hours of all."""
     from _smaller_estimate import estimated_seconds, removed_share, trains_dense
-    from _smaller_rows import write_problems
+    from _smaller_rows import write_problems, write_prompts
 
     seeds = options.seeds or experiment.settings["choice_seeds"]
     names = options.recipes or [*experiment.settings["recipes"]]
     rows = list(experiment.rows(names, seeds, options.folds))
     write_problems(experiment)
+    write_prompts(experiment, options.recipes)
     seconds = dict[str, float]()
     for name in dict.fromkeys(row.recipe for row in rows):
         parts = estimated_seconds(experiment, next(row for row in rows if row.recipe == name), options.device)
@@ -148,11 +150,12 @@ def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
 def train(experiment: Experiment, options: argparse.Namespace) -> None:
     """Make the rows that are missing; go on with the next if another process makes one."""
     from _smaller_plan import planned_rows
-    from _smaller_rows import write_problems
+    from _smaller_rows import write_problems, write_prompts
     from _smaller_run import RowMaker
 
     rows = list(planned_rows(experiment, options.recipes, options.folds, options.seeds))
     write_problems(experiment)
+    write_prompts(experiment, options.recipes)
     maker, waiting = RowMaker(experiment, options), 0
     for row in rows:
         waiting += maker.make(row)
@@ -163,10 +166,11 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def run(experiment: Experiment, options: argparse.Namespace) -> int:
     """Make the rows of the choice, choose, and make the rows of the verdict, in one or several processes."""
-    from _smaller_rows import write_problems
+    from _smaller_rows import write_problems, write_prompts
     from _smaller_run import run_all, run_processes
 
     write_problems(experiment)
+    write_prompts(experiment, options.recipes)
     if options.processes > 1:
         return run_processes(experiment, options)
     run_all(experiment, options)

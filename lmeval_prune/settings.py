@@ -294,13 +294,9 @@ class Settings:
 
 
 def check_device_name(name: str) -> None:
-    """Raise an `InputError` for a device that torch does not know; it need not exist on this machine."""
-    import torch
-
-    try:
-        torch.device(name)
-    except (RuntimeError, TypeError):
-        raise InputError(f"device={name} is no device of torch; use cpu, cuda or cuda:0") from None
+    """Raise an `InputError` for a device that lm-eval does not know; it need not exist on this machine."""
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu|npu|hpu)(:\d{1,3})?", str(name)):
+        raise InputError(f"device={name} is not known; use cpu, mps, cuda or cuda:0")
 
 
 def resolve_device(name: str | None, strictly: bool = True) -> Any:

@@ -463,8 +463,15 @@ def test_lessons_are_at_most_as_long_as_the_positions(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher with more positions than the student: its longer answers are left out."""
-    answers = [OwnAnswer((5,) * 30, (6,) * (count - 1) + (2,), "", False) for count in (219, 220, 221, 300)]
-    monkeypatch.setattr(Answerer, "answers", lambda self, model, questions: [answers] * len(questions))
+
+    def answers(answerer: Answerer, model: Any, questions: Any) -> list[list[OwnAnswer]]:
+        prompts = [tuple(answerer.tokenizer(question.prompt)["input_ids"]) for question in questions]
+        return [
+            [OwnAnswer(p, (6,) * (count - len(p) - 1) + (2,), "", False) for count in (249, 250, 251, 330)]
+            for p in prompts
+        ]
+
+    monkeypatch.setattr(Answerer, "answers", answers)
     monkeypatch.setattr(Answerer, "outcomes", lambda self, questions, answers, metric: [[True] * 4] * len(questions))
     short = str(resized(Path(options.pretrained), tmp_path / "short", 250))
     taught = {"train_on": "teacher", "sample_temperature": 1.0, "max_gen_toks": 100, "samples": 4}
@@ -503,7 +510,7 @@ def test_a_corpus_beside_the_problems(options: DistillOptions, tmp_path: Path) -
     note = distill(changed)
     assert note["material"]["corpus"]["documents"] <= 6
     (folder.parent / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
-    with pytest.raises(InputError, match="was made with other options"):
+    with pytest.raises(InputError, match=r"was made with other data \(the corpus\)"):
         distill(changed)
 
 
@@ -594,6 +601,47 @@ def test_a_corpus_without_texts_says_why(options: DistillOptions, tmp_path: Path
         "3 documents, 1 with a question of the test, 1 with more than 512 tokens, 1 without an answer to learn; give a "
         "larger max_length or another corpus"
     )
+
+
+def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillOptions, tmp_path: Path) -> None:
+    """A prompt with the task's instructions is not the question alone."""
+    path, host = tmp_path / "a.jsonl", make_host(options)
+    test = [{**row, "question": "How many are left?"} for row in host.rows().test[:1]]
+    written = host.task.doc_to_text(test[0])
+    assert written != "How many are left?"
+    path.write_text("".join(json.dumps({"p": text, "text": "3"}) + "\n" for text in (written, f"{written} Now?")))
+    host = make_host(replace(options, corpus=str(path), corpus_prompt="p"))
+    assert host._corpus(test).note["with_test_questions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"corpus": "gone.jsonl"}, "corpus=gone.jsonl: there is no such file or folder"),
+        ({"corpus": "./gone"}, "there is no such file or folder"),
+        ({"corpus": "p.json"}, r"corpus=p.json is a file of another kind than .txt or .jsonl"),
+        ({"corpus": "null.jsonl"}, "document 1 of the corpus null.jsonl: p is null, not a text; remove it"),
+        (
+            {"corpus": "a.jsonl"},
+            "it has p: name them by .*, or give corpus_answers=teacher for prompts without answers",
+        ),
+        (
+            {"corpus": "one.jsonl"},
+            r"1 texts of the corpus \(texts 1, documents 1, .*give more documents or corpus_texts",
+        ),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_one_line(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.json").write_text("[]")
+    Path("null.jsonl").write_text('{"p": null, "text": "a"}\n')
+    Path("a.jsonl").write_text('{"p": "b"}\n')
+    Path("one.jsonl").write_text('{"p": "b", "text": "a"}\n')
+    with pytest.raises(InputError, match=message) as error:
+        distill(replace(options, **OF_TASK, corpus_prompt="p", output=str(tmp_path / "out"), **changes))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("prompt", ["", "Say something."])

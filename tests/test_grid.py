@@ -680,7 +680,7 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         ({"batch": 3}, "no setting 'batch'.* did you mean 'batch_size'"),
         ({"limit": 0}, "limit=0"),
         ({"together": 0}, "together=0"),
-        ({"device": "cudda"}, "device=cudda is no device of torch; use cpu"),
+        ({"device": "cudda"}, "device=cudda is not known; use cpu"),
     ],
 )
 def test_senseless_grids_are_refused(tiny_folder: Path, changes: dict, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
+from lmeval_prune.distillation.corpus import Prompt, Text
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, read_lessons
@@ -392,8 +394,8 @@ PROMPTS = [f"What is {n} plus {n + 1}?" for n in range(9)]
 
 
 def unlabelled(options: DistillOptions, tmp_path: Path, **changes: Any) -> DistillOptions:
-    """A training that reads nine prompts without answers, an empty one and a test question, as well."""
-    rows = [*PROMPTS, " ", "What is 50 + 50?"]
+    """A training that reads nine prompts without answers, an empty one, a test question and a repeated one, as well."""
+    rows = [*PROMPTS, " ", "What is 50 + 50?", PROMPTS[3]]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in rows))
     corpus = {"corpus": str(tmp_path / "prompts.jsonl"), "corpus_prompt": "p", "corpus_answers": "teacher"}
     greedy = {"samples": 1, "sample_temperature": 0.0, "train_on": "task"}
@@ -414,9 +416,9 @@ def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_pa
         text = f"u: {prompt}\na:" if chat else prompt
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
-        size = next((n for n, token in enumerate(tokens) if {tokenizer.decode([token]), ""} & {*ends}), None)
-        end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else None
-        size = min((n for n in (size, end) if n is not None), default=None)
+        size = next(
+            (n for n, t in enumerate(tokens) if t == tokenizer.eos_token_id or tokenizer.decode(t) in ends), None
+        )
         cut_off += size is None
         if size is not None:
             expected.add(((*ids[0].tolist(), *tokens[:size], tokenizer.eos_token_id), ids.shape[1]))
@@ -426,8 +428,8 @@ def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_pa
     assert problems == examples.questions and len(problems) == 8
     counts = taught.note["lessons"]["corpus_train"]
     assert counts["questions"] == len(PROMPTS) and counts["cut_off"] == cut_off and "right" not in counts
-    assert taught.note["corpus"]["empty"] == taught.note["corpus"]["with_test_questions"] == 1
-    assert set(taught.note["lessons"]) == {"corpus_train", "corpus_validation"}
+    assert [taught.note["corpus"][name] for name in ("empty", "with_test_questions", "repeated")] == [1, 1, 1]
+    assert set(taught.note["lessons"]) == {"corpus_train"}
     assert len(taught.lengths) == len(taught.train)
 
 
@@ -438,34 +440,74 @@ def test_the_teacher_can_answer_problems_and_prompts(options: DistillOptions, tm
     assert {"unsolved", "right"} <= counts["train"].keys() and "unsolved" not in counts["corpus_train"]
 
 
+ALONE: dict[str, Any] = {
+    **{"task": None, "answer": "{}", "limit": None, "chat": False, "validation": 0.25},
+    **{"max_gen_toks": 60, "samples": 4, "sample_temperature": 1.5},
+}
+
+
 def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None:
     """The end token alone ends answers, and some prompts validate."""
-    alone = {"task": None, "answer": "{}", "limit": None, "chat": False, "validation": 0.25}
-    free = {"max_gen_toks": 60, "samples": 4, "sample_temperature": 1.5}
-    note = distill(unlabelled(options, tmp_path, **alone, **free))["material"]["lessons"]
+    note = distill(unlabelled(options, tmp_path, **ALONE))["material"]["lessons"]
     assert [note[f"corpus_{part}"]["questions"] for part in ("train", "validation")] == [8, 2]
     assert note["corpus_train"]["kept"] == 32 - note["corpus_train"]["cut_off"] > 0
-    for number, (changes, message) in enumerate(
-        [
-            ({"max_gen_toks": None}, "corpus_answers=teacher without a task needs max_gen_toks"),
-            (
-                {"max_gen_toks": 1, "samples": 1, "sample_temperature": 0.0},
-                "answers to the 8 prompts of .* were all cut off or too long; give more max_gen_toks",
-            ),
-            ({"train_on": "teacher"}, "answers of a model are to the problems of a task"),
-            (
-                {"corpus_field": "answer"},
-                "corpus_field is for corpus_answers=data; give that, or leave out corpus_field",
-            ),
-            ({"corpus_prompt": None}, "corpus_answers is for a corpus with corpus_prompt"),
-            ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_field and corpus_prompt"),
-        ]
-    ):
-        with pytest.raises(InputError, match=message) as error:
-            distill(
-                unlabelled(options, tmp_path, **{**alone, **free, "output": str(tmp_path / str(number)), **changes})
-            )
-        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_gen_toks": None}, "corpus_answers=teacher without a generative task needs max_gen_toks"),
+        (
+            {"max_gen_toks": 1, "samples": 1, "sample_temperature": 0.0},
+            r"none is whole \(corpus_train: 8 of 8 cut off, 0 too long\); give more max_gen_toks",
+        ),
+        ({"train_on": "teacher"}, "answers of a model are to the problems of a task"),
+        ({"corpus_field": "answer"}, "corpus_field is for corpus_answers=data; give that, or leave out corpus_field"),
+        ({"corpus_prompt": None}, "corpus_answers is for a corpus with corpus_prompt"),
+        ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_prompt$"),
+        (
+            {
+                "corpus_answers": "data",
+                "corpus_field": "",
+                "max_gen_toks": None,
+                "samples": 1,
+                "sample_temperature": 0.0,
+            },
+            "has no text in ; it has p: name them by corpus_prompt and corpus_field",
+        ),
+        ({"pretrained": "no template", "chat": True}, "no template has no chat template; leave chat out"),
+    ],
+)
+def test_mistakes_with_prompts_are_one_line(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(options.pretrained, "no template")
+    for file in (Path("no template/chat_template.jinja"), Path("no template/tokenizer_config.json")):
+        if file.suffix == ".jinja":
+            file.unlink(missing_ok=True)
+        else:
+            settings = json.loads(file.read_text())
+            settings.pop("chat_template", None)
+            file.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=message) as error:
+        distill(unlabelled(options, tmp_path, **{**ALONE, **changes}))
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillOptions, tmp_path: Path) -> None:
+    """The model would be given the end of such a prompt alone."""
+    options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": "word " * n}) + "\n" for n in (1, 30, 2)))
+    host: Any = make_host(options)
+    assert host.positions == 512
+    examples = host.examples()
+    asked = [each for each in examples.train if isinstance(each, Prompt)]
+    assert sum(512 - 450 < len(prompt.ids) < 512 for prompt in asked) == 1 and len(asked) == 3
+    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
+    taught = host.taught(examples, tmp_path)
+    assert taught.note["lessons"]["corpus_train"]["too_long"] == 1
+    assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in asked}
 
 
 def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _smaller_estimate
 import pytest
 import smaller_model
 import yaml
@@ -333,6 +334,36 @@ def test_a_recipe_that_reads_prompts(experiment: Experiment, capsys: pytest.Capt
     (experiment.work / PROMPTS).unlink()
     with pytest.raises(InputError, match=r"has no prompts\.jsonl; write it by the command problems"):
         Experiment(experiment.file, experiment.work, experiment.pretrained).record(row)
+
+
+def test_another_corpus_of_a_recipe_counts_by_its_contents(experiment: Experiment, tmp_path: Path) -> None:
+    experiment = with_prompts(experiment, 5)
+    experiment.work.mkdir()
+    (experiment.work / PROMPTS).write_text(json.dumps({"prompt": "1 and 1?"}) + "\n")
+    row, other = Row("ours", 0, 0), tmp_path / "other.jsonl"
+    digests = {experiment.digest(row)}
+    own = replace(experiment, recipe_changes={"corpus": str(other)})
+    for text in ("2 and 2?", "3 and 3?"):
+        other.write_text(json.dumps({"prompt": text}) + "\n")
+        assert own.options(row).corpus == str(other)
+        digests.add(own.digest(row))
+    assert len(digests) == 3
+
+
+def test_an_estimate_of_prompts_reads_few_of_them(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("_smaller_estimate.FEW", 8)
+    experiment = with_prompts(experiment, 40)
+    experiment.work.mkdir()
+    (experiment.work / PROMPTS).write_text("".join(json.dumps({"prompt": f"{n} and {n}?"}) + "\n" for n in range(40)))
+    ratios = []
+    ratio = _smaller_estimate._ratio
+    monkeypatch.setattr(_smaller_estimate, "_ratio", lambda counts: ratios.append(counts) or ratio(counts))
+    assert command(experiment, "train", "--recipes", DENSE, "--folds", "0") == 0
+    assert command(experiment, "estimate", "--recipes", "ours", "--folds", "0") == 0
+    assert "questions 8, answers 32" in capsys.readouterr().out
+    assert [8, 40] in ratios
 
 
 def with_prompts(experiment: Experiment, count: int) -> Experiment:

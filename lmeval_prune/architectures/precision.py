@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,7 +32,8 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _exact_backends() -> Iterator[None]:
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

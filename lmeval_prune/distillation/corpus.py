@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.calibration import encode, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
+FILES = (*SUFFIXES, ".json", ".csv", ".parquet", ".gz", ".zst")  # endings of files, not of names of data sets
 SHARED_WORDS = 13  # consecutive words of a test question that exclude a document, or all of a shorter question
 LEAST_WORDS = 8  # of a question that texts are searched for: shorter ones meet by chance (GPT-3, arXiv 2005.14165, C)
-_EMPTY = {"data": "without an answer to learn", "teacher": "without a prompt"}  # by who answers
 _WORD = re.compile(r"\w+")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")  # Chinese and Japanese: no spaces between words
 
@@ -48,6 +49,11 @@ class Corpus:
     texts: list[Text | Prompt]
     note: dict[str, Any]
 
+    @property
+    def counts(self) -> str:
+        """Numbers of documents that were read, and of those that were left out, as text."""
+        return ", ".join(f"{name} {count}" for name, count in self.note.items() if isinstance(count, int))
+
 
 def corpus_identity(corpus: str) -> str:
     """Return a digest of the files of a local corpus; the name of a data set."""
@@ -62,11 +68,19 @@ def check_corpus(options: DistillOptions) -> None:
         if options.corpus_options:
             raise InputError(f"corpus_options are for data sets, and {path} is a local corpus; leave them out")
     elif path.exists():
-        raise InputError(f"corpus={path} has no files {' or '.join(SUFFIXES)}; name another folder or file")
+        what = "has no files" if path.is_dir() else "is a file of another kind than"
+        raise InputError(f"corpus={path} {what} {' or '.join(SUFFIXES)}; name another folder or file")
+    elif path.suffix in FILES or path.is_absolute() or str(options.corpus).startswith((".", "~")):
+        raise InputError(f"corpus={path}: there is no such file or folder")
 
 
 def read_corpus(
-    options: DistillOptions, tokenizer: Any, test: Iterable[str], as_prompt: Any = str, positions: int | None = None
+    options: DistillOptions,
+    tokenizer: Any,
+    test: Iterable[str],
+    as_prompt: Any = str,
+    positions: int | None = None,
+    test_prompts: Collection[str] = (),
 ) -> Corpus:
     """Read the texts of a corpus in which `QuestionSearch` finds no test question.
 
@@ -76,6 +90,7 @@ def read_corpus(
         test: test questions.
         as_prompt: function that puts a prompt into the chat template.
         positions: largest number of tokens of a text that the models take; None: any.
+        test_prompts: prompts of the test as the task writes them, which are test questions, too.
 
     Raises:
         InputError: the corpus cannot be read, or gives no text.
@@ -88,21 +103,28 @@ def read_corpus(
     windows = _Windows(tokenizer, within(options.corpus_tokens, positions))
     max_length = within(options.max_length, positions)
     counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0}
+    if options.corpus_answers == "teacher":
+        counts["repeated"] = 0
+    seen = set[str]()  # prompts that the teacher answers
     for index in order:
-        prompt, text = _fields(rows[index], options)
+        prompt, text = _fields(rows[index], index + 1, options)
+        rendered = as_prompt(prompt) if options.corpus_prompt else ""
         counts["documents"] += 1
-        if search.found_in(text, prompt):
+        if search.found_in(text, prompt) or rendered in test_prompts:
             counts["with_test_questions"] += 1
         elif options.corpus_answers == "teacher":
-            asked = Prompt(as_prompt(prompt), encode(tokenizer, as_prompt(prompt)))
+            ids = encode(tokenizer, rendered)
             if not prompt.strip():
                 counts["empty"] += 1
-            elif len(asked.ids) >= max_length:
+            elif rendered in seen:
+                counts["repeated"] += 1
+            elif len(ids) >= max_length:
                 counts["too_long"] += 1
             else:
-                texts.append(asked)
+                seen.add(rendered)
+                texts.append(Prompt(rendered, ids))
         elif options.corpus_prompt:
-            answered = answered_text(tokenizer, encode(tokenizer, as_prompt(prompt)), text)
+            answered = answered_text(tokenizer, encode(tokenizer, rendered), text)
             if not has_answer(answered):
                 counts["empty"] += 1
             elif len(answered.ids) > max_length:
@@ -125,10 +147,12 @@ def _reason_of_no_text(options: DistillOptions, counts: Mapping[str, int], max_l
     """Return the message for a corpus without a text: what became of its documents, and what to give."""
     if not counts["documents"]:
         return f"the corpus {options.corpus} has no documents; give another corpus"
+    empty = "an answer to learn" if options.corpus_prompt else "a text"
+    empty = "a prompt" if options.corpus_answers == "teacher" else empty
     reasons = {
         "with_test_questions": "with a question of the test",
         "too_long": f"with more than {max_length} tokens",
-        "empty": _EMPTY[options.corpus_answers] if options.corpus_prompt else "without a text",
+        "empty": f"without {empty}",
     }
     parts = [f"{counts[name]} {reason}" for name, reason in reasons.items() if counts[name]]
     remedies = ["a larger max_length"] if counts["too_long"] else []
@@ -250,16 +274,20 @@ def _rows_of(file: Path, field: str) -> list[dict[str, Any]]:
         ) from None
 
 
-def _fields(row: Mapping[str, Any], options: DistillOptions) -> tuple[str, str]:
-    """Return the prompt of a document, which may be empty, and its text."""
-    names = [name for name in (options.corpus_prompt, options.corpus_field) if name]
-    if options.corpus_answers == "teacher":
-        names = names[:1]
-    for name in names:
-        if not isinstance(row.get(name), str):
+def _fields(row: Mapping[str, Any], number: int, options: DistillOptions) -> tuple[str, str]:
+    """Return the prompt of a document, which may be empty, and its text; the number is for messages."""
+    fields = {"corpus_prompt": options.corpus_prompt} if options.corpus_prompt else {}
+    if options.corpus_answers == "data":
+        fields["corpus_field"] = options.corpus_field
+    document = f"document {number} of the corpus {options.corpus}"
+    for name in fields.values():
+        if name in row and not isinstance(row[name], str):
+            raise InputError(f"{document}: {name} is {json.dumps(row[name], default=str):.40}, not a text; remove it")
+        if name not in row:
+            unanswered = ", or give corpus_answers=teacher for prompts without answers" if len(fields) > 1 else ""
             raise InputError(
-                f"a document of the corpus {options.corpus} has no text in {name}; it has "
-                f"{', '.join(row) or 'no fields'}: name them by corpus_field and corpus_prompt"
+                f"{document} has no text in {name}; it has {', '.join(row) or 'no fields'}: name them by "
+                f"{' and '.join(fields)}{unanswered}"
             )
-    texts = [str(row[name]) for name in names]
+    texts = [str(row[name]) for name in fields.values()]
     return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])

@@ -263,7 +263,7 @@ class Host(ABC):
         """Raise an `InputError` if answers to the problems cannot be judged as right or wrong."""
 
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        """Ask the first teacher the training and validation problems, and write what a student learns to a folder."""
+        """Ask the first teacher problems and prompts of training and validation; write what a student learns."""
         raise NotImplementedError
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:

@@ -40,7 +40,7 @@ from lmeval_prune.distillation.corpus import (
     within,
 )
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
-from lmeval_prune.distillation.lessons import Problem, read_lessons, write_lessons
+from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -184,6 +184,11 @@ class LanguageHost(Host):
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
         validation, train = first[:count], [*first[count:], *others]
+        if not options.task and (len(first) <= count or (share and not validation)):
+            raise InputError(
+                f"{len(first)} texts of the corpus ({corpus.counts}) are too few to train and "
+                f"validate; give more documents or corpus_texts, or another validation (0: none)"
+            )
         if len(first) <= count or (share and not validation):
             raise InputError(
                 f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate"
@@ -207,19 +212,25 @@ class LanguageHost(Host):
         lengths = [len(text.ids) for text in train]
         return TrainingExamples(train, validation, lengths, note, problems=asked[1], questions=asked[0])
 
-    def _corpus(self, test: Iterable[Mapping[str, Any]]) -> Corpus:
+    def _corpus(self, test: Sequence[Mapping[str, Any]]) -> Corpus:
         """Return the texts of the corpus without test questions; empty without a corpus."""
         if not self.options.corpus:
             return Corpus([], {})
         questions = [str(row["question"]) for row in test]
-        return read_corpus(self.options, self.tokenizer, questions, self._in_chat, self.positions)
+        prompts = {self.prompt(row) for row in test} if self.options.corpus_prompt and self.options.task else set()
+        return read_corpus(self.options, self.tokenizer, questions, self._in_chat, self.positions, prompts)
 
     def _in_chat(self, prompt: str) -> str:
         """Return a prompt as the user's turn of the chat template; with chat=false, the prompt."""
         if not self.options.chat:
             return prompt
+        self._check_chat()
         messages = [{"role": "user", "content": prompt}]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _check_chat(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
 
     def rows(self) -> Rows:
         """Return the task's training and test documents."""
@@ -263,8 +274,8 @@ class LanguageHost(Host):
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""
-        if self.options.chat and not self.tokenizer.chat_template:
-            raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
+        if self.options.chat:
+            self._check_chat()
         return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
@@ -293,20 +304,20 @@ class LanguageHost(Host):
         """Asks models the training problems."""
         options = self.options
         sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
-        task = self.task if options.task else None
+        task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
         return Answerer(task, self.tokenizer, sampling, responses_folder(options.responses, Path(options.output)))
 
     @override
     def check_answers(self) -> None:
         options = self.options
         if options.asks_models:
-            if options.task is not None:
+            if options.calibrate_on == "own" or options.train_on == "teacher":
+                if options.task is None:
+                    raise InputError("answers of a model are to the problems of a task; give task")
                 check_generative(self.task)
-            elif options.calibrate_on == "own" or options.train_on == "teacher":
-                raise InputError("answers of a model are to the problems of a task; give task")
-            elif options.max_gen_toks is None:
+            elif self.answerer.task is None and options.max_gen_toks is None:
                 raise InputError(
-                    "corpus_answers=teacher without a task needs max_gen_toks: tokens of an answer at most"
+                    "corpus_answers=teacher without a generative task needs max_gen_toks: most tokens of an answer"
                 )
         if options.best_by == "accuracy":
             if options.task is None:
@@ -365,30 +376,29 @@ class LanguageHost(Host):
 
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        own = {"train": examples.train, "validation": examples.validation}
-        parts: dict[str, list[Any]] = {}
-        if self.options.train_on == "teacher":
-            parts |= {part: [each for each in own[part] if isinstance(each, Problem)] for part in own}
-        if self.options.corpus_answers == "teacher":
-            parts |= {f"corpus_{part}": [each for each in own[part] if isinstance(each, Prompt)] for part in own}
+        options, parts = self.options, {"train": examples.train, "validation": examples.validation}
+        problems = {part: [text for text in texts if isinstance(text, Problem)] for part, texts in parts.items()}
+        prompts = {part: [text for text in texts if isinstance(text, Prompt)] for part, texts in parts.items()}
         teacher: Any = self.read(self.options.teacher or self.options.pretrained)
-        write_lessons(work, self.answerer, teacher.to(device), parts, self.options, self.positions)
+        asked = problems if options.train_on == "teacher" else {}
+        write_lessons(work, self.answerer, teacher.to(device), asked, prompts, options, self.positions)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         lessons = read_lessons(work) or {}
-        asked = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
-
-        def learned(part: str, own: Sequence[Any]) -> list[Any]:
-            texts = [Text(**text) for name in (part, f"corpus_{part}") for text in lessons["texts"].get(name, ())]
-            return [*texts, *(each for each in own if not isinstance(each, asked))]
-
-        for part, counts in lessons["counts"].items():
-            if part.startswith("corpus_") and counts and not lessons["texts"][part]:
+        replaced = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
+        for part in CORPUS_PARTS.values():
+            if (counts := lessons["counts"].get(part)) and not lessons["texts"][part]:
                 raise InputError(
-                    f"the teacher's answers to the {counts['questions']} prompts of {self.options.corpus} were all cut "
-                    f"off or too long; give more max_gen_toks or max_length"
+                    f"of the teacher's answers to prompts of {self.options.corpus} none is whole "
+                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); "
+                    f"give more max_gen_toks or max_length, or another sample_temperature, and another output"
                 )
+
+        def learned(part: str, texts: Sequence[Any]) -> list[Any]:
+            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(CORPUS_PARTS[part], ())]
+            return [*(Text(**text) for text in answered), *(each for each in texts if not isinstance(each, replaced))]
+
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
         if not train or (examples.validation and not validation):
             raise InputError(

@@ -16,10 +16,11 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.distillation.corpus import Prompt, within
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.planning.own_answers import Answerer, Question, lessons_of
+from lmeval_prune.planning.own_answers import Answerer, Lessons, Question, lessons_of
 
 SCHEMA, VERSION = "lmeval-prune/lessons", 1
 FILE = "lessons.json"
+CORPUS_PARTS = {"train": "corpus_train", "validation": "corpus_validation"}  # parts of `lessons.json` for prompts
 
 
 class Problem(NamedTuple):
@@ -48,15 +49,21 @@ def write_lessons(
     folder: Path,
     answerer: Answerer,
     teacher: Any,
-    parts: Mapping[str, Sequence[Problem | Prompt]],
+    problems: Mapping[str, Sequence[Problem]],
+    prompts: Mapping[str, Sequence[Prompt]],
     options: DistillOptions,
     positions: int | None = None,
 ) -> None:
-    """Ask the teacher, and write what a student learns on each part; `positions` as in `within`."""
-    texts: dict[str, list[Learned]] = {}
-    counts: dict[str, dict[str, int]] = {}
-    for part, asked in parts.items():
-        texts[part], counts[part] = _texts(answerer, teacher, asked, options, positions)
+    """Ask the teacher, and write what a student learns on each part of problems and of prompts.
+
+    `positions` as in `within`.
+    """
+    longest = within(options.max_length, positions)
+    learned = {part: _of_problems(answerer, teacher, asked, options, longest) for part, asked in problems.items()}
+    learned |= {
+        CORPUS_PARTS[part]: _of_prompts(answerer, teacher, asked, longest) for part, asked in prompts.items() if asked
+    }
+    texts, counts = ({part: pair[index] for part, pair in learned.items()} for index in (0, 1))
     write_artefact(folder / FILE, SCHEMA, VERSION, {"texts": texts, "counts": counts})
 
 
@@ -66,31 +73,44 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
     return read_artefact(path, SCHEMA, VERSION, LessonsFile)[0] if path.is_file() else None
 
 
-def _texts(
-    answerer: Answerer, teacher: Any, asked: Sequence[Problem | Prompt], options: DistillOptions, positions: int | None
+def _of_problems(
+    answerer: Answerer, teacher: Any, problems: Sequence[Problem], options: DistillOptions, longest: int
 ) -> tuple[list[Learned], dict[str, int]]:
-    """Return the texts of some problems, or of some prompts, in their order, and the numbers of what they are."""
-    if not asked:
+    """Return the texts of some problems, in their order, and the numbers of what they are."""
+    if not problems:
         return [], {}
-    problems = [each for each in asked if isinstance(each, Problem)]
-    prompts = [Question(n, {}, each.text) for n, each in enumerate(asked) if isinstance(each, Prompt)]
-    if problems:
-        questions = [problem.question for problem in problems]
-        result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
-    else:
-        result = lessons_of(answerer, teacher, prompts, "unscored")
-    texts: list[list[Learned]] = [[] for _ in asked]
+    questions = [problem.question for problem in problems]
+    result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
+    texts, too_long = _whole(result, [problem.ids[: problem.start] for problem in problems], longest)
+    unsolved = [index for index, several in enumerate(texts) if not several]
+    if options.unsolved == "target":
+        for index in unsolved:
+            texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start}]
+    counts = {**result.counts, "too_long": too_long, "unsolved": len(unsolved)}
+    return [text for several in texts for text in several], counts
+
+
+def _of_prompts(
+    answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int
+) -> tuple[list[Learned], dict[str, int]]:
+    """Return the texts of some prompts, in their order, and the numbers of what they are."""
+    result = lessons_of(
+        answerer, teacher, [Question(n, {}, prompt.text) for n, prompt in enumerate(prompts)], "unscored"
+    )
+    texts, too_long = _whole(result, [prompt.ids for prompt in prompts], longest)
+    return [text for several in texts for text in several], {**result.counts, "too_long": too_long}
+
+
+def _whole(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:
+    """Return the texts of each prompt that have `longest` tokens at most, and the number of others.
+
+    A prompt of which the model was given the end alone, since it left no room for an answer, is too long, too.
+    """
+    texts: list[list[Learned]] = [[] for _ in prompts]
     too_long = 0
     for lesson in result.lessons:
-        ids = [*lesson.prompt, *lesson.answer]
-        if len(ids) <= within(options.max_length, positions):
-            texts[lesson.question].append({"ids": ids, "start": len(lesson.prompt)})
-        else:
+        if len(lesson.prompt) < len(prompts[lesson.question]) or len(lesson.prompt) + len(lesson.answer) > longest:
             too_long += 1
-    counts = {**result.counts, "too_long": too_long}
-    if problems:
-        unsolved = [index for index, several in enumerate(texts) if not several]
-        counts["unsolved"] = len(unsolved)
-        for index in unsolved if options.unsolved == "target" else ():
-            texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start}]
-    return [text for several in texts for text in several], counts
+        else:
+            texts[lesson.question].append({"ids": [*lesson.prompt, *lesson.answer], "start": len(lesson.prompt)})
+    return texts, too_long

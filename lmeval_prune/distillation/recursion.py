@@ -165,6 +165,9 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         write_options(work, settings)
         counts = ", ".join(f"{name} {count}" for name, count in examples.note.items() if isinstance(count, int))
         print(f"problems: {counts}", flush=True)
+        if corpus := examples.note.get("corpus"):
+            counts = ", ".join(f"{name} {count}" for name, count in corpus.items() if isinstance(count, int))
+            print(f"corpus: {counts}", flush=True)
     if options.asks_teacher:
         examples = _taught(host, examples, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
@@ -186,9 +189,9 @@ def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamp
     process.wait_for_everyone()
     examples = host.taught(examples, work)
     if process.is_main_process:
-        parts = {part: counts for part, counts in examples.note["lessons"].items() if counts}
-        for part, counts in parts.items():
-            print(f"teacher, {part}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
+        for part, counts in examples.note["lessons"].items():
+            if counts:
+                print(f"teacher, {part}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
     return examples
 
 

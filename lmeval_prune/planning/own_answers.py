@@ -90,7 +90,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answerer:
-    """Asks models the questions of a task.
+    """Asks models the questions of a task, or prompts of none.
 
     Attributes:
         task: a loaded generative task; None: prompts of no task.
@@ -301,7 +301,7 @@ def lessons_of(
     Args:
         answerer: task, tokenizer and sampling.
         teacher: the model.
-        questions: training questions.
+        questions: training questions, or prompts.
         keep: `right`: answers that the task's own scorer finds right; `all`; `unscored`: all, and none is scored.
         metric: as in `choose_metric`.
     """

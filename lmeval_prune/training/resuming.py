@@ -29,6 +29,7 @@ CONTENTS = {
     "teacher_files": "the teacher's {}",
     PROBLEMS: "the problems",
     ENCODER: "the encoder",
+    "corpus": "the corpus",
 }
 FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 

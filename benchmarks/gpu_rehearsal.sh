@@ -37,7 +37,8 @@ cd "$(dirname "$0")/.."
 CARRY=${CARRY:-.gpu-carry}
 OUT=${OUT:-benchmarks/results}
 WORK=${WORK:-/tmp/lmeval-prune-gpu}
-PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
+PYTHON=${PYTHON:-python3}
+if [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi
 GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
 FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
 PROCESSES=${PROCESSES:-8}      # of the experiment of a smaller model
@@ -197,7 +198,10 @@ model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])
 model.float().save_pretrained(sys.argv[1])" "$random.new"
         mv "$random.new" "$random"
     fi
-    rm -rf "$WORK/trial"
+    rm -rf "$WORK/trial" && mkdir -p "$WORK/trial"
+    if [ -f "$CARRY/base/smaller/prompts.jsonl" ]; then
+        head -n 16 "$CARRY/base/smaller/prompts.jsonl" >"$WORK/trial/prompts.jsonl"
+    fi
     # shellcheck disable=SC2086 # names of recipes
     LIMIT=${TRIAL_SECONDS:-60} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
         --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-60}" &
@@ -206,6 +210,10 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
     collect_rows "$WORK/trial" trial
     for log in "$WORK"/trial/logs/*.log; do grep -v -E "Loading|Writing|layer L|arn" "$log" | tail -n 14 || true; done
     if [ $status = 124 ]; then status=0; fi # the trial's time was up, as it may be
+    if [ $status = 0 ] && ! ls "$WORK"/trial/new | grep -qv "^dense_"; then
+        echo "the trial made no row of a recipe; raise TRIAL_SECONDS" >&2
+        return 1
+    fi
     return $status
 }
 
@@ -214,33 +222,54 @@ weights_or() {
     if [ -d "$WORK/smollm2" ]; then echo "$WORK/smollm2"; else echo "$1"; fi
 }
 
+# Returns whether an experiment runs that `start` began.
+is_running() { [ -f "$WORK/pid" ] && kill -0 "$(cat "$WORK/pid")" 2>/dev/null; }
+
 # Starts the experiment in a session of its own, from a copy of what it runs, and watches it.
 start() {
+    if is_running; then
+        echo "an experiment runs already; go on by \`watch\`" >&2
+        return 2
+    fi
     trial
-    rm -rf "$WORK/checkout" "$WORK/status" && mkdir -p "$WORK/out" "$WORK/checkout/carry"
+    rm -rf "$WORK/checkout" "$WORK/status" "$WORK/pid" && mkdir -p "$WORK/out" "$WORK/checkout/carry"
     cp -a benchmarks configs kernels lmeval_prune tasks pyproject.toml "$WORK/checkout/"
     cp -r "$CARRY/base" "$WORK/checkout/carry/"
     CARRY=carry OUT=$WORK/out PYTHON=$PYTHON WORK=$WORK DEVICE=$DEVICE CHANGES=$CHANGES PROCESSES=$PROCESSES \
         RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
+            echo $$ >"$WORK/pid"
             cd "$WORK/checkout" && benchmarks/gpu_rehearsal.sh run; echo $? >"$WORK/status"' \
         >"$WORK/run.log" 2>&1 </dev/null &
     disown
+    until [ -f "$WORK/pid" ]; do sleep 0.1; done
     watch
+}
+
+# Copies the results so far, each whole.
+copy_results() {
+    local file
+    for file in "$WORK"/out/*.tar.gz "$WORK/run.log"; do
+        if cp "$file" "$OUT/.copy.tmp" 2>/dev/null; then mv "$OUT/.copy.tmp" "$OUT/$(basename "$file")"; fi
+    done
 }
 
 # Waits for the experiment for WAIT seconds at most; results so far are in $OUT. Returns its status if it has ended.
 watch() {
     local end=$((SECONDS + ${WAIT:-520}))
-    until [ -f "$WORK/status" ] || [ $SECONDS -ge $end ]; do
+    while is_running && [ $SECONDS -lt $end ]; do
         sleep 3
-        cp "$WORK"/out/*.tar.gz "$OUT/" 2>/dev/null || true
+        copy_results
     done
+    if ! [ -f "$WORK/status" ] && ! is_running; then
+        echo "no experiment runs; begin one by \`start\`" >&2
+        return 2
+    fi
     grep -v -E "Loading|Writing|dequantizing" "$WORK/run.log" | tail -n 40 || true
     if [ ! -f "$WORK/status" ]; then
         echo "it goes on; watch it again"
         return 0
     fi
-    cp "$WORK"/out/*.tar.gz "$WORK/run.log" "$OUT/" || true
+    copy_results
     return "$(cat "$WORK/status")"
 }
 
@@ -298,8 +327,9 @@ rehearse() {
     done
     CARRY=$rehearsal/carry WORK=$rehearsal/work OUT=$rehearsal/out DEVICE=cpu PROCESSES=2
     STEP_OPTIONS=(--tiny) CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only
-    TRIAL_SECONDS=100 BUDGET=400 FOLDS=0 # enough on a busy machine, too
-    "$PYTHON" benchmarks/smaller_model.py problems --work "$CARRY/base/smaller"
+    TRIAL_SECONDS=200 BUDGET=400 FOLDS=0 # enough on a busy machine, too
+    # not a recipe with prompts: a random model ends no answer
+    "$PYTHON" benchmarks/smaller_model.py problems --recipes width --work "$CARRY/base/smaller"
     copy_tokenizer "$CARRY/first/tokenizer"
     "$PYTHON" -c "
 import sys

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.athena.checkpoint import begin
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_weights, read_config
 from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
 from lmeval_prune.cli import main
@@ -621,3 +622,18 @@ def test_a_classifier_is_scored_by_every_method_or_refused(
             assert "give --outcomes FOLDER" in refused(capsys, *words)
         else:
             assert main(words) == 0, name
+
+
+def test_a_converted_tokenizer_has_a_padding_token(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of transformers read none from a GGUF file."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
+    tokenizer.pad_token = None
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    embedded.convert(tmp_path / "model.gguf", tmp_path / "converted")
+    monkeypatch.undo()
+    converted = transformers.AutoTokenizer.from_pretrained(tmp_path / "converted")
+    assert converted.pad_token == converted.eos_token is not None

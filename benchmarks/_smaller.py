@@ -195,7 +195,7 @@ class Experiment:
     def _prompts(self) -> str:
         """Digest of the prompts of the work folder."""
         if not (self.work / PROMPTS).is_file():
-            raise InputError(f"{self.work} has no {PROMPTS}; write it by the command problems")
+            raise InputError(f"{self.work} has no {PROMPTS}; write it by the command problems, without --recipes")
         return content_digest(self.work / PROMPTS)
 
     def options(self, row: Row) -> DistillOptions:

@@ -50,8 +50,10 @@ def write_problems(experiment: Experiment) -> Path:
 
 def write_prompts(experiment: Experiment, recipes: Sequence[str] = ()) -> None:
     """Write the prompts without answers, if one of the recipes (default: any) reads them."""
-    path, known = experiment.work / PROMPTS, experiment.settings["recipes"]
-    if path.is_file() or all(known[name].get("corpus") != PROMPTS for name in recipes or known if name != DENSE):
+    path, seed = experiment.work / PROMPTS, experiment.settings["choice_seeds"][0]
+    experiment.check_names(recipes)
+    rows = [Row(name, experiment.settings["folds"][0], seed) for name in recipes or experiment.settings["recipes"]]
+    if path.is_file() or all(experiment.options(row).corpus != str(path) for row in rows):
         return
     write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in unanswered_prompts(experiment)))
 

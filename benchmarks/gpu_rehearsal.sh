@@ -203,8 +203,8 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
         head -n 16 "$CARRY/base/smaller/prompts.jsonl" >"$WORK/trial/prompts.jsonl"
     fi
     # shellcheck disable=SC2086 # names of recipes
-    LIMIT=${TRIAL_SECONDS:-60} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
-        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-60}" &
+    LIMIT=${TRIAL_SECONDS:-90} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
+        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-90}" &
     wait $! || status=$?
     stop_mps
     collect_rows "$WORK/trial" trial
@@ -223,7 +223,7 @@ weights_or() {
 }
 
 # Returns whether an experiment runs that `start` began.
-is_running() { [ -f "$WORK/pid" ] && kill -0 "$(cat "$WORK/pid")" 2>/dev/null; }
+is_running() { [ ! -f "$WORK/status" ] && [ -s "$WORK/pid" ] && kill -0 "$(cat "$WORK/pid")" 2>/dev/null; }
 
 # Starts the experiment in a session of its own, from a copy of what it runs, and watches it.
 start() {
@@ -241,7 +241,8 @@ start() {
             cd "$WORK/checkout" && benchmarks/gpu_rehearsal.sh run; echo $? >"$WORK/status"' \
         >"$WORK/run.log" 2>&1 </dev/null &
     disown
-    until [ -f "$WORK/pid" ]; do sleep 0.1; done
+    local _
+    for _ in $(seq 50); do if [ -s "$WORK/pid" ]; then break; fi; sleep 0.1; done
     watch
 }
 
@@ -260,16 +261,19 @@ watch() {
         sleep 3
         copy_results
     done
-    if ! [ -f "$WORK/status" ] && ! is_running; then
+    copy_results
+    if ! [ -f "$WORK/run.log" ]; then
         echo "no experiment runs; begin one by \`start\`" >&2
         return 2
     fi
     grep -v -E "Loading|Writing|dequantizing" "$WORK/run.log" | tail -n 40 || true
-    if [ ! -f "$WORK/status" ]; then
+    if is_running; then
         echo "it goes on; watch it again"
         return 0
+    elif [ ! -f "$WORK/status" ]; then
+        echo "the experiment was killed; its last lines are above" >&2
+        return 1
     fi
-    copy_results
     return "$(cat "$WORK/status")"
 }
 

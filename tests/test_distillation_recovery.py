@@ -609,9 +609,14 @@ def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillO
     test = [{**row, "question": "How many are left?"} for row in host.rows().test[:1]]
     written = host.task.doc_to_text(test[0])
     assert written != "How many are left?"
-    path.write_text("".join(json.dumps({"p": text, "text": "3"}) + "\n" for text in (written, f"{written} Now?")))
+    path.write_text(
+        "".join(
+            json.dumps({"p": text, "text": "3"}) + "\n"
+            for text in (written, f"{written.upper()} \n", f"{written} Now?")
+        )
+    )
     host = make_host(replace(options, corpus=str(path), corpus_prompt="p"))
-    assert host._corpus(test).note["with_test_questions"] == 1
+    assert host._corpus(test).note["with_test_questions"] == 2
 
 
 @pytest.mark.parametrize(
@@ -620,7 +625,7 @@ def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillO
         ({"corpus": "gone.jsonl"}, "corpus=gone.jsonl: there is no such file or folder"),
         ({"corpus": "./gone"}, "there is no such file or folder"),
         ({"corpus": "p.json"}, r"corpus=p.json is a file of another kind than .txt or .jsonl"),
-        ({"corpus": "null.jsonl"}, "document 1 of the corpus null.jsonl: p is null, not a text; remove it"),
+        ({"corpus": "five.jsonl"}, "document 2 of the corpus five.jsonl: p is 5, not a text; remove it"),
         (
             {"corpus": "a.jsonl"},
             "it has p: name them by .*, or give corpus_answers=teacher for prompts without answers",
@@ -636,7 +641,7 @@ def test_a_corpus_that_cannot_be_read_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.json").write_text("[]")
-    Path("null.jsonl").write_text('{"p": null, "text": "a"}\n')
+    Path("five.jsonl").write_text('{"p": null, "text": "a"}\n{"p": 5, "text": "a"}\n')
     Path("a.jsonl").write_text('{"p": "b"}\n')
     Path("one.jsonl").write_text('{"p": "b", "text": "a"}\n')
     with pytest.raises(InputError, match=message) as error:

@@ -60,6 +60,10 @@ def test_products_are_exact_inside_the_block(setting: str) -> None:
             assert not rounds()
         assert not rounds()
     assert precisions() == before
+    if setting == "transformers' tf32":
+        by_backend(torch.backends, "ieee")
+        assert not rounds()
+        by_backend(torch.backends, "tf32")
     with pytest.raises(ZeroDivisionError), exact_products():
         raise ZeroDivisionError
     assert precisions() == before

@@ -649,6 +649,16 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
     assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(instances) == expected
 
 
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_an_error_of_the_model_is_not_one_of_the_settings(tiny_folder: Path, engine: str) -> None:
+    lm = model(tiny_folder, engine=engine)
+    with torch.no_grad():
+        next(lm.model.parameters()).fill_(torch.nan)
+    settings = {"until": [], "do_sample": True, "temperature": 1.0}
+    with pytest.raises(RuntimeError, match="nan"):
+        lm.generate_until([request("generate_until", ("x", settings), 0)])
+
+
 # refused when they are read, when processors are made of them, or at the first token
 REFUSED: list[dict] = [
     *({"bad_words_ids": value} for value in (3, [[999999]])),
@@ -658,6 +668,7 @@ REFUSED: list[dict] = [
     {"forced_eos_token_id": 999999},
     {"forced_bos_token_id": 999999},
     {"num_return_sequences": 3},
+    {"watermarking_config": 3},
 ]
 
 

@@ -13,7 +13,10 @@ Item = TypeVar("Item")
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again."""
+    """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again.
+
+    The setting is that of the process: other threads see it, too.
+    """
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
@@ -41,7 +44,9 @@ def _exact_backends() -> Iterator[None]:
         yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+            backend.fp32_precision = "none"  # that of all backends
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision
 
 
 def with_exact_products(items: Generator[Item]) -> Generator[Item]:

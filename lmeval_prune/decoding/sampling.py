@@ -17,6 +17,12 @@ from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line
 
+# files of transformers whose errors are of generation settings
+_READERS = tuple(
+    f"generation/{name}.py"
+    for name in ("configuration_utils", "logits_process", "stopping_criteria", "candidate_generator")
+)
+
 
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return for each line of logits, (lines, vocabulary), whether rounding could change the argmax, (lines,).
@@ -138,13 +144,20 @@ class Sampler:
 
 
 @contextmanager
-def refused_settings() -> Iterator[None]:
-    """Turn what transformers raises for generation settings into an `InputError`; errors of the model stay."""
+def refused_settings(runs_model: bool = False) -> Iterator[None]:
+    """Turn what transformers raises for generation settings into an `InputError`.
+
+    If the block runs a model, other errors than those of reading settings, processors and criteria stay.
+    """
     try:
         yield
-    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
-        frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
-        if isinstance(error, (InputError, torch.OutOfMemoryError)) or "_call_impl" in frames:  # of a module
+    except Exception as error:  # of any type
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        reads = any(frame.f_code.co_filename.endswith(_READERS) for frame in frames)
+        is_model = any(frame.f_code.co_name == "_call_impl" for frame in frames) or not (
+            reads or isinstance(error, (ValueError, TypeError, ZeroDivisionError, OSError))
+        )
+        if isinstance(error, (InputError, torch.OutOfMemoryError)) or (runs_model and is_model):
             raise
         raise InputError(
             f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"

@@ -98,7 +98,7 @@ def read_corpus(
     rows = _rows(options)
     order = list(range(len(rows)))
     random.Random(options.seed).shuffle(order)
-    search = QuestionSearch(test)
+    search = QuestionSearch(test, test_prompts)
     texts: list[Text | Prompt] = []
     windows = _Windows(tokenizer, within(options.corpus_tokens, positions))
     max_length = within(options.max_length, positions)
@@ -110,18 +110,18 @@ def read_corpus(
         prompt, text = _fields(rows[index], index + 1, options)
         rendered = as_prompt(prompt) if options.corpus_prompt else ""
         counts["documents"] += 1
-        if search.found_in(text, prompt) or rendered in test_prompts:
+        if search.found_in(text, prompt) or search.is_prompt(rendered):
             counts["with_test_questions"] += 1
         elif options.corpus_answers == "teacher":
             ids = encode(tokenizer, rendered)
             if not prompt.strip():
                 counts["empty"] += 1
-            elif rendered in seen:
+            elif (spaced := " ".join(rendered.split())) in seen:
                 counts["repeated"] += 1
             elif len(ids) >= max_length:
                 counts["too_long"] += 1
             else:
-                seen.add(rendered)
+                seen.add(spaced)
                 texts.append(Prompt(rendered, ids))
         elif options.corpus_prompt:
             answered = answered_text(tokenizer, encode(tokenizer, rendered), text)
@@ -183,17 +183,22 @@ def has_answer(text: Any) -> bool:
 class QuestionSearch:
     """Test questions, which texts are searched for.
 
-    Questions without words are skipped. Those of fewer than 8 words, which other texts can have by chance, are only
-    compared with whole prompts. Each Chinese or Japanese character counts as a word.
+    Questions without words are skipped. Those of fewer than 8 words, which other texts can have by chance, and
+    `prompts` are only compared with whole prompts. Each Chinese or Japanese character counts as a word.
     """
 
-    def __init__(self, questions: Iterable[str]) -> None:
+    def __init__(self, questions: Iterable[str], prompts: Iterable[str] = ()) -> None:
         self.runs: dict[int, set[tuple[str, ...]]] = {}
-        self.prompts = {words for question in questions if (words := _words(question))}
-        for words in self.prompts:
+        asked = {words for question in questions if (words := _words(question))}
+        self.prompts = asked | {words for prompt in prompts if (words := _words(prompt))}
+        for words in asked:
             if sum(max(1, len(_UNSPACED.findall(word))) for word in words) >= LEAST_WORDS:
                 length = min(len(words), SHARED_WORDS)
                 self.runs.setdefault(length, set()).update(_runs(words, length))
+
+    def is_prompt(self, text: str) -> bool:
+        """Return whether a text is a question or prompt of the test, whatever its case and spaces."""
+        return _words(text) in self.prompts
 
     def found_in(self, text: str, prompt: str = "") -> bool:
         """Return whether prompt and text have 13 consecutive words of a question, or all of a shorter one's.
@@ -281,7 +286,7 @@ def _fields(row: Mapping[str, Any], number: int, options: DistillOptions) -> tup
         fields["corpus_field"] = options.corpus_field
     document = f"document {number} of the corpus {options.corpus}"
     for name in fields.values():
-        if name in row and not isinstance(row[name], str):
+        if row.get(name) is not None and not isinstance(row[name], str):
             raise InputError(f"{document}: {name} is {json.dumps(row[name], default=str):.40}, not a text; remove it")
         if name not in row:
             unanswered = ", or give corpus_answers=teacher for prompts without answers" if len(fields) > 1 else ""
@@ -289,5 +294,5 @@ def _fields(row: Mapping[str, Any], number: int, options: DistillOptions) -> tup
                 f"{document} has no text in {name}; it has {', '.join(row) or 'no fields'}: name them by "
                 f"{' and '.join(fields)}{unanswered}"
             )
-    texts = [str(row[name]) for name in fields.values()]
+    texts = ["" if row[name] is None else str(row[name]) for name in fields.values()]
     return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])

@@ -389,10 +389,11 @@ class LanguageHost(Host):
         replaced = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
         for part in CORPUS_PARTS.values():
             if (counts := lessons["counts"].get(part)) and not lessons["texts"][part]:
+                more = "more" if counts["cut_off"] else "fewer"
                 raise InputError(
                     f"of the teacher's answers to prompts of {self.options.corpus} none is whole "
-                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); "
-                    f"give more max_gen_toks or max_length, or another sample_temperature, and another output"
+                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); give "
+                    f"{more} max_gen_toks or shorter prompts, and another output"
                 )
 
         def learned(part: str, texts: Sequence[Any]) -> list[Any]:

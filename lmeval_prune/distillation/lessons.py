@@ -6,6 +6,7 @@ prompt of a corpus gives as many as have an end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -59,9 +60,12 @@ def write_lessons(
     `positions` as in `within`.
     """
     longest = within(options.max_length, positions)
+    room = math.inf if positions is None else positions - answerer.sampling.length(answerer.task)
     learned = {part: _of_problems(answerer, teacher, asked, options, longest) for part, asked in problems.items()}
     learned |= {
-        CORPUS_PARTS[part]: _of_prompts(answerer, teacher, asked, longest) for part, asked in prompts.items() if asked
+        CORPUS_PARTS[part]: _of_prompts(answerer, teacher, asked, longest, room)
+        for part, asked in prompts.items()
+        if asked
     }
     texts, counts = ({part: pair[index] for part, pair in learned.items()} for index in (0, 1))
     write_artefact(folder / FILE, SCHEMA, VERSION, {"texts": texts, "counts": counts})
@@ -91,14 +95,26 @@ def _of_problems(
 
 
 def _of_prompts(
-    answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int
+    answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int, room: float
 ) -> tuple[list[Learned], dict[str, int]]:
-    """Return the texts of some prompts, in their order, and the numbers of what they are."""
-    result = lessons_of(
-        answerer, teacher, [Question(n, {}, prompt.text) for n, prompt in enumerate(prompts)], "unscored"
-    )
-    texts, too_long = _whole(result, [prompt.ids for prompt in prompts], longest)
-    return [text for several in texts for text in several], {**result.counts, "too_long": too_long}
+    """Return the texts of some prompts, in their order, and the numbers of what they are.
+
+    Prompts of more tokens than `room` are too long, and not asked.
+    """
+    short = [prompt for prompt in prompts if len(prompt.ids) <= room]
+    questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
+    result = lessons_of(answerer, teacher, questions, "unscored")
+    several, too_long = _whole(result, [prompt.ids for prompt in short], longest)
+    texts = [text for each in several for text in each]
+    counts = {
+        "questions": len(prompts),
+        "answers": result.counts["answers"],
+        "cut_off": result.counts["cut_off"],
+        "too_long": too_long + len(prompts) - len(short),
+        "kept": len(texts),
+        "questions_without": len(prompts) - sum(map(bool, several)),
+    }
+    return texts, counts
 
 
 def _whole(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:

@@ -309,7 +309,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         settings["max_new_tokens"] = None  # transformers prefers that of the model's generation config to `max_length`
         if not context.shape[1]:
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
-        with refused_settings():
+        with refused_settings(runs_model=True):
             rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
             own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
             ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)

@@ -79,9 +79,13 @@ class Sampling:
             settings["max_gen_toks"] = self.max_gen_toks
         return settings | ({"do_sample": True, "temperature": self.temperature} if self.temperature else {})
 
+    def length(self, task: Any) -> int:
+        """Return the largest number of tokens of an answer."""
+        return generation.answer_limit(self.settings(task))
+
     def check_room(self, task: Any, name: str, positions: int | None) -> None:
         """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
-        length = generation.answer_limit(self.settings(task))
+        length = self.length(task)
         if positions is not None and length >= positions:
             raise InputError(
                 f"max_gen_toks={length} leaves no room for a prompt, since {name} has {positions} positions; give fewer"

@@ -507,6 +507,9 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillO
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
     assert taught.note["lessons"]["corpus_train"]["too_long"] == 1
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"p": "word " * 30}))
+    with pytest.raises(InputError, match=r"0 of 0 cut off, 1 too long\); give fewer max_gen_toks or shorter prompts"):
+        distill(replace(options, output=str(tmp_path / "long")))
     assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in asked}
 
 

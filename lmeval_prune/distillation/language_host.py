@@ -392,8 +392,8 @@ class LanguageHost(Host):
                 more = "more" if counts["cut_off"] else "fewer"
                 raise InputError(
                     f"of the teacher's answers to prompts of {self.options.corpus} none is whole "
-                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); give "
-                    f"{more} max_gen_toks or shorter prompts, and another output"
+                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); "
+                    f"give {more} max_gen_toks or shorter prompts, and another output"
                 )
 
         def learned(part: str, texts: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Matrix products of float32, which PyTorch can round to TF32 or bfloat16 (`torch.set_float32_matmul_precision`)."""
+"""Keep matrix products of float32 exact where PyTorch may round them to TF32 or bfloat16."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
 def _of_problems(
     answerer: Answerer, teacher: Any, problems: Sequence[Problem], options: DistillOptions, longest: int
 ) -> tuple[list[Learned], dict[str, int]]:
-    """Return the texts of some problems, in their order, and the numbers of what they are."""
+    """Return what is learned from problems, in their order, and counts of questions and answers."""
     if not problems:
         return [], {}
     questions = [problem.question for problem in problems]
@@ -97,30 +97,30 @@ def _of_problems(
 def _of_prompts(
     answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int, room: float
 ) -> tuple[list[Learned], dict[str, int]]:
-    """Return the texts of some prompts, in their order, and the numbers of what they are.
+    """Return what is learned from prompts, in their order, and counts of prompts and answers.
 
-    Prompts of more tokens than `room` are too long, and not asked.
+    Prompts of more tokens than `room` are too long, and the teacher does not answer them.
     """
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
     result = lessons_of(answerer, teacher, questions, "unscored")
-    several, too_long = _whole(result, [prompt.ids for prompt in short], longest)
-    texts = [text for each in several for text in each]
+    by_prompt, too_long = _whole(result, [prompt.ids for prompt in short], longest)
+    texts = [text for several in by_prompt for text in several]
     counts = {
         "questions": len(prompts),
         "answers": result.counts["answers"],
         "cut_off": result.counts["cut_off"],
         "too_long": too_long + len(prompts) - len(short),
         "kept": len(texts),
-        "questions_without": len(prompts) - sum(map(bool, several)),
+        "questions_without": len(prompts) - sum(map(bool, by_prompt)),
     }
     return texts, counts
 
 
 def _whole(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:
-    """Return the texts of each prompt that have `longest` tokens at most, and the number of others.
+    """Return the texts of each prompt that have `longest` tokens at most, and how many texts are too long.
 
-    A prompt of which the model was given the end alone, since it left no room for an answer, is too long, too.
+    A prompt that left no room for an answer, of which the model therefore read the end alone, is too long, too.
     """
     texts: list[list[Learned]] = [[] for _ in prompts]
     too_long = 0

@@ -108,7 +108,7 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
         _ratio([count(each) for each in examples])
         for count in (
             lambda each: min(whole.calibration, len(each.questions)),
-            lambda each: _asked(whole, each),
+            lambda each: _question_count(whole, each),
             lambda each: sum(each.lengths),
         )
     )
@@ -132,11 +132,11 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
     return parts
 
 
-def _asked(options: DistillOptions, examples: TrainingExamples) -> int:
+def _question_count(options: DistillOptions, examples: TrainingExamples) -> int:
     """Return how many problems and prompts a teacher or the pruned model answers."""
     prompts = sum(isinstance(text, Prompt) for text in examples.train)
-    is_asked = options.train_on == "teacher" or options.calibrate_on == "own"
-    return prompts + (len(examples.questions) + len(examples.problems) if is_asked else 0)
+    answers_problems = options.train_on == "teacher" or options.calibrate_on == "own"
+    return prompts + (len(examples.questions) + len(examples.problems) if answers_problems else 0)
 
 
 def _ratio(counts: list[int]) -> float:

@@ -26,6 +26,17 @@ def killing_after(count: int) -> Callable[[Any], Any]:
     return watched
 
 
+def run_killed(owner: Any, name: str, count: int, run: Callable[[], Any]) -> None:
+    """Run something in a process that kills itself instead of the count-th call of a function, and see that it did."""
+    child = os.fork()
+    if child == 0:
+        setattr(owner, name, killing_after(count)(getattr(owner, name)))
+        run()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
 class Killed(BaseException):
     """Ends a run at once, within this process."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +35,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
-from tests.kills import Killed, counted, killing_after
+from tests.kills import Killed, counted, run_killed
 from tests.swept_outcomes import drawn_outcomes
 from tests.test_depth_pruners import table_of
 from tests.test_own_answers import task_file
@@ -194,13 +192,7 @@ def test_stages_compose_blocks_heads_and_channels(options: DistillOptions) -> No
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
     options = replace(options, method="slimgpt")
     distill(replace(options, output=str(tmp_path / "whole")))
-    child = os.fork()
-    if child == 0:
-        LayerStore.save = killing_after(6)(LayerStore.save)  # type: ignore[method-assign]
-        distill(options)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    run_killed(LayerStore, "save", 6, lambda: distill(options))
     assert len(list(Path(f"{options.output}.distilling/stage2.scoring").glob("*.safetensors"))) == 2
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
@@ -347,13 +339,7 @@ def test_lessons_are_written_once_and_survive_a_kill(
     distill(replace(options, output=str(tmp_path / "whole")))
     work = Path(f"{options.output}.distilling")
     for target, name, count in ((AnswerStore, "add", 7), (Plan, "__post_init__", 0)):
-        child = os.fork()
-        if child == 0:
-            setattr(target, name, killing_after(count)(getattr(target, name)))
-            distill(options)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        run_killed(target, name, count, lambda: distill(options))
         assert (read_lessons(work) is not None) == (target is Plan)
     assert len(list(read_answers(Path(f"{options.output}.responses")))) == 30
     rows = tmp_path / "task" / "rows.jsonl"
@@ -516,13 +502,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillO
 def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_path: Path) -> None:
     options = unlabelled(options, tmp_path)
     distill(replace(options, output=str(tmp_path / "whole")))
-    child = os.fork()
-    if child == 0:
-        AnswerStore.add = killing_after(4)(AnswerStore.add)  # type: ignore[method-assign]
-        distill(options)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    run_killed(AnswerStore, "add", 4, lambda: distill(options))
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
     assert all(torch.equal(first[name], second[name]) for name in second)

@@ -49,10 +49,10 @@ class Corpus:
     texts: list[Text | Prompt]
     note: dict[str, Any]
 
-    @property
-    def counts(self) -> str:
-        """Numbers of documents that were read, and of those that were left out, as text."""
-        return ", ".join(f"{name} {count}" for name, count in self.note.items() if isinstance(count, int))
+
+def counts_text(note: Mapping[str, Any]) -> str:
+    """Return the whole numbers of a note as text: `documents 3, empty 1`."""
+    return ", ".join(f"{name} {count}" for name, count in note.items() if isinstance(count, int))
 
 
 def corpus_identity(corpus: str) -> str:

@@ -35,6 +35,7 @@ from lmeval_prune.distillation.corpus import (
     Text,
     answered_text,
     check_corpus,
+    counts_text,
     has_answer,
     read_corpus,
     within,
@@ -186,7 +187,7 @@ class LanguageHost(Host):
         validation, train = first[:count], [*first[count:], *others]
         if not options.task and (len(first) <= count or (share and not validation)):
             raise InputError(
-                f"{len(first)} texts of the corpus ({corpus.counts}) are too few to train and "
+                f"{len(first)} texts of the corpus ({counts_text(corpus.note)}) are too few to train and "
                 f"validate; give more documents or corpus_texts, or another validation (0: none)"
             )
         if len(first) <= count or (share and not validation):
@@ -377,11 +378,13 @@ class LanguageHost(Host):
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
         options, parts = self.options, {"train": examples.train, "validation": examples.validation}
-        problems = {part: [text for text in texts if isinstance(text, Problem)] for part, texts in parts.items()}
-        prompts = {part: [text for text in texts if isinstance(text, Prompt)] for part, texts in parts.items()}
-        teacher: Any = self.read(self.options.teacher or self.options.pretrained)
-        asked = problems if options.train_on == "teacher" else {}
-        write_lessons(work, self.answerer, teacher.to(device), asked, prompts, options, self.positions)
+
+        def of_kind(kind: type) -> dict[str, list[Any]]:
+            return {part: [text for text in texts if isinstance(text, kind)] for part, texts in parts.items()}
+
+        teacher: Any = self.read(options.teacher or options.pretrained)
+        problems = of_kind(Problem) if options.train_on == "teacher" else {}
+        write_lessons(work, self.answerer, teacher.to(device), problems, of_kind(Prompt), options, self.positions)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:

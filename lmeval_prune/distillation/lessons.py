@@ -61,14 +61,14 @@ def write_lessons(
     """
     longest = within(options.max_length, positions)
     room = math.inf if positions is None else positions - answerer.sampling.length(answerer.task)
-    learned = {part: _of_problems(answerer, teacher, asked, options, longest) for part, asked in problems.items()}
+    learned = {part: _of_problems(answerer, teacher, texts, options, longest) for part, texts in problems.items()}
     learned |= {
-        CORPUS_PARTS[part]: _of_prompts(answerer, teacher, asked, longest, room)
-        for part, asked in prompts.items()
-        if asked
+        CORPUS_PARTS[part]: _of_prompts(answerer, teacher, texts, longest, room)
+        for part, texts in prompts.items()
+        if texts
     }
-    texts, counts = ({part: pair[index] for part, pair in learned.items()} for index in (0, 1))
-    write_artefact(folder / FILE, SCHEMA, VERSION, {"texts": texts, "counts": counts})
+    content = {name: {part: pair[n] for part, pair in learned.items()} for n, name in enumerate(("texts", "counts"))}
+    write_artefact(folder / FILE, SCHEMA, VERSION, content)
 
 
 def read_lessons(folder: Path) -> dict[str, Any] | None:

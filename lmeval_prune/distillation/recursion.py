@@ -25,7 +25,7 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.summary import Summary, summarize
 from lmeval_prune.distance.tokens import logits_of, pass_distances
 from lmeval_prune.distance.variants import Distances
-from lmeval_prune.distillation.corpus import corpus_identity
+from lmeval_prune.distillation.corpus import corpus_identity, counts_text
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.layer_map import LayerMap
 from lmeval_prune.distillation.lessons import read_lessons
@@ -163,11 +163,9 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)
-        counts = ", ".join(f"{name} {count}" for name, count in examples.note.items() if isinstance(count, int))
-        print(f"problems: {counts}", flush=True)
+        print(f"problems: {counts_text(examples.note)}", flush=True)
         if corpus := examples.note.get("corpus"):
-            counts = ", ".join(f"{name} {count}" for name, count in corpus.items() if isinstance(count, int))
-            print(f"corpus: {counts}", flush=True)
+            print(f"corpus: {counts_text(corpus)}", flush=True)
     if options.asks_teacher:
         examples = _taught(host, examples, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
@@ -191,7 +189,7 @@ def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamp
     if process.is_main_process:
         for part, counts in examples.note["lessons"].items():
             if counts:
-                print(f"teacher, {part}: {', '.join(f'{name} {count}' for name, count in counts.items())}", flush=True)
+                print(f"teacher, {part}: {counts_text(counts)}", flush=True)
     return examples
 
 

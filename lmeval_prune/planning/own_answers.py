@@ -313,8 +313,8 @@ def lessons_of(
     rights = [] if keep == "unscored" else answerer.outcomes(questions, answers, metric)
     lessons, without = list[Lesson](), list[int]()
     for index, several in enumerate(answers):
-        wanted = rights[index] if keep == "right" else [True] * len(several)
-        kept = [answer for answer, is_wanted in zip(several, wanted, strict=True) if is_wanted and not answer.cut_off]
+        passing = rights[index] if keep == "right" else [True] * len(several)
+        kept = [answer for answer, passes in zip(several, passing, strict=True) if passes and not answer.cut_off]
         lessons += [Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in kept)]
         without += [] if kept else [index]
     counts = {

@@ -5,9 +5,10 @@
 #         benchmarks/gpu_rehearsal.sh pack                # writes .gpu-carry/, which git does not see
 # There, the experiment of a smaller model (smaller_model.py), in calls of less than ten minutes:
 #         benchmarks/gpu_rehearsal.sh install             # with .gpu-carry/base and .gpu-carry/first
-#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh start # with base and .gpu-carry/second: a trial of
-#                 TRIAL_SECONDS at most; then `run`, which goes on when this command ends, after WAIT seconds
+#         RECIPES="width depth" benchmarks/gpu_rehearsal.sh start # with base and .gpu-carry/second: begins `run`, which
+#                 goes on when this command ends, after WAIT seconds, or after a trial beside it that fails
 #         benchmarks/gpu_rehearsal.sh watch               # with base: WAIT seconds more; again and again
+#         benchmarks/gpu_rehearsal.sh stop                # ends `run`; what it has made stays there
 #     `run` is the experiment, begins no row that would end after BUDGET seconds, uses PROCESSES processes that share the
 #     GPU by MPS, if MPS starts, and then makes the recipes in EXTRA, if any; FOLDS: only these folds
 # or the gates of a step, after a trial with random weights:
@@ -126,6 +127,7 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]))" "$WORK/$name" "$WORK/smollm2.new"
 
 # Lets processes share the GPU, and use it at the same time, by NVIDIA's MPS, if that starts; else they take turns.
 start_mps() {
+    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then return; fi # `start` has started it
     export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps-log
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
     if nvidia-cuda-mps-control -d && timeout 60 "$PYTHON" -c "import torch; torch.ones(9, device='cuda').sum().item()"; then
@@ -137,7 +139,7 @@ start_mps() {
 }
 
 stop_mps() {
-    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
+    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && [ -z "${BESIDE:-}" ]; then # the experiment uses it
         echo quit | timeout 20 nvidia-cuda-mps-control || true
         unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
     fi
@@ -203,8 +205,8 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
         head -n 16 "$CARRY/base/smaller/prompts.jsonl" >"$WORK/trial/prompts.jsonl"
     fi
     # shellcheck disable=SC2086 # names of recipes
-    LIMIT=${TRIAL_SECONDS:-90} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
-        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-90}" &
+    LIMIT=${TRIAL_SECONDS:-150} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
+        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-150}" &
     wait $! || status=$?
     stop_mps
     collect_rows "$WORK/trial" trial
@@ -225,16 +227,18 @@ weights_or() {
 # Returns whether an experiment runs that `start` began.
 is_running() { [ ! -f "$WORK/status" ] && [ -s "$WORK/pid" ] && kill -0 "$(cat "$WORK/pid")" 2>/dev/null; }
 
-# Starts the experiment in a session of its own, from a copy of what it runs, and watches it.
+# Starts the experiment in a session of its own, from a copy of what it runs, tries it beside its first rows, and watches
+# it. If the trial fails, the experiment goes on: its dense rows count in any case; `stop` ends it.
 start() {
     if is_running; then
-        echo "an experiment runs already; go on by \`watch\`" >&2
+        echo "an experiment runs already; go on by \`watch\`, or end it by \`stop\`" >&2
         return 2
     fi
-    trial
+    prepare
     rm -rf "$WORK/checkout" "$WORK/status" "$WORK/pid" && mkdir -p "$WORK/out" "$WORK/checkout/carry"
     cp -a benchmarks configs kernels lmeval_prune tasks pyproject.toml "$WORK/checkout/"
     cp -r "$CARRY/base" "$WORK/checkout/carry/"
+    if [ "$DEVICE" = cuda ]; then start_mps; fi # the experiment stops it
     CARRY=carry OUT=$WORK/out PYTHON=$PYTHON WORK=$WORK DEVICE=$DEVICE CHANGES=$CHANGES PROCESSES=$PROCESSES \
         RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
             echo $$ >"$WORK/pid"
@@ -243,7 +247,20 @@ start() {
     disown
     local _
     for _ in $(seq 50); do if [ -s "$WORK/pid" ]; then break; fi; sleep 0.1; done
+    BESIDE=yes
+    trial
     watch
+}
+
+# Ends the experiment that `start` began; the rows that it has made stay.
+stop() {
+    local _
+    if is_running; then
+        kill -- "-$(cat "$WORK/pid")" || true # its session: `finish` ends what `timeout` has started
+        for _ in $(seq 100); do if is_running; then sleep 0.1; fi; done
+    fi
+    if is_running; then kill -9 -- "-$(cat "$WORK/pid")"; fi
+    echo "stopped"
 }
 
 # Copies the results so far, each whole.
@@ -382,12 +399,13 @@ filter) prepare && engine --part filter --budget "${BUDGET:-400}" --out "$OUT/gp
 install) prepare ;;
 trial) trial ;;
 start) start ;;
+stop) stop ;;
 watch) watch ;;
 first) first ;;
 run) experiment ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,23p' benchmarks/gpu_rehearsal.sh >&2
+    sed -n '4,24p' benchmarks/gpu_rehearsal.sh >&2
     exit 2
     ;;
 esac

@@ -21,6 +21,7 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.training.resuming import default_settings, result_settings
 
 DENSE = "dense"
+SPEEDS = "speed.json"  # measured speeds of rows and estimates
 PROMPTS = "prompts.jsonl"  # questions without answers, as the task writes them: a corpus of recipes, in the work folder
 
 
@@ -259,7 +260,7 @@ class Experiment:
         A row whose parent is not the model of the dense row here gets the answers of the dense row there;
         `InputError`, before anything is copied, if that is not its parent, either.
         """
-        theirs = {path.name: self._read(path) for path in sorted(folder.glob("*.json"))}
+        theirs = {path.name: self._read(path) for path in sorted(folder.glob("*.json")) if path.name != SPEEDS}
         new = {name: record for name, record in theirs.items() if not (self.work / "rows" / name).is_file()}
         for name, record in new.items():
             row = Row(record["recipe"], record["fold"], record["seed"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _record import environment
-from _smaller import DENSE, Experiment, Goal
+from _smaller import DENSE, SPEEDS, Experiment, Goal
 from _smaller_estimate import read_estimates
 from _smaller_rows import device_name
 
@@ -51,15 +51,17 @@ def goal_work(goal: Goal) -> dict[str, Any]:
     return {name: goal[name] for name in ("batches", "prompt", "new", "dtype", "threads", "rounds")}  # type: ignore[literal-required]
 
 
-def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str, count: int) -> None:
-    """Measure shapes that were not measured on this device; write each to `speed.json`.
+def measure_speeds(
+    experiment: Experiment, recipes: Sequence[str], device: str, count: int, copy: Path | None = None
+) -> None:
+    """Measure shapes that were not measured on this device; write each to `speed.json`, and to that of `copy`.
 
     How long a model takes does not depend on its weights: models of the shapes of rows are timed: of the recipe's
     `count` rows with most parameters by the seeds of the choice, and as many by those of the verdict; without rows, of
     the shape that its `estimate` left.
     """
     experiment.check_names(recipes)
-    path, goal = experiment.work / "speed.json", experiment.goal
+    goal = experiment.goal
     speeds, shapes = read_speeds(experiment.work), list(_shapes(experiment, recipes, count))
     if not shapes:
         raise InputError("no recipe has a row or an estimate to measure; make one by train or estimate")
@@ -86,7 +88,8 @@ def measure_speeds(experiment: Experiment, recipes: Sequence[str], device: str, 
             "work": goal_work(goal),
             "measured": environment(),
         }
-        write_text(path, json.dumps(speeds, indent=1) + "\n")
+        for folder in filter(None, (experiment.work, copy)):
+            write_text(folder / SPEEDS, json.dumps(speeds, indent=1) + "\n")
         print(f"{key}: {', '.join(f'{each} at batch {batch}' for batch, each in gains.items())}", flush=True)
 
 
@@ -127,9 +130,18 @@ def _dense(experiment: Experiment) -> Any:
 
 def read_speeds(work: Path) -> dict[str, Any]:
     """Read the measured speeds; empty if there are none."""
-    path = work / "speed.json"
+    path = work / SPEEDS
     speeds: dict[str, Any] = read_json(path) if path.is_file() else {}
     return speeds
+
+
+def take_speeds(experiment: Experiment, folder: Path) -> int:
+    """Add the speeds in another folder that were not measured here; return their number."""
+    speeds = read_speeds(experiment.work)
+    new = {key: entry for key, entry in read_speeds(folder).items() if key not in speeds}
+    if new:
+        write_text(experiment.work / SPEEDS, json.dumps({**speeds, **new}, indent=1) + "\n")
+    return len(new)
 
 
 def measured_gains(experiment: Experiment, name: str, rows: Collection[str] | None = None) -> Gains:

@@ -10,7 +10,8 @@
 #         benchmarks/gpu_rehearsal.sh watch               # with base: WAIT seconds more; again and again
 #         benchmarks/gpu_rehearsal.sh stop                # ends `run`; what it has made stays there
 #     `run` is the experiment, begins no row that would end after BUDGET seconds, uses PROCESSES processes that share the
-#     GPU by MPS, if MPS starts, and then makes the recipes in EXTRA, if any; FOLDS: only these folds
+#     GPU by MPS, if MPS starts, then makes the recipes in EXTRA, if any, and measures the speed of those in SPEED;
+#     FOLDS: only these folds
 # or the gates of a step, after a trial with random weights:
 #         benchmarks/gpu_rehearsal.sh first               # with base and first
 # or, part by part, in this order:
@@ -166,7 +167,7 @@ finish() {
 smaller() {
     local work=$1 pretrained=$2
     shift 2
-    mkdir -p "$work/logs" && cp -rn "$CARRY"/base/smaller/. "$work/" 2>/dev/null || true
+    mkdir -p "$work/logs"
     exec timeout --signal=INT --kill-after=10 "${LIMIT:-0}" \
         "$PYTHON" benchmarks/smaller_model.py run --device "$DEVICE" --work "$work" --pretrained "$pretrained" \
         --processes "$PROCESSES" --no-resume --discard --copy "$work/new" "$@"
@@ -201,6 +202,7 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
         mv "$random.new" "$random"
     fi
     rm -rf "$WORK/trial" && mkdir -p "$WORK/trial"
+    cp "$CARRY/base/smaller/problems.json" "$WORK/trial/" # and no rows: the trial's have other settings
     if [ -f "$CARRY/base/smaller/prompts.jsonl" ]; then
         head -n 16 "$CARRY/base/smaller/prompts.jsonl" >"$WORK/trial/prompts.jsonl"
     fi
@@ -240,7 +242,7 @@ start() {
     cp -r "$CARRY/base" "$WORK/checkout/carry/"
     if [ "$DEVICE" = cuda ]; then start_mps; fi # the experiment stops it
     CARRY=carry OUT=$WORK/out PYTHON=$PYTHON WORK=$WORK DEVICE=$DEVICE CHANGES=$CHANGES PROCESSES=$PROCESSES \
-        RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
+        RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} SPEED=${SPEED:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
             echo $$ >"$WORK/pid"
             cd "$WORK/checkout" && benchmarks/gpu_rehearsal.sh run; echo $? >"$WORK/status"' \
         >"$WORK/run.log" 2>&1 </dev/null &
@@ -312,6 +314,8 @@ experiment() {
         echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`install\`, then copy $CARRY/second" >&2
         return 2
     fi
+    mkdir -p "$WORK/smaller"
+    cp -rn "$CARRY"/base/smaller/. "$WORK/smaller/" 2>/dev/null || true
     local shared=(--changes "$CHANGES")
     # shellcheck disable=SC2206 # numbers
     if [ -n "${FOLDS:-}" ]; then shared+=(--folds $FOLDS); fi
@@ -333,8 +337,13 @@ experiment() {
         done
         for process in "${processes[@]}"; do wait "$process" || status=$((status ? status : $?)); done
     fi
-    collect_rows "$WORK/smaller" rows
     stop_mps
+    if [ -n "${SPEED:-}" ]; then # of the chosen recipe, on a GPU that nothing else uses any more
+        # shellcheck disable=SC2086 # names of recipes
+        "$PYTHON" benchmarks/smaller_model.py speed --device "$DEVICE" --work "$WORK/smaller" --recipes $SPEED \
+            --pretrained "$WORK/smollm2" "${shared[@]::2}" --copy "$WORK/smaller/new" || status=$((status ? status : $?))
+    fi
+    collect_rows "$WORK/smaller" rows
     grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70 || true
     return $status
 }
@@ -347,7 +356,7 @@ rehearse() {
         engine --part "$part" --tiny --device cpu --no-compile --out "$rehearsal/$part"
     done
     CARRY=$rehearsal/carry WORK=$rehearsal/work OUT=$rehearsal/out DEVICE=cpu PROCESSES=2
-    STEP_OPTIONS=(--tiny) CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only
+    STEP_OPTIONS=(--tiny) CHANGES="{limit: 16, epochs: 1}" RECIPES=width EXTRA=task_only SPEED=width
     TRIAL_SECONDS=200 BUDGET=400 FOLDS=0 # enough on a busy machine, too
     # not a recipe with prompts: a random model ends no answer
     "$PYTHON" benchmarks/smaller_model.py problems --recipes width --work "$CARRY/base/smaller"
@@ -363,7 +372,11 @@ AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "
     tar -tzf "$OUT/trial.tar.gz" new/dense_fold0_seed0.json
     WAIT=400 watch
     tar -tzf "$OUT/trial.tar.gz" new/dense_fold0_seed0.json
-    tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json chosen.json
+    tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json new/speed.json chosen.json
+    # on another machine, which has the rows so far, and trains the dense model of a missing row anew
+    rm -rf "$WORK/smaller/models" "$WORK"/smaller/{rows,new}/width_fold0_seed1.json
+    WAIT=400 EXTRA="" SPEED="" start
+    tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json
     echo "rehearsed: $rehearsal"
 }
 
@@ -405,7 +418,7 @@ first) first ;;
 run) experiment ;;
 *)
     echo "unknown command '${1:-}'; the commands are:" >&2
-    sed -n '4,24p' benchmarks/gpu_rehearsal.sh >&2
+    sed -n '4,25p' benchmarks/gpu_rehearsal.sh >&2
     exit 2
     ;;
 esac

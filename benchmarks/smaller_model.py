@@ -62,7 +62,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         default="{}",
         help="options of the rows of recipes alone: '{epochs: 0}' removes, and trains nothing",
     )
-    parser.add_argument("--copy", type=Path, help="train: copy records to this folder; collect: take them from there")
+    parser.add_argument("--copy", type=Path, help="train, speed: copy records to this folder; collect: take them")
     parser.add_argument(
         "--discard", action="store_true", help="train: delete models of recipes when they have answered"
     )
@@ -178,10 +178,13 @@ def run(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def collect(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Take the records that another machine made."""
+    """Take the records and speeds that another machine made."""
+    from _smaller_speed import take_speeds
+
     if not options.copy or not options.copy.is_dir():
         raise InputError("name the folder of the records: --copy FOLDER")
-    print(f"{experiment.take(options.copy)} new rows in {options.work}")
+    rows, speeds = experiment.take(options.copy), take_speeds(experiment, options.copy)
+    print(f"{rows} new rows in {options.work}" + (f", and {speeds} speeds" if speeds else ""))
 
 
 def choose(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -195,7 +198,8 @@ def speed(experiment: Experiment, options: argparse.Namespace) -> None:
     """Measure tokens per second of each recipe's shape in turn with the dense model's."""
     from _smaller_speed import measure_speeds
 
-    measure_speeds(experiment, options.recipes, options.device, 1 if options.rows is None else options.rows)
+    count = 1 if options.rows is None else options.rows
+    measure_speeds(experiment, options.recipes, options.device, count, options.copy)
 
 
 def report(experiment: Experiment, options: argparse.Namespace) -> None:

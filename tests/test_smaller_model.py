@@ -20,6 +20,7 @@ from _smaller_estimate import removed_share
 from _smaller_plan import chosen_recipes
 from _smaller_rows import PROBLEMS, PackedHost, decoded, generated
 from _smaller_scores import Scored
+from _smaller_speed import read_speeds
 from transformers import LlamaConfig
 
 from lmeval_prune import InputError, load_pretrained
@@ -177,9 +178,15 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     other = Experiment(experiment.file, tmp_path / "elsewhere", experiment.pretrained)
     assert command(other, "collect", "--copy", str(copies)) == 0 and len(other.records()) == 2
     assert command(experiment, "choose", "--recipes", "ours", "--folds", "0") == 0
-    assert command(experiment, "speed") == 0
-    speed = json.loads((experiment.work / "speed.json").read_text())
-    (speed,) = speed.values()
+    assert command(experiment, "speed", "--copy", str(copies)) == 0
+    speeds = json.loads((experiment.work / "speed.json").read_text())
+    capsys.readouterr()
+    assert command(other, "collect", "--copy", str(copies)) == 0
+    assert capsys.readouterr().out == f"0 new rows in {other.work}, and 1 speeds\n"
+    assert read_speeds(other.work) == speeds
+    assert command(other, "collect", "--copy", str(copies)) == 0  # again: nothing is new
+    assert capsys.readouterr().out == f"0 new rows in {other.work}\n"
+    (speed,) = speeds.values()
     assert speed["row"] == "ours_fold0_seed0" and len(speed["tokens_per_second"]["ours"]["generate_1"]) == 2
     assert speed["gains"].keys() == {"1"} and {"generate_1", "engine_1"} <= speed["tokens_per_second"]["ours"].keys()
     changed = yaml.safe_load(experiment.file.read_text())

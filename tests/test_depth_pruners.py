@@ -153,6 +153,31 @@ def test_block_kl_is_the_distance_of_the_model_without_the_block(removed: Remove
         assert actual[part.key] == pytest.approx(total / count, rel=1e-9, abs=1e-12), part.key
 
 
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_block_kl_of_some_tokens_leaves_out_the_logits_of_the_others(family: str) -> None:
+    """An encoder-decoder computes them, because it has no argument for that."""
+    model: Any = tiny(family)
+    model_map, text, columns = map_model(model), text_of(), list[int]()
+    draw = torch.Generator().manual_seed(1)
+    counted = tuple(real * torch.randint(2, real.shape, generator=draw) for _, real in text.batches)
+    for mask in counted:
+        mask[:, :3] = 0
+    head = model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _, inputs, __: columns.append(inputs[0].shape[1]))
+    actual = depth_scores("block_kl", model_map, replace(text, counted=counted))
+    hook.remove()
+    needed = {int(mask.any(0).sum()) if family == "llama" else mask.shape[1] for mask in counted}
+    assert {*columns} == needed
+    for part in depth_parts_of(model_map):
+        total = 0.0
+        for (ids, real), mask in zip(text.batches, counted, strict=True):
+            dense = run(model, ids, real).log_softmax(-1)
+            with Plan(blocks=[part.block]).applied_to(model, model_map):
+                pruned = run(model, ids, real).log_softmax(-1)
+            total += float((dense.exp() * (dense - pruned)).sum(-1)[mask.bool()].sum())
+        assert actual[part.key] == pytest.approx(total / sum(int(mask.sum()) for mask in counted), rel=1e-9), part.key
+
+
 @pytest.mark.parametrize("family", distinct([*CAUSAL, *SEQ2SEQ]))
 def test_passes_that_start_at_a_layer_equal_those_of_the_whole_model(family: str) -> None:
     """Bit by bit, with padding, sliding windows and both stacks; and no layer before the left-out block runs again."""

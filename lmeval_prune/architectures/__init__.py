@@ -16,7 +16,7 @@ from lmeval_prune.architectures.identity import (
     text_config,
     weights_fingerprint,
 )
-from lmeval_prune.architectures.model_map import ModelMap, map_model, position_limit
+from lmeval_prune.architectures.model_map import ModelMap, map_model, position_limit, takes_logits_to_keep
 from lmeval_prune.architectures.proof import tiny_model
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -25,6 +25,7 @@ from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, unit
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "adapters_of", "cache_argument", "check_unit", "config_fingerprint", "head_names", "is_dispatched",
-    "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise", "tensor_in_layer",
-    "text_config", "tiny_model", "uncuttable", "units_of", "weights_fingerprint",
+    "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise",
+    "takes_logits_to_keep", "tensor_in_layer", "text_config", "tiny_model", "uncuttable", "units_of",
+    "weights_fingerprint",
 ]  # fmt: skip

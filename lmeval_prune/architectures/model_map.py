@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -177,6 +178,11 @@ def position_limit(model: Any) -> int | None:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             limit -= module.padding_idx + 1
     return limit
+
+
+def takes_logits_to_keep(model: Any) -> bool:
+    """Return whether a model can leave out the logits of tokens, by its argument `logits_to_keep`."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:

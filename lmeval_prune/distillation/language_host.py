@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import random
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lmeval_prune.architectures import position_limit
+from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
@@ -456,7 +455,7 @@ class LanguageHost(Host):
     @cached_property
     def takes_logits_to_keep(self) -> bool:
         """Whether the model can skip unused logits."""
-        return "logits_to_keep" in inspect.signature(self.skeleton(self.options.pretrained).forward).parameters
+        return takes_logits_to_keep(self.skeleton(self.options.pretrained))
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, takes_logits_to_keep
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -60,7 +60,7 @@ class BlockKl(DepthPruner):
             if all(sums.has(number, part.key) for part in parts):
                 continue
             with torch.no_grad():
-                dense = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
+                dense = _log_probabilities(model, inputs, tokens)
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)
@@ -70,13 +70,22 @@ class BlockKl(DepthPruner):
                     text.report((number + position / len(parts)) / len(text.batches))
                     plan = make_plan({**earlier.removed, part.key: {0}}, True, compensation=earlier.compensation)
                     with plan.applied_to(model, model_map), _starting_at(part, outputs):
-                        pruned = _log_probabilities(model(**inputs, use_cache=False).logits[tokens])
+                        pruned = _log_probabilities(model, inputs, tokens)
                     sums.add(number, part.key, float((shares * (dense - pruned)).sum(-1).double().sum()))
         totals = {part.key: sums.total(len(text.batches), part.key) for part in parts}
         return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in totals.items()})
 
 
-def _log_probabilities(logits: Tensor) -> Tensor:
+def _log_probabilities(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Return the log probabilities of the next token after each counted token, (counted tokens, vocabulary).
+
+    Logits of columns without a counted token are not computed, if the model can leave them out.
+    """
+    columns = tokens.any(0).nonzero()[:, 0]
+    if takes_logits_to_keep(model):
+        logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[tokens[:, columns]]
+    else:
+        logits = model(**inputs, use_cache=False).logits[tokens]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 

@@ -228,6 +228,7 @@ def report(results: dict[str, Any]) -> None:
     seeds = re.compile(r", seed \d+")
     frame["name"] = frame["name"].str.replace(seeds, "", regex=True)
     order = dict.fromkeys(seeds.sub("", name) for name, _ in rows(1, 1 / 30))
+    frame = frame[frame["layers"].isin(SHOWN)]  # few rows are measured at other numbers
     frame = frame.sort_values("name", key=lambda names: names.map(list(order).index), kind="stable")
     tables = ["# Whole layers and blocks left out of SmolLM2, and heads and channels of as many parameters\n"]
     for column, title in (("kl", "KL divergence from the unpruned model"), ("perplexity", "Perplexity")):
@@ -248,13 +249,13 @@ def draw(frame: pd.DataFrame) -> None:
     for colour, count in zip(COLOURS, SHOWN, strict=False):
         group = frame[frame["layers"] == count]
         places = [-names.index(name) for name in group["name"]]
-        axes.scatter(group["kl"], places, s=22, color=colour, label=f"{count} layers of 30, or as many parameters")
+        axes.scatter(group["kl"], places, s=22, color=colour, label=f"{count} of 30 layers, or as much")
     axes.set_yticks([-place for place in range(len(names))], names, fontsize=8)
     axes.set_xscale("log")
     axes.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     axes.minorticks_off()
     axes.grid(axis="y", lw=0.3)
-    axes.legend(fontsize=7, loc="center right")
+    axes.legend(fontsize=7, loc="upper right", bbox_to_anchor=(1, -0.06), ncols=2, frameon=False)
     save(canvas, OUTPUT / "kl")
 
 

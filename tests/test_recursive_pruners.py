@@ -504,8 +504,16 @@ def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_
     distill(replace(options, output=str(tmp_path / "whole")))
     run_killed(AnswerStore, "add", 4, lambda: distill(options))
     distill(options)
-    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
+    folders = options.output, str(tmp_path / "whole")
+    first, second = (load_pretrained(folder).state_dict() for folder in folders)
     assert all(torch.equal(first[name], second[name]) for name in second)
+    resumed, lines = (Path(f"{folder}.lessons.jsonl").read_text().splitlines() for folder in folders)
+    kept = read_json(Path(options.output) / "distillation.json")["material"]["lessons"]["corpus_train"]["kept"]
+    assert resumed == lines and len(lines) == kept > 0
+    host, prompts = make_host(options), [json.loads(line)["p"] for line in (tmp_path / "prompts.jsonl").open()]
+    for row in map(json.loads, lines):
+        assert row["part"] == "corpus_train" and any(prompt in row["prompt"] for prompt in prompts)
+        assert row["answer"].endswith(host.tokenizer.eos_token)  # type: ignore[attr-defined]
 
 
 def test_outputs_of_versions_without_these_options_are_complete(options: DistillOptions) -> None:

@@ -40,7 +40,7 @@ from lmeval_prune.distillation.corpus import (
     within,
 )
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
-from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lessons, write_lessons
+from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lessons, write_lessons, write_lessons_as_text
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -384,6 +384,10 @@ class LanguageHost(Host):
         teacher: Any = self.read(options.teacher or options.pretrained)
         problems = of_kind(Problem) if options.train_on == "teacher" else {}
         write_lessons(work, self.answerer, teacher.to(device), problems, of_kind(Prompt), options, self.positions)
+
+    @override
+    def write_learned(self, path: Path, work: Path) -> None:
+        write_lessons_as_text(path, work, self.tokenizer)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:

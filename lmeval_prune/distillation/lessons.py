@@ -6,6 +6,7 @@ prompt of a corpus gives as many as have an end.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.artefacts import read_artefact, write_artefact, write_text
 from lmeval_prune.distillation.corpus import Prompt, within
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.planning.own_answers import Answerer, Lessons, Question, lessons_of
@@ -75,6 +76,17 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
     """Read `lessons.json`; None if it is not there yet, `InputError` if it is damaged."""
     path = folder / FILE
     return read_artefact(path, SCHEMA, VERSION, LessonsFile)[0] if path.is_file() else None
+
+
+def write_lessons_as_text(path: Path, folder: Path, tokenizer: Any) -> None:
+    """Write the lessons of a folder as JSON lines for readers: `part`, `prompt` and `answer`, with special tokens."""
+    texts = (read_lessons(folder) or {"texts": {}})["texts"]
+    rows = (
+        {"part": part, "prompt": tokenizer.decode(ids[:start]), "answer": tokenizer.decode(ids[start:])}
+        for part, several in texts.items()
+        for ids, start in ((text["ids"], text["start"]) for text in several)
+    )
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _of_problems(

@@ -65,7 +65,8 @@ _ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that e
 def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:
     """Prune and distil a model and write it; resume an interrupted distillation.
 
-    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is.
+    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is. What a student
+    learns from a teacher's answers is in `OUTPUT.lessons.jsonl`.
 
     Args:
         options: what is pruned, and how the student is trained.
@@ -167,7 +168,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         if corpus := examples.note.get("corpus"):
             print(f"corpus: {counts_text(corpus)}", flush=True)
     if options.asks_teacher:
-        examples = _taught(host, examples, work)
+        examples = _taught(host, examples, target, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
@@ -178,8 +179,8 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         parent, note = str(folder), read_note(folder)
 
 
-def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamples:
-    """Return the examples with answers of the teacher, which one process asks once."""
+def _taught(host: Host, examples: TrainingExamples, target: Path, work: Path) -> TrainingExamples:
+    """Return the examples with answers of the teacher, which one process asks once, and writes for readers."""
     process = this_process()
     if process.is_main_process and read_lessons(work) is None:
         print("asking the teacher", flush=True)
@@ -187,6 +188,7 @@ def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamp
     process.wait_for_everyone()
     examples = host.taught(examples, work)
     if process.is_main_process:
+        host.write_learned(target.with_name(f"{target.name}.lessons.jsonl"), work)
         for part, counts in examples.note["lessons"].items():
             if counts:
                 print(f"teacher, {part}: {counts_text(counts)}", flush=True)

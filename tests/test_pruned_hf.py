@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
+from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.settings import Natural
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
 from tests.tiny_models import family_folder, output, tiny, tokens
@@ -304,6 +307,13 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"max_length": 0}, "max_length=0 must be"),
         ({"max_length": -5}, "max_length=-5 must be"),
         ({"max_length": "long"}, "max_length=.long. must be"),
+        ({"prefix_token_id": "abc"}, "prefix_token_id='abc' must be a whole number"),
+        ({"prefix_token_id": -1}, "prefix_token_id=-1 must be"),
+        ({"truncation": "maybe"}, "truncation='maybe' must be true or false"),
+        ({"add_bos_token": 5}, "add_bos_token=5 must be"),
+        ({"trust_remote_code": "nein"}, "trust_remote_code='nein' must be"),
+        ({"parallelize": 2}, "parallelize=2 must be"),
+        ({"enable_thinking": "a little"}, "enable_thinking='a little' must be"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
@@ -314,6 +324,16 @@ def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkey
     with pytest.raises(InputError, match=message) as error:
         model(tiny_folder, **arguments)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_and_switches_of_hf_have_its_types() -> None:
+    """Whatever its signature names so; text, devices and models stay as they are."""
+    types = hf_arguments()
+    assert types["truncation"] == types["enable_thinking"] == bool | None and types["logits_cache"] is bool
+    assert types["prefix_token_id"] == Natural | None and types["dtype"] is types["think_end_token"] is Any
+    assert "self" not in types and "kwargs" not in types
+    assert parse_hf_argument("truncation", "true") is True and parse_hf_argument("dtype", "float32") == "float32"
+    assert parse_hf_argument("logits_cache", None) is None and parse_hf_argument("attn_implementation", 3) == 3
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ settings, is an axis: it makes one variant per value. Several axes make one vari
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import math
@@ -31,12 +30,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
+from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, check_device_name
 
@@ -215,8 +214,7 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 
 def _check_settings(block: Mapping[str, Any]) -> None:
     """Refuse unknown names of settings."""
-    hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    others = {*hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+    others = {*hf_arguments(), *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
     METHODS.reserve(others | SERVER_OPTIONS)
     known = {*argument_names(), *others}
     known |= SERVER_OPTIONS if "base_url" in block else set()

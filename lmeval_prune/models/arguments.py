@@ -18,6 +18,7 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
+from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.registered import load_registered
 from lmeval_prune.settings import Count, Settings, parse_value
 
@@ -84,8 +85,7 @@ class Arguments(Settings):
         names = argument_names()
         refuse_empty(values, names)
         others = {name: value for name, value in values.items() if value is not None or name not in names}
-        if others.get("max_length") is not None:
-            others["max_length"] = parse_value("max_length", others["max_length"], Count)
+        others = {name: parse_hf_argument(name, value) for name, value in others.items()}
         own = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
         methods = {name: own.pop(name) for name in METHODS if name in own}
         if "router" not in own and (stray := _ROUTER_SETTINGS & own.keys()):
@@ -136,13 +136,13 @@ class Arguments(Settings):
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
 
-    def refuse_misspelt(self, hf_arguments: set[str], config: Any) -> None:
+    def refuse_misspelt(self, config: Any) -> None:
         """Refuse an unknown argument that resembles a known one, because `from_pretrained` would ignore it.
 
         Attributes of the model's `config` are valid arguments; a loaded model (None) accepts only those of `hf`.
         """
         for name in self.others:
-            is_known = name in hf_arguments or hasattr(config, name)
+            is_known = name in hf_arguments() or hasattr(config, name)
             if not is_known and (config is None or did_you_mean(name, argument_names(), cutoff=0.75)):
                 raise unknown_argument(name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import re
@@ -37,6 +36,7 @@ from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_a
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.generation import check_settings
 from lmeval_prune.models.head_router import FixedOrderRouter
+from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
@@ -46,8 +46,7 @@ from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
-_HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
-METHODS.reserve(_HF_ARGUMENTS)
+METHODS.reserve({*hf_arguments()})
 _ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 
@@ -89,7 +88,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{value}")
         interventions = arguments.interventions
         if isinstance(pretrained, torch.nn.Module):
-            arguments.refuse_misspelt(_HF_ARGUMENTS, None)
+            arguments.refuse_misspelt(None)
             self.manifest = manifest_of(pretrained)
             check_max_length(arguments.others.get("max_length"), pretrained)
             interventions = (*interventions_on(pretrained), *interventions)
@@ -168,7 +167,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         self.tokenizer_on_disk = tokenizer_fingerprint(self.tokenizer)  # before `hf` adds a padding token
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
-        self.arguments.refuse_misspelt(_HF_ARGUMENTS, self.config)
+        self.arguments.refuse_misspelt(self.config)
         self._check_before_loading(bool(kwargs.get("trust_remote_code")))
         if self.arguments.responses:
             self._store = AnswerStore(self.arguments.responses, self.store_rank)

@@ -40,7 +40,8 @@ def choice(experiment: Experiment, recipes: Sequence[str] = (), folds: Sequence[
     _check_complete({name: own[name] for name in eligible}, rows, wanted)
     differences = {name: scored.difference(rows[name], "validation") for name in rows}
     others = {name: scored.difference(own[name], "validation") for name in failures if failures[name]}
-    lines = [f"validation problems of {len(next(iter(rows.values()), []))} folds and seeds:"]
+    count = len(next(iter(rows.values()), []))
+    lines = [f"validation problems of {count} folds and seeds:" if count else "validation problems:"]
     for name in sorted(differences, key=lambda name: -differences[name].mean):
         lines.append(f"  {name}: {points(differences[name])}{', tested already' if name in tested else ''}")
     for name, difference in others.items():

@@ -19,6 +19,7 @@ from _smaller_plan import chosen_entries, planned_rows
 from _smaller_rows import make_row
 
 from lmeval_prune.artefacts import output_lock
+from lmeval_prune.distillation.recursion import lessons_file
 from lmeval_prune.errors import BusyError, InputError, first_line
 
 POLL = 1.0  # seconds between looks at the rows of other processes
@@ -73,7 +74,9 @@ class RowMaker:
         if options.copy:
             experiment.give(row, options.copy)
         if options.discard and row.recipe != DENSE:
-            shutil.rmtree(experiment.model(row))
+            folder = experiment.model(row)
+            shutil.rmtree(folder)
+            lessons_file(folder).unlink(missing_ok=True)
         self.count, self.longest = self.count + 1, max(self.longest, record["seconds"])
         print(f"{row.key}: {record['seconds']:.0f} s, {time.monotonic() - self.begin:.0f} s in all", flush=True)
         return False

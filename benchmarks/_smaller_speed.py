@@ -88,9 +88,10 @@ def measure_speeds(
             "work": goal_work(goal),
             "measured": environment(),
         }
-        for folder in filter(None, (experiment.work, copy)):
-            write_text(folder / SPEEDS, json.dumps(speeds, indent=1) + "\n")
+        write_text(experiment.work / SPEEDS, json.dumps(speeds, indent=1) + "\n")
         print(f"{key}: {', '.join(f'{each} at batch {batch}' for batch, each in gains.items())}", flush=True)
+    if copy:
+        write_text(copy / SPEEDS, json.dumps(speeds, indent=1) + "\n")
 
 
 def gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) -> Gain:
@@ -135,12 +136,24 @@ def read_speeds(work: Path) -> dict[str, Any]:
     return speeds
 
 
+def _valid_speeds(experiment: Experiment, work: Path) -> dict[str, Any]:
+    """Return the speeds in a folder that are of a present row's or estimate's settings, and of the goal's work."""
+    records = [*experiment.records().items(), *read_estimates(experiment).items()]
+    settings = {(row.recipe, record["settings"]) for row, record in records}
+    return {
+        key: entry
+        for key, entry in read_speeds(work).items()
+        if (entry["recipe"], entry["settings"]) in settings and entry["work"] == goal_work(experiment.goal)
+    }
+
+
 def take_speeds(experiment: Experiment, folder: Path) -> int:
-    """Add the speeds in another folder that were not measured here; return their number."""
-    speeds = read_speeds(experiment.work)
-    new = {key: entry for key, entry in read_speeds(folder).items() if key not in speeds}
+    """Add the valid speeds in another folder that were not measured here; return their number."""
+    here, there = (_valid_speeds(experiment, work) for work in (experiment.work, folder))
+    new = {key: entry for key, entry in there.items() if key not in here}
     if new:
-        write_text(experiment.work / SPEEDS, json.dumps({**speeds, **new}, indent=1) + "\n")
+        speeds = {**read_speeds(experiment.work), **new}
+        write_text(experiment.work / SPEEDS, json.dumps(speeds, indent=1) + "\n")
     return len(new)
 
 
@@ -151,9 +164,8 @@ def measured_gains(experiment: Experiment, name: str, rows: Collection[str] | No
         rows: names of the rows whose shapes count; None: all, and estimates.
     """
     gains: Gains = {}
-    for entry in read_speeds(experiment.work).values():
-        counts = rows is None or entry["row"] in rows
-        if entry["recipe"] != name or not counts or entry["work"] != goal_work(experiment.goal):
+    for entry in _valid_speeds(experiment, experiment.work).values():
+        if entry["recipe"] != name or (rows is not None and entry["row"] not in rows):
             continue
         on_device = gains.setdefault(entry["device"], {})
         for batch, values in entry["gains"].items():

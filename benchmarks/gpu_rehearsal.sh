@@ -126,10 +126,11 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]))" "$WORK/$name" "$WORK/smollm2.new"
     if [ -f "$CARRY/base/questions.jsonl" ]; then MODEL+=(--texts "$CARRY/base/questions.jsonl"); fi
 }
 
-# Lets processes share the GPU, and use it at the same time, by NVIDIA's MPS, if that starts; else they take turns.
+# Lets processes share the GPU, and use it at the same time, by NVIDIA's MPS, if that starts; else they take turns. What
+# `start` has started, or could not start, is not tried again.
 start_mps() {
-    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then return; fi # `start` has started it
-    export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps-log
+    if [ -n "${MPS_TRIED:-}" ]; then return; fi
+    export MPS_TRIED=yes CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps-log
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
     if nvidia-cuda-mps-control -d && timeout 60 "$PYTHON" -c "import torch; torch.ones(9, device='cuda').sum().item()"; then
         echo "MPS: started"
@@ -140,8 +141,9 @@ start_mps() {
 }
 
 stop_mps() {
-    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && [ -z "${BESIDE:-}" ]; then # the experiment uses it
-        echo quit | timeout 20 nvidia-cuda-mps-control || true
+    if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
+        # beside the trial, the experiment still uses it
+        if [ -z "${BESIDE:-}" ]; then echo quit | timeout 20 nvidia-cuda-mps-control || true; fi
         unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
     fi
 }
@@ -237,6 +239,7 @@ start() {
         return 2
     fi
     prepare
+    check_experiment
     rm -rf "$WORK/checkout" "$WORK/status" "$WORK/pid" && mkdir -p "$WORK/out" "$WORK/checkout/carry"
     cp -a benchmarks configs kernels lmeval_prune tasks pyproject.toml "$WORK/checkout/"
     cp -r "$CARRY/base" "$WORK/checkout/carry/"
@@ -254,14 +257,18 @@ start() {
     watch
 }
 
-# Ends the experiment that `start` began; the rows that it has made stay.
+# Ends the experiment that `start` began, with all its processes; what it has made stays there, and its records in $OUT.
 stop() {
-    local _
-    if is_running; then
-        kill -- "-$(cat "$WORK/pid")" || true # its session: `finish` ends what `timeout` has started
-        for _ in $(seq 100); do if is_running; then sleep 0.1; fi; done
+    local session _
+    if ! is_running; then
+        echo "no experiment runs" >&2
+        return 2
     fi
-    if is_running; then kill -9 -- "-$(cat "$WORK/pid")"; fi
+    session=$(cat "$WORK/pid")
+    pkill -s "$session" || true
+    for _ in $(seq 150); do if pgrep -s "$session" >/dev/null; then sleep 0.1; fi; done
+    pkill -9 -s "$session" || true
+    if [ -d "$WORK/smaller" ]; then collect_rows "$WORK/smaller" rows; fi
     echo "stopped"
 }
 
@@ -305,15 +312,22 @@ first() {
         --out "$OUT/gpu_engine_steps" "${STEP_OPTIONS[@]}"
 }
 
+# Ends the script if the experiment lacks its recipes or the weights.
+check_experiment() {
+    if [ -z "${RECIPES:-}" ]; then
+        echo "name the recipes of the experiment, such as RECIPES=\"width depth\"" >&2
+        exit 2
+    elif [ ! -d "$WORK/smollm2" ]; then
+        echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`install\`, then copy $CARRY/second" >&2
+        exit 2
+    fi
+}
+
 # Runs the experiment, then the recipes in EXTRA; returns the status of what failed first.
 experiment() {
-    local begin=$SECONDS process processes=() status=0
-    : "${RECIPES:?names the recipes of the experiment, such as RECIPES=\"width depth\"}"
+    local begin=$SECONDS process processes=() status=0 left
     prepare_experiment
-    if [ ! -d "$WORK/smollm2" ]; then
-        echo "no weights in $WORK/smollm2: copy $CARRY/first and run \`install\`, then copy $CARRY/second" >&2
-        return 2
-    fi
+    check_experiment
     mkdir -p "$WORK/smaller"
     cp -rn "$CARRY"/base/smaller/. "$WORK/smaller/" 2>/dev/null || true
     local shared=(--changes "$CHANGES")
@@ -337,10 +351,12 @@ experiment() {
         done
         for process in "${processes[@]}"; do wait "$process" || status=$((status ? status : $?)); done
     fi
+    collect_rows "$WORK/smaller" rows
     stop_mps
-    if [ -n "${SPEED:-}" ]; then # of the chosen recipe, on a GPU that nothing else uses any more
+    left=$((${BUDGET:-420} - SECONDS + begin))
+    if [ -n "${SPEED:-}" ] && [ $left -gt 0 ]; then # on a GPU that nothing else uses any more
         # shellcheck disable=SC2086 # names of recipes
-        "$PYTHON" benchmarks/smaller_model.py speed --device "$DEVICE" --work "$WORK/smaller" --recipes $SPEED \
+        timeout $left "$PYTHON" benchmarks/smaller_model.py speed --device "$DEVICE" --work "$WORK/smaller" --recipes $SPEED \
             --pretrained "$WORK/smollm2" "${shared[@]::2}" --copy "$WORK/smaller/new" || status=$((status ? status : $?))
     fi
     collect_rows "$WORK/smaller" rows
@@ -375,6 +391,9 @@ AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "
     tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json new/speed.json chosen.json
     # on another machine, which has the rows so far, and trains the dense model of a missing row anew
     rm -rf "$WORK/smaller/models" "$WORK"/smaller/{rows,new}/width_fold0_seed1.json
+    WAIT=1 EXTRA="" SPEED="" start
+    stop
+    if is_running; then exit 1; fi
     WAIT=400 EXTRA="" SPEED="" start
     tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json
     echo "rehearsed: $rehearsal"

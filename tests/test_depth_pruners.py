@@ -153,10 +153,13 @@ def test_block_kl_is_the_distance_of_the_model_without_the_block(removed: Remove
         assert actual[part.key] == pytest.approx(total / count, rel=1e-9, abs=1e-12), part.key
 
 
-@pytest.mark.parametrize("family", ["llama", "bart"])
-def test_block_kl_of_some_tokens_leaves_out_the_logits_of_the_others(family: str) -> None:
-    """An encoder-decoder computes them, because it has no argument for that."""
+@pytest.mark.parametrize(("family", "ignores"), [("llama", False), ("llama", True), ("bart", False)])
+def test_block_kl_of_some_tokens_leaves_out_the_logits_of_the_others(family: str, ignores: bool) -> None:
+    """An encoder-decoder computes them, because it has no argument for that; so does a model that ignores it."""
     model: Any = tiny(family)
+    forward = model.forward
+    if ignores:
+        model.forward = lambda *args, logits_to_keep=0, **others: forward(*args, **others)
     model_map, text, columns = map_model(model), text_of(), list[int]()
     draw = torch.Generator().manual_seed(1)
     counted = tuple(real * torch.randint(2, real.shape, generator=draw) for _, real in text.batches)
@@ -166,7 +169,7 @@ def test_block_kl_of_some_tokens_leaves_out_the_logits_of_the_others(family: str
     hook = head.register_forward_hook(lambda _, inputs, __: columns.append(inputs[0].shape[1]))
     actual = depth_scores("block_kl", model_map, replace(text, counted=counted))
     hook.remove()
-    needed = {int(mask.any(0).sum()) if family == "llama" else mask.shape[1] for mask in counted}
+    needed = {int(mask.any(0).sum()) if family == "llama" and not ignores else mask.shape[1] for mask in counted}
     assert {*columns} == needed
     for part in depth_parts_of(model_map):
         total = 0.0

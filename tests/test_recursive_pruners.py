@@ -311,6 +311,14 @@ def test_a_student_learns_the_answers_that_are_kept(
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     learned = (read_lessons(tmp_path) or {})["texts"]["train"]
     assert [(text["ids"], text["start"]) for text in learned] == expected
+    rows = [json.loads(line) for line in Path(f"{options.output}.lessons.jsonl").read_text().splitlines()]
+    targets = [(problem.ids, problem.start) for problem in examples.questions]
+    for row, (ids, start) in zip([row for row in rows if row["part"] == "train"], expected, strict=True):
+        assert (row["prompt"], row["answer"]) == tuple(map(host.tokenizer.decode, (ids[:start], ids[start:])))
+        assert row["source"] == "teacher" or (ids, start) in targets
+    assert sum(row["source"] == "target" for row in rows if row["part"] == "train") == (
+        10 - solved if unsolved == "target" else 0
+    )
 
 
 def test_problems_calibrate_and_are_compared_whatever_is_learned(options: DistillOptions, tmp_path: Path) -> None:
@@ -513,7 +521,11 @@ def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_
     host, prompts = make_host(options), [json.loads(line)["p"] for line in (tmp_path / "prompts.jsonl").open()]
     for row in map(json.loads, lines):
         assert row["part"] == "corpus_train" and any(prompt in row["prompt"] for prompt in prompts)
+        assert row["source"] == "teacher"
         assert row["answer"].endswith(host.tokenizer.eos_token)  # type: ignore[attr-defined]
+    shutil.rmtree(options.output)  # another model under the same name, without a teacher's answers
+    distill(replace(options, corpus=None, corpus_prompt=None, corpus_answers="data", max_gen_toks=None))
+    assert not Path(f"{options.output}.lessons.jsonl").exists()
 
 
 def test_outputs_of_versions_without_these_options_are_complete(options: DistillOptions) -> None:

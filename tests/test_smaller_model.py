@@ -20,7 +20,7 @@ from _smaller_estimate import removed_share
 from _smaller_plan import chosen_recipes
 from _smaller_rows import PROBLEMS, PackedHost, decoded, generated
 from _smaller_scores import Scored
-from _smaller_speed import read_speeds
+from _smaller_speed import measured_gains, read_speeds
 from transformers import LlamaConfig
 
 from lmeval_prune import InputError, load_pretrained
@@ -186,7 +186,15 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     assert read_speeds(other.work) == speeds
     assert command(other, "collect", "--copy", str(copies)) == 0  # again: nothing is new
     assert capsys.readouterr().out == f"0 new rows in {other.work}\n"
-    (speed,) = speeds.values()
+    ((key, speed),) = speeds.items()
+    stale = {key: {**speed, "settings": "of a recipe that was changed"}}
+    (other.work / "speed.json").write_text(json.dumps(stale))
+    assert measured_gains(other, "ours") == {} != measured_gains(experiment, "ours")
+    assert command(other, "collect", "--copy", str(copies)) == 0  # the valid speed replaces it
+    assert read_speeds(other.work) == speeds
+    (copies / "speed.json").write_text(json.dumps(stale))
+    (other.work / "speed.json").unlink()
+    assert command(other, "collect", "--copy", str(copies)) == 0 and not read_speeds(other.work)
     assert speed["row"] == "ours_fold0_seed0" and len(speed["tokens_per_second"]["ours"]["generate_1"]) == 2
     assert speed["gains"].keys() == {"1"} and {"generate_1", "engine_1"} <= speed["tokens_per_second"]["ours"].keys()
     changed = yaml.safe_load(experiment.file.read_text())
@@ -448,3 +456,16 @@ def test_mistakes_are_one_line(experiment: Experiment, capsys: pytest.CaptureFix
     problems(experiment)
     with pytest.raises(InputError, match="there are no rows by the seeds of the choice"):
         choice(experiment)
+
+
+def test_the_recipe_for_users_is_that_of_the_experiment() -> None:
+    """But for paths, and for how many texts are validated at once."""
+    root = Path(__file__).parents[1]
+    experiment = yaml.safe_load((root / "benchmarks/smaller_model.yaml").read_text())
+    own = yaml.safe_load((root / "configs/distillation/smollm2_layers.yaml").read_text())["distill"]
+    recipe = {name: value for name, value in experiment["recipes"]["depth_greedy_prompts"].items() if name != "trainer"}
+    paths = {name: own.pop(name) for name in ("pretrained", "output", "test")}
+    assert own == {**recipe, "task": experiment["task"], "corpus": "out/smaller_model/prompts.jsonl"}
+    assert paths["pretrained"] == "out/distillation/smollm2_fold0_last"
+    dense = yaml.safe_load((root / "configs/distillation/smollm2_finetune.yaml").read_text())["distill"]
+    assert experiment["dense"] == {name: dense.get(name) for name in experiment["dense"]} | {"best_by": "none"}

@@ -149,6 +149,7 @@ def test_the_verdict_names_the_devices_whose_rows_were_measured(experiment: Expe
         speeds = {
             f"{row} {device}": {
                 **{"recipe": "ours", "row": row, "device": device, "work": work},
+                "settings": experiment.digest(Row("ours", 0, 0)),
                 "gains": {"1": {"median": gain, "low": 0.0, "high": 1.0}},
             }
             for row, device, gain in measured
@@ -245,6 +246,7 @@ def test_a_recipe_that_removes_too_little_or_is_too_slow_is_not_chosen(experimen
     speed = {
         "other": {
             **{"recipe": "other", "row": "estimate", "device": "a CPU"},
+            "settings": experiment.digest(Row("other", 0, 0)),
             "work": {name: goal[name] for name in ("batches", "prompt", "new", "dtype", "threads", "rounds")},  # type: ignore[literal-required]
             "gains": {"1": {"median": 0.1, "low": 0.0, "high": 0.2}},
         }

@@ -266,9 +266,8 @@ class Host(ABC):
         """Ask the first teacher problems and prompts of training and validation; write what a student learns."""
         raise NotImplementedError
 
-    def write_learned(self, path: Path, work: Path) -> None:
+    def write_learned(self, path: Path, work: Path) -> None:  # noqa: B027 - for a host whose models answer
         """Write what a student learns from the teacher's answers as text."""
-        raise NotImplementedError
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         """Return examples of what the teacher answered; `InputError` if too little of it is kept."""

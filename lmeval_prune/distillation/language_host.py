@@ -404,7 +404,10 @@ class LanguageHost(Host):
 
         def learned(part: str, texts: Sequence[Any]) -> list[Any]:
             answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(CORPUS_PARTS[part], ())]
-            return [*(Text(**text) for text in answered), *(each for each in texts if not isinstance(each, replaced))]
+            return [
+                *(Text(text["ids"], text["start"]) for text in answered),
+                *(each for each in texts if not isinstance(each, replaced)),
+            ]
 
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
         if not train or (examples.validation and not validation):

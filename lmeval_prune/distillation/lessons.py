@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
@@ -38,6 +39,7 @@ class Learned(TypedDict):
 
     ids: list[Annotated[int, Interval(ge=0, lt=2**31)]]
     start: Annotated[int, Ge(0)]
+    source: NotRequired[Literal["target"]]  # default: the teacher
 
 
 class LessonsFile(TypedDict):
@@ -79,12 +81,21 @@ def read_lessons(folder: Path) -> dict[str, Any] | None:
 
 
 def write_lessons_as_text(path: Path, folder: Path, tokenizer: Any) -> None:
-    """Write the lessons of a folder as JSON lines for readers: `part`, `prompt` and `answer`, with special tokens."""
+    """Write the lessons of a folder as JSON lines for readers: `part`, `prompt`, `answer` and its `source`.
+
+    Prompts and answers have their special tokens. The source is `teacher`, or `target` (of the data).
+    """
     texts = (read_lessons(folder) or {"texts": {}})["texts"]
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     rows = (
-        {"part": part, "prompt": tokenizer.decode(ids[:start]), "answer": tokenizer.decode(ids[start:])}
+        {
+            "part": part,
+            "prompt": decode(text["ids"][: text["start"]]),
+            "answer": decode(text["ids"][text["start"] :]),
+            "source": text.get("source", "teacher"),
+        }
         for part, several in texts.items()
-        for ids, start in ((text["ids"], text["start"]) for text in several)
+        for text in several
     )
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -101,7 +112,7 @@ def _of_problems(
     unsolved = [index for index, several in enumerate(texts) if not several]
     if options.unsolved == "target":
         for index in unsolved:
-            texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start}]
+            texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start, "source": "target"}]
     counts = {**result.counts, "too_long": too_long, "unsolved": len(unsolved)}
     return [text for several in texts for text in several], counts
 

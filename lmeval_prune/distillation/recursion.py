@@ -110,6 +110,11 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     return read_note(target)
 
 
+def lessons_file(target: Path) -> Path:
+    """Return the file beside an output with what its student learned from a teacher's answers."""
+    return target.with_name(f"{target.name}.lessons.jsonl")
+
+
 def this_process() -> Any:
     """Return accelerate's state of this process, for synchronisation.
 
@@ -167,6 +172,8 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         print(f"problems: {counts_text(examples.note)}", flush=True)
         if corpus := examples.note.get("corpus"):
             print(f"corpus: {counts_text(corpus)}", flush=True)
+    if this_process().is_main_process:
+        lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
     if options.asks_teacher:
         examples = _taught(host, examples, target, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
@@ -188,7 +195,7 @@ def _taught(host: Host, examples: TrainingExamples, target: Path, work: Path) ->
     process.wait_for_everyone()
     examples = host.taught(examples, work)
     if process.is_main_process:
-        host.write_learned(target.with_name(f"{target.name}.lessons.jsonl"), work)
+        host.write_learned(lessons_file(target), work)
         for part, counts in examples.note["lessons"].items():
             if counts:
                 print(f"teacher, {part}: {counts_text(counts)}", flush=True)

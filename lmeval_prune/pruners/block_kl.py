@@ -81,11 +81,12 @@ def _log_probabilities(model: Any, inputs: Mapping[str, Any], tokens: Tensor) ->
 
     Logits of columns without a counted token are not computed, if the model can leave them out.
     """
-    columns = tokens.any(0).nonzero()[:, 0]
-    if takes_logits_to_keep(model):
-        logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[tokens[:, columns]]
-    else:
-        logits = model(**inputs, use_cache=False).logits[tokens]
+    columns = tokens.any(0).nonzero()[:, 0].cpu()  # hidden states can be on another device than the tokens
+    kept = {"logits_to_keep": columns} if takes_logits_to_keep(model) else {}
+    logits = model(**inputs, use_cache=False, **kept).logits
+    if logits.shape[1] == len(columns):  # a model can take the argument and ignore it
+        tokens = tokens[:, columns]
+    logits = logits[tokens.to(logits.device)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 

@@ -20,13 +20,14 @@ from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, 
 from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_weights, read_config
+from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
-from lmeval_prune.surgery.cut import cut_to
-from tests.tiny_models import ALL, output, tiny, tokens
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.tiny_models import ALL, output, tiny, tiny_llava, tokens
 
 HEADS = [  # classes that are no language models
     ("llama", "LlamaForSequenceClassification"),
@@ -127,6 +128,76 @@ def test_plain_transformers_loads_a_cut_classifier(tmp_path: Path) -> None:
         with plan.applied_to(model):
             again = Classifier.from_pretrained(tmp_path / f"{family}-cut", trust_remote_code=True)
             assert same(again, model), family
+
+
+def test_auto_classes_load_a_cut_model_with_its_head(tmp_path: Path) -> None:
+    """All auto classes that build the parent: before, those of text only, and `AutoModel` left the head out."""
+    tiny_llava().save_pretrained(tmp_path / "parent")
+    model, plan = load_pretrained(tmp_path / "parent"), Plan("L0H0-1", {"L1": "0-9"})
+    cut_to(tmp_path / "cut", model, plan)
+    named = json.loads((tmp_path / "cut" / "config.json").read_text())["auto_map"]
+    assert {"AutoModel", "AutoModelForImageTextToText", "AutoModelForPreTraining"} <= named.keys()
+    for name in sorted(named.keys() - {"AutoModel"}):
+        again = getattr(transformers, name).from_pretrained(tmp_path / "cut", trust_remote_code=True)
+        with plan.applied_to(model):
+            assert same(again, model), name
+    card = (tmp_path / "cut" / "README.md").read_text()
+    assert "AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=True)" in card
+    assert "pipeline_tag: image-text-to-text" in card
+
+
+def test_what_stays_beside_the_weights_goes_along(tmp_path: Path) -> None:
+    """Processors, modules of a sentence encoder, licenses; no code, no weights, and nothing outside of the folder."""
+    build("bert", "BertModel").save_pretrained(tmp_path / "parent")
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3_Normalize"}, {"path": "../other"}]
+    texts = {
+        **dict.fromkeys(("preprocessor_config.json", "processor_config.json", "1_Pooling/config.json"), "{}"),
+        **{"modules.json": json.dumps(modules), "LICENSE": "as you like", "2_Dense/model.safetensors": "weights"},
+    }
+    for name, text in {**texts, "code.py": "", "pytorch_model.bin.old": "", "../other/config.json": "{}"}.items():
+        (tmp_path / "parent" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "parent" / name).write_text(text)
+    for _ in range(2):  # the second checkpoint replaces the first
+        cut_to(tmp_path / "cut", load_pretrained(tmp_path / "parent"), Plan("L0H0"))
+    files = {path.relative_to(tmp_path / "cut").as_posix(): path for path in (tmp_path / "cut").rglob("*.*")}
+    files["LICENSE"] = tmp_path / "cut" / "LICENSE"
+    assert {name: files[name].read_text() for name in texts} == texts
+    assert texts.keys() <= read_manifest(tmp_path / "cut")["files"].keys()
+    assert not {"code.py", "pytorch_model.bin.old"} & files.keys()
+    (tmp_path / "parent" / "modules.json").write_text("[")
+    with pytest.raises(InputError, match=r"modules\.json"):
+        cut_to(tmp_path / "other-cut", load_pretrained(tmp_path / "parent"), Plan("L0H0"))
+    model = build("bert", "BertModel")  # was never saved
+    cut_to(tmp_path / "plain", cut(model, Plan("L0H0")).model, Plan("L1H0"))
+    assert not texts.keys() & {path.name for path in (tmp_path / "plain").iterdir()}
+
+
+def test_a_setting_that_a_configuration_computes_is_not_tried(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers prints the whole configuration when such a setting is set: `head_dim` of a Falcon."""
+    cut(tiny("falcon"), Plan("L0H0-1+L1H0-1"))
+    assert "Can't set" not in "".join(capfd.readouterr())
+
+
+def test_a_cut_of_a_trained_checkpoint_is_replaced_as_any_other(tmp_path: Path, capsys: Any) -> None:
+    """The questions that the parent was trained on are inherited; a trained checkpoint itself is not replaced."""
+    build("llama", "LlamaForCausalLM").save_pretrained(tmp_path / "m")
+    smaller = cut(load_pretrained(tmp_path / "m"), Plan("L0H0"))
+    save_checkpoint(tmp_path / "trained", smaller.model, {**smaller.manifest, "trained_on": ["0123456789abcdef"]})
+    Plan("L1H0").save(tmp_path / "plan.json", map_model(load_pretrained(tmp_path / "trained")))
+    words = ["cut", "--pretrained", str(tmp_path / "trained"), "--plan", str(tmp_path / "plan.json"), "--output"]
+    for _ in range(2):
+        assert main([*words, str(tmp_path / "again")]) == 0
+    assert read_manifest(tmp_path / "again")["trained_on"] == ["0123456789abcdef"]
+    prune = ["prune", "--pretrained", str(tmp_path / "trained"), "--method", "magnitude", "--parts", "channels"]
+    for _ in range(2):
+        files = ["--output", str(tmp_path / "quarter.json"), "--cut", str(tmp_path / "quarter")]
+        assert main([*prune, "--ratio", "0.25", *files]) == 0
+    capsys.readouterr()
+    words[2] = str(tmp_path / "m")
+    assert main([*words, str(tmp_path / "trained")]) == 2
+    assert "holds a trained checkpoint, which would be lost" in capsys.readouterr().err
 
 
 def test_export_and_cut_by_a_mask_of_a_classifier(tmp_path: Path, capsys: Any) -> None:

@@ -183,6 +183,16 @@ def test_settings_of_single_layers_go_with_the_layers(family: str, tmp_path: Pat
         assert smaller.config.attention_layers == ["local", "local"]
 
 
+def test_sizes_of_layers_get_their_new_numbers(tmp_path: Path) -> None:
+    """Also where the feed-forward block is the layer itself: an OPT with the settings of other families."""
+    for family in ("opt", "llama"):
+        model = saved(family, tmp_path / family, num_hidden_layers=4)
+        plan = Plan("L0H0-1" if family == "llama" else (), {"L3": "0-9"}, "L1+L2.attention")
+        loaded(family, model, plan, tmp_path / f"{family}-cut")
+        layers = json.loads((tmp_path / f"{family}-cut" / "config.json").read_text())["per_layer_config"]
+        assert [layers.get(number, {}).get("intermediate_size", 48) for number in "0123"] == [48, 48, 38, 48]
+
+
 def test_the_number_of_dense_layers_follows(tmp_path: Path) -> None:
     model = saved("deepseek_v3", tmp_path, num_hidden_layers=3, first_k_dense_replace=2)
     smaller = loaded("deepseek_v3", model, Plan(blocks="L0"), tmp_path / "cut")

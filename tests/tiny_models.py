@@ -174,6 +174,19 @@ def tiny(
     return model
 
 
+def tiny_llava() -> Any:
+    """A Llava: a vision tower beside a Llama, which only an auto class for images and texts builds."""
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = {key: 2 if "layers" in key or "heads" in key else value for key, value in text.items()}
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **text},
+        vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **tower},
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.LlavaForConditionalGeneration(config)
+    return model.to(torch.float64).eval()
+
+
 def family_folder(family: str, tokenizer: Path, folder: Path) -> Path:
     """Save a tiny random model of any family with the tokenizer in a folder, as a user would have it."""
     config = AutoConfig.for_model(

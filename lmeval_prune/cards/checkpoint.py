@@ -9,7 +9,7 @@ from typing import Any
 
 from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
 from lmeval_prune.cards.origin import Origin
-from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class
+from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns
 from lmeval_prune.reporting.documents import escape_markdown, inline_code
 
@@ -22,6 +22,7 @@ PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": None,
     "ForSeq2SeqLM": None,
+    "ForImageTextToText": "image-text-to-text",
     "": "feature-extraction",
 }
 UNTRAINED = (
@@ -204,10 +205,12 @@ def _other_ways(title: str, model: Any, can_generate: bool) -> list[str]:
 def auto_class(model: Any) -> str:
     """Return the auto class of transformers that loads a checkpoint."""
     stock = stock_class(model)
-    ends = ["Seq2SeqLM", "CausalLM", *(end.removeprefix("For") for end in PIPELINES if end)]
-    names = [*(f"AutoModelFor{end}" for end in dict.fromkeys(ends)), "AutoModel"]
-    otherwise = "AutoModel" if _has_code(model) else stock.__name__
-    return next((name for name in names if auto_model_class(name, model.config) is stock), otherwise)
+    classes = task_classes(stock, model.config)
+    usual = [f"AutoModel{end}" for end in ("ForSeq2SeqLM", "ForCausalLM", *PIPELINES)]
+    if classes:
+        return min(classes, key=lambda name: usual.index(name) if name in usual else len(usual))
+    is_base = auto_model_class("AutoModel", model.config) is stock
+    return "AutoModel" if is_base or _has_code(model) else stock.__name__
 
 
 def _has_code(model: Any) -> bool:

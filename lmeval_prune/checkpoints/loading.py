@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.checkpoints import embedded, modeling_pruned
@@ -119,6 +120,12 @@ def auto_model_class(name: str, config: Any) -> Any:
     """Return the class that transformers' auto class `name` builds for a configuration, or None."""
     model_class = getattr(transformers, name)._model_mapping.get(type(config), None)
     return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def task_classes(model_class: type, config: Any) -> list[str]:
+    """Return the names of transformers' auto classes of a task (`AutoModelFor…`) that build a model class."""
+    names = [name for name in modeling_auto.__all__ if name.startswith("AutoModelFor")]
+    return [name for name in names if auto_model_class(name, config) is model_class]
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -17,16 +17,13 @@ from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.identity import weight_files
-from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class
+from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.errors import InputError, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
-_HEADS = (
-    "Seq2SeqLM, CausalLM, MaskedLM, SequenceClassification, TokenClassification, QuestionAnswering, MultipleChoice, "
-    "NextSentencePrediction, PreTraining"
-)
+PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
 
 
 class Removed(TypedDict):
@@ -145,8 +142,7 @@ def _write_model(folder: Path, model: Any) -> None:
         _save(model, folder)
         return
     stock = stock_class(model)
-    auto_classes = [f"AutoModelFor{head}" for head in _HEADS.split(", ")]
-    classes = {name: stock for name in auto_classes if auto_model_class(name, config) is stock}
+    classes: dict[str, Any] = dict.fromkeys(task_classes(stock, config), stock)
     base = auto_model_class("AutoModel", config)  # engines build the model without its head
     if base is not None or not classes:
         classes["AutoModel"] = base or stock
@@ -207,6 +203,11 @@ def valid_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
             _logger.warning("%s holds other weights than %s was written for, which is ignored", folder, MANIFEST)
             return None
     return manifest
+
+
+def is_trained(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was trained after its last cut; a cut of a trained one inherits its questions."""
+    return "trained_on" in manifest and PLAN not in manifest["files"]
 
 
 def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:

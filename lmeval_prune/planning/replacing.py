@@ -8,7 +8,7 @@ from typing import Any
 
 from lmeval_prune.artefacts import content_digest, read_artefact
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.pruned import is_trained, read_manifest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import SCHEMA_VERSION
 from lmeval_prune.interventions.plan import Plan, PlanContents
@@ -75,7 +75,7 @@ def check_replaceable(output: str, cut: str | None, settings: Mapping[str, Any])
         _check_same(output, _provenance(output), "prune", settings, PruneSettings)
     if cut and (manifest := read_manifest(cut)):
         provenance = manifest["stages"][-1]["plan"].get("made", {})
-        _check_same(cut, {} if "trained_on" in manifest else provenance, "prune", settings, PruneSettings)
+        _check_same(cut, {} if is_trained(manifest) else provenance, "prune", settings, PruneSettings)
 
 
 def _provenance(path: str) -> Mapping[str, Any]:

@@ -53,7 +53,8 @@ class Base:
 
     def index(self, layer: AttentionLayer | Any) -> int:
         """Return the new number of the layer that holds a block."""
-        holders = [name for before, name in self.renamed_layers.items() if is_inside(layer.name, [before])]
+        layers = self.renamed_layers.items()
+        holders = [name for before, name in layers if layer.name == before or is_inside(layer.name, [before])]
         return int(holders[0].rpartition(".")[2]) if holders else int(layer.index)
 
 
@@ -101,7 +102,10 @@ def has_setting(config: Any, name: str) -> bool:
 
 def changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
     """Copy a configuration with other values; return None if its class refuses them."""
-    values = config.to_dict() | {config.attribute_map.get(name, name): value for name, value in changes.items()}
+    changes = {config.attribute_map.get(name, name): value for name, value in changes.items()}
+    if any(_is_derived(config, name) for name in changes):
+        return None
+    values = config.to_dict() | changes
     try:
         changed = type(config).from_dict(values)
     except Exception:  # classes raise errors of any type
@@ -109,6 +113,12 @@ def changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
     copy_implementations(config, changed)
     changed._name_or_path = config._name_or_path
     return changed
+
+
+def _is_derived(config: Any, name: str) -> bool:
+    """Return whether a configuration computes a setting from others; transformers prints a page if it is set."""
+    attribute = getattr(type(config), name, None)
+    return isinstance(attribute, property) and attribute.fset is None
 
 
 def copy_implementations(source: Any, target: Any) -> None:

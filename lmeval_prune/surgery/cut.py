@@ -31,7 +31,8 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
-from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
+from lmeval_prune.checkpoints.companions import copy_companions
+from lmeval_prune.checkpoints.pruned import PLAN, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.compensation import find_projection
@@ -62,7 +63,8 @@ class Cut:
         origin = Origin.of(parent, self.parent.revision or None)
 
         def add_files(unfinished: Path) -> None:
-            self.plan.save(unfinished / "plan.json", self.parent)
+            copy_companions(parent, unfinished, self.parent.revision or None)
+            self.plan.save(unfinished / PLAN, self.parent)
             title = Path(folder).resolve().name
             checkpoint_card(title, self.model, self.manifest, origin, tokenizer is not None).write(unfinished)
 

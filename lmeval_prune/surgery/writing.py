@@ -6,7 +6,7 @@ import json
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import check_writable
-from lmeval_prune.checkpoints.pruned import check_folder, read_manifest
+from lmeval_prune.checkpoints.pruned import check_folder, is_trained, read_manifest
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.errors import InputError
@@ -31,7 +31,7 @@ def _check_same_cut(folder: str, pretrained: str, plan: Plan, revision: str | No
     manifest = read_manifest(folder)
     if manifest is None:
         return
-    if "trained_on" in manifest:
+    if is_trained(manifest):
         raise InputError(f"{folder} holds a trained checkpoint, which would be lost; name another output, or delete it")
     model_map = map_model(skeleton_of(pretrained, revision))
     stage = manifest["stages"][-1]

@@ -187,10 +187,11 @@ def prune(
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
     plan = _with_provenance(plan, scored_plan, stored, uses, calibration, {RECORD: record})
     plan.save(output, model_map)
-    rmtree(work, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
+    rmtree(work, ignore_errors=True)
+    if cut:
         push(cut, push_to_hub)
     return 0
 

@@ -32,12 +32,13 @@ from lmeval_prune.cards.card import Card, code, is_unchanged, quoted
 from lmeval_prune.cards.checkpoint import plans
 from lmeval_prune.cards.command import command_line, remembered
 from lmeval_prune.cards.origin import Origin
+from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.sprint.card import router_card
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import FILES
-from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.surgery.cut import cut, cut_to
 from lmeval_prune.tasks.hub import HubDataset, dataset_revision, hub_dataset
 from tests.athena_hosts import data_folder, encoder_folder, host, quick_training
 from tests.swept_outcomes import drawn_outcomes
@@ -209,6 +210,20 @@ def test_a_distilled_model_says_what_it_learned_from(parent: Path, tmp_path: Pat
     card = read(write_distilled(parent, tmp_path))
     assert {"pruned", "distilled", "norm_entropy"} <= set(card.data.tags) and card.data.datasets is None
     assert "prune_asdiv_a_equation" in card.text and "mean KLD" in card.text and "validation task loss" in card.text
+
+
+def test_a_gguf_file_of_a_trained_model_does_not_say_that_nothing_was_trained(parent: Path, tmp_path: Path) -> None:
+    """It does of a cut of a trained model, which was not trained since."""
+    plan = Plan("L0H0-1")
+    smaller = cut(load_pretrained(parent), plan)
+    folders = {True: tmp_path / "trained", False: tmp_path / "cut"}
+    save_checkpoint(folders[True], smaller.model, {**smaller.manifest, "trained_on": ["0123456789abcdef"]})
+    cut_to(folders[False], load_pretrained(folders[True]), Plan("L1H0-1"))
+    for trained, folder in folders.items():
+        words = ["--format", "gguf", "--dtype", "float32", "--output", str(tmp_path / f"{trained}.gguf")]
+        assert main(["export", "model", "--pretrained", str(folder), *words]) == 0
+        text = (tmp_path / f"{trained}.README.md").read_text()
+        assert ("Nothing was trained" in text, "trained further" in text) == (not trained, trained)
 
 
 def test_a_sweep_records_the_base_model_for_its_routers(parent: Path, tmp_path: Path) -> None:

@@ -368,8 +368,18 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     assert "there is no file" in error_for(tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     assert "not a complete GGUF file" in error_for(tmp_path / "broken.gguf")
+    assert "other weights in blk.0.attn_output.weight" in error_for(gguf_base(tmp_path / "ones.gguf", kinds.F16))
+    model = ("--pretrained", str(tiny_folder), "--format", "gguf")
+    to_gguf = ("export", "model", *model, "--splitting", "gpt-2")
+    zeroed = tmp_path / "zeroed.gguf"  # its head would come back with the other sign
+    assert main([*to_gguf, "--heads", "L0H0", "--zeroed", "--dtype", "float16", "--output", str(zeroed)]) == 0
+    assert "other weights in blk.0.attn_output.weight" in error_for(zeroed)
     assert not (tmp_path / "out").exists()
-    base = str(gguf_base(tmp_path / "f16.gguf", kinds.F16))
+    for dtype in ("bfloat16", "float32", "float16"):
+        base = str(tmp_path / f"{dtype}.gguf")
+        assert main([*to_gguf, "--dtype", dtype, "--output", base]) == 0
+        own = (*model, "--heads", "L0H0", "--dtype", dtype, "--output", str(tmp_path / dtype), "--served", base)
+        assert len(lines_of(capsys, *own)) == 1
     (line,) = lines_of(capsys, *arguments, str(tmp_path / "out"), "--served", base)
     assert line == (
         f"llama-server -m {base} --lora-init-without-apply --lora {tmp_path / 'out' / 'L0H0' / 'adapter.gguf'}"

@@ -25,7 +25,7 @@ from lmeval_prune.export.gguf_model import write_gguf_model
 from lmeval_prune.export.gguf_tokenizer import check_tokenizer, splitting_of
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
-from tests.tiny_models import EAGER_ONLY, SEQ2SEQ, output, tiny, tokens
+from tests.tiny_models import EAGER_ONLY, SEQ2SEQ, output, tiny, tiny_llava, tokens
 
 CHANNELS = {"L0": "0,3-6,11", "L1": "1,2,7-10"}
 
@@ -338,7 +338,7 @@ def test_a_gguf_file_says_what_stays_and_nothing_of_classes(tmp_path: Path, caps
         ("qwen2", "L0H0-1+L1H2-3", "llama", []),
     ):
         saved(family, tmp_path / family, dtype=torch.float32)
-        file = tmp_path / f"{family}.gguf"
+        file = tmp_path / f"{family}-{heads}.gguf"
         assert export(tmp_path / family, file, "--format", "gguf", "--heads", heads) == 0
         first = f"{file}: architecture {architecture}, no tokenizer"
         shown = capsys.readouterr().out.splitlines()
@@ -351,7 +351,7 @@ def test_a_gguf_file_says_what_stands_in_for_blocks(tmp_path: Path, capsys: pyte
     head, channel = "has one head of zeros instead of attention", "has one channel of zeros instead of a feed-forward"
     for blocks, notes in (("L1", []), ("L0.attention", [head]), ("L1.attention", []), ("L1.feed_forward", [channel])):
         saved("llama", tmp_path / "model", dtype=torch.float32)
-        assert export(tmp_path / "model", tmp_path / "a.gguf", "--format", "gguf", "--blocks", blocks) == 0
+        assert export(tmp_path / "model", tmp_path / f"{blocks}.gguf", "--format", "gguf", "--blocks", blocks) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if "instead of" in line]
         assert len(shown) == len(notes) and all(note in line for note, line in zip(notes, shown, strict=True))
     saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
@@ -598,6 +598,34 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
     assert {name for name in known.keys() - settings.keys() if not name.startswith("general.")} == set()
 
 
+def test_a_gguf_file_replaces_only_what_it_is_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same model by the same plan; not another file, another model, another plan, or the unpruned model."""
+    for name in ("one", "two"):
+        saved("llama", tmp_path / name, dtype=torch.float32)
+    for words in ((), ("--heads", "L0H0-1")):
+        to = tmp_path / f"{len(words)}.gguf"
+        assert export(tmp_path / "one", to, "--format", "gguf", *words) == 0
+        assert export(tmp_path / "one", to, "--format", "gguf", *words, "--dtype", "bfloat16") == 0
+        before = to.read_bytes()
+        other = ("--heads", "L0H2-3")
+        for name, heads in (("two", words), ("one", other), ("one", () if words else other)):
+            capsys.readouterr()
+            assert export(tmp_path / name, to, "--format", "gguf", *heads) == 2
+            assert "another model, or was cut by another plan" in capsys.readouterr().err
+        assert to.read_bytes() == before
+    foreign = gguf.GGUFWriter(tmp_path / "foreign.gguf", "llama")
+    foreign.write_header_to_file()
+    foreign.write_kv_data_to_file()
+    foreign.close()
+    (tmp_path / "text.gguf").write_text("no model")
+    (tmp_path / "empty.gguf").touch()
+    for to in (tmp_path / "foreign.gguf", tmp_path / "text.gguf", tmp_path / "empty.gguf"):
+        before = to.read_bytes()
+        assert export(tmp_path / "one", to, "--format", "gguf") == 2
+        assert "was not written by `export model`, and would be lost" in capsys.readouterr().err
+        assert to.read_bytes() == before
+
+
 # --------------------------------------------------------------------------- refused models
 
 
@@ -637,6 +665,8 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "--dtype must be" in refused("llama", "out.gguf", *to, "--dtype", "int4")
     assert "--zeroed needs" in refused("llama", "out.gguf", *to, "--zeroed")
     assert "gpt2 models are not written as GGUF" in refused("gpt2", "out.gguf", *to)
+    tiny_llava().save_pretrained(tmp_path / "llava")
+    assert "llava models are not written as GGUF" in refused("llava", "out.gguf", *to)
     assert "qwen3 does not support a model whose layers differ" in refused(
         "qwen3", "out.gguf", *to, "--heads", "L0H0-1"
     )

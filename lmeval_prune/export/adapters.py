@@ -25,7 +25,7 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.cards import adapter_card
-from lmeval_prune.export.gguf_adapter import check_gguf_base, write_gguf_adapter
+from lmeval_prune.export.gguf_adapter import check_gguf_base, check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
 from lmeval_prune.export.manifest import (
     MANIFEST,
@@ -91,6 +91,8 @@ class AdapterExport:
         if format == "gguf" and self.served.endswith(".gguf"):
             check_gguf_base(Path(self.served), self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)
+        if format == "gguf" and self.served.endswith(".gguf"):
+            check_gguf_weights(Path(self.served), self._pruned_weights())
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         if format == "peft":
             self._check_rank(pretrained)
@@ -122,6 +124,12 @@ class AdapterExport:
 
     def _layers(self, mask: HeadMask) -> list[tuple[AttentionLayer, list[int]]]:
         return HeadMask(mask.heads, allow_empty_layer=True).by_layer(self.model_map)
+
+    def _pruned_weights(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number and the output projection, in the server's type, of each layer that a mask prunes."""
+        pruned = {layer.index: layer for mask in self.masks.values() for layer, _ in self._layers(mask)}
+        for number, layer in sorted(pruned.items()):
+            yield number, self.projections.weight(layer).to(self.torch_dtype)
 
     def _rank(self, mask: HeadMask) -> int:
         return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))

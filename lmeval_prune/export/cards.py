@@ -116,8 +116,13 @@ def _with_llamacpp(name: str) -> str:
     return f"{code('bash', command)}\n\nMODEL.gguf is the base model in the same type, not quantised."
 
 
-def gguf_card(path: str, manifest: Mapping[str, Any], origin: Origin, architecture: str, dtype: str) -> Card:
-    """Return the card of a model as a GGUF file; with an empty list of stages, the unpruned model."""
+def gguf_card(
+    path: str, manifest: Mapping[str, Any], origin: Origin, architecture: str, dtype: str, is_trained: bool = False
+) -> Card:
+    """Return the card of a model as a GGUF file; with an empty list of stages, the unpruned model.
+
+    `is_trained`: whether the model was trained after the last stage.
+    """
     name, is_pruned = Path(path).name, bool(manifest["stages"])
     made = f"Architecture `{architecture}`, matrices in {dtype}, not quantised."
     made += f"\n\n{plans(manifest, MANIFEST_KEY)}" if is_pruned else ""
@@ -127,12 +132,12 @@ def gguf_card(path: str, manifest: Mapping[str, Any], origin: Origin, architectu
         "finetune" if is_pruned else "quantized",  # the Hub lists conversions to GGUF there
         "gguf",
         ["gguf", *(pruning_tags(manifest) if is_pruned else [])],
-        f"{origin.text}{without(manifest)}, for llama.cpp.",
+        f"{origin.text}{without(manifest)}{', trained further' if is_trained else ''}, for llama.cpp.",
         {
             "What was removed": what_was_removed(manifest, manifest["notes"]) if is_pruned else "Nothing.",
             "How it was made": how_it_was_made(made),
             "How to load it": code("bash", f"llama-server -m {shlex.quote(name)}"),
-            "Limits": f"{UNTRAINED} {INHERITED}" if is_pruned else INHERITED,
+            "Limits": f"{UNTRAINED} {INHERITED}" if is_pruned and not is_trained else INHERITED,
         },
         "text-generation",
     )

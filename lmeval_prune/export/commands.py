@@ -145,13 +145,13 @@ def _write_gguf(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.cards.origin import Origin
-    from lmeval_prune.checkpoints.pruned import manifest_of
+    from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
     from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.cards import gguf_card, gguf_card_path
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_layers import gguf_layers
-    from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
+    from lmeval_prune.export.gguf_model import check_replaceable, check_writable_as_gguf, write_gguf_model
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
     from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
@@ -166,6 +166,7 @@ def _write_gguf(
     if tokenizer is not None:
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
+    check_replaceable(output)
     if plan:
         result = cut_checkpoint(pretrained, plan, revision, zeroed)
         model, manifest = result.model, result.manifest
@@ -175,10 +176,12 @@ def _write_gguf(
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
     notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
     manifest = {**manifest, "notes": notes}
+    check_replaceable(output, manifest)
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
     written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
-    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype)
+    trained = not plan and "files" in manifest and is_trained(manifest)
+    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype, trained)
     card.write_file(gguf_card_path(output))
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, out_features
@@ -56,3 +58,21 @@ def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: t
                 f"give --dtype {known[0]}" if known else "an adapter cannot cancel rounded weights; serve a plain file"
             )
             raise InputError(f"{path} has {name} in {kind.name}, not {GGUF_TYPES[dtype].name}: {hint}")
+
+
+def check_gguf_weights(path: Path, weights: Iterable[tuple[int, Tensor]]) -> None:
+    """Refuse a GGUF model file with other weights than those that an adapter cancels.
+
+    Args:
+        path: a file that passed `check_gguf_base`.
+        weights: number of a layer, and its output projection in the file's type.
+    """
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    for number, weight in weights:
+        stored = tensors[output_projection(number)]
+        values = torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+        if not torch.equal(values.view_as(weight), weight.to(torch.float32)):
+            raise InputError(
+                f"{path} has other weights in {stored.name} than the model that the adapters are made for, so that "
+                f"they would not prune it; name its own file: `lmeval-prune export model --format gguf` writes it"
+            )

@@ -12,7 +12,7 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from gguf.quants import quantize
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, text_config
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_layers import gguf_layers
 
@@ -39,6 +39,8 @@ def gguf_architecture(model_map: ModelMap) -> str:
     family, config = model_map.model_type, model_map.model.config
     if family not in FAMILIES:
         raise InputError(f"{family} models are not written as GGUF yet; supported: {', '.join(FAMILIES)}")
+    if text_config(model_map.model) is not config:  # a language model with towers for images or sound
+        raise InputError(f"{config.model_type} models are not written as GGUF yet, only language models of their own")
     is_uniform = _is_uniform(model_map)
     has_biases = _has_unusual_biases(model_map)
     has_factors = rope_of(config)["rope_type"] == "llama3"

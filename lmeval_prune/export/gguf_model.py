@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType, RopeScalingType
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import new_file
@@ -67,6 +67,30 @@ def check_writable_as_gguf(model_map: ModelMap) -> str:
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
     return architecture
+
+
+def check_replaceable(path: str | os.PathLike[str], manifest: Mapping[str, Any] | None = None) -> None:
+    """Refuse to replace a file that is none of this package, or has a manifest of another model or plan.
+
+    Without `manifest`, which is known when the model is cut, only the former is refused.
+    """
+    if not Path(path).exists():
+        return
+    try:
+        earlier = json.loads(GGUFReader(path).fields[MANIFEST].contents())
+    except (OSError, ValueError, KeyError, IndexError):
+        raise InputError(
+            f"{path} was not written by `export model`, and would be lost; name another output, or delete it"
+        ) from None
+    if manifest is not None and _what_was_cut(earlier) != _what_was_cut(manifest):
+        raise InputError(f"{path} is another model, or was cut by another plan; name another output, or delete it")
+
+
+def _what_was_cut(manifest: Mapping[str, Any]) -> Any:
+    """Return the name of the model and the plans of a manifest, without how they were made."""
+    plans = [{key: x for key, x in stage["plan"].items() if key != "made"} for stage in manifest.get("stages", ())]
+    parent = manifest.get("parent", {})
+    return json.loads(json.dumps([parent.get("name"), parent.get("revision"), plans]))
 
 
 def _add_settings(writer: GGUFWriter, model_map: ModelMap) -> None:

@@ -380,10 +380,13 @@ def _read(path: Path) -> Iterator[Row]:
         raise InputError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
 
 
+_ARGUMENTS = ("prune_data", "prune_test", "prune_train")  # in a task's dataset_kwargs
+
+
 @print_input_errors
 def custom_dataset(
     *,
-    prune_data: str,
+    prune_data: str | None = None,
     prune_test: str = "test",
     prune_train: str | None = None,
     data_dir: str | None = None,
@@ -399,12 +402,18 @@ def custom_dataset(
         others: other metadata, such as the model_args, is ignored.
 
     Raises:
-        InputError: as for `load`; or math-verify is missing, `data_dir` or `data_split` is misspelt, or questions and
+        InputError: as for `load`; or math-verify is missing, an argument is misspelt or missing, or questions and
             exemplars come from the same split.
     """
     for name in others:
+        if name.startswith("prune_") or did_you_mean(name, _ARGUMENTS, cutoff=0.8):
+            raise InputError(
+                f"dataset_kwargs has no {name}{did_you_mean(name, _ARGUMENTS)}; it has {', '.join(_ARGUMENTS)}"
+            )
         if hint := did_you_mean(name, ("data_dir", "data_split"), cutoff=0.8):
             raise InputError(f"unknown metadata {name}{hint}")
+    if prune_data is None:
+        raise InputError(f"dataset_kwargs has no prune_data; name a data set there: {', '.join(DATA)}")
     if data_split and prune_train in split_names(data_split):
         raise InputError(
             f"this task's exemplars come from {prune_train}, so a question could be its own exemplar: use another "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +27,17 @@ from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
 
 from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
-from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal
+from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal, readings
 from lmeval_prune.scoring.equality import same_text
 from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.scoring.readers import text_reader
 from lmeval_prune.scoring.verifier import require_math_verify
 from lmeval_prune.tasks.compat import as_metric, filters, metrics
+from lmeval_prune.tasks.results import number
 
+MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
+logger = logging.getLogger(__name__)
 Answers = str | Sequence[str]  # one answer, or those of several repeats
 
 
@@ -200,21 +204,59 @@ pass_at_1, pass_at_2, pass_at_4, pass_at_8, pass_at_16, pass_at_32, pass_at_64 =
 def check_scorers(task: Any) -> None:
     """Refuse a wrong use of the filter, metrics and aggregations in a loaded task: lm-eval finds it too late."""
     with_name = f"task {task.config.task}: "
+    read: set[str] = set()  # kinds that filters read
     try:
         for step in (step for pipeline in filters(task) for step in pipeline.filters):
             if getattr(step, "func", None) is AnswerFilter:
                 _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
                 step().read_gold(task.eval_docs[0])
+                read.add(step.keywords.get("kind", "number"))
         for name, function, arguments in metrics(task):
             if getattr(function, "__module__", "") == __name__:
                 _refuse_unknown(function, f"metric {name}", arguments)
-                _kind(arguments.get("kind", "number"))
+                kind = arguments.get("kind", "number")
+                _kind(kind)
+                if read and kind not in read:
+                    reads = " and ".join(sorted(read))
+                    raise InputError(
+                        f"filter prune_answer reads kind: {reads}, but metric {name} compares kind: {kind}; give both one"
+                    )
+                if kind == "number":
+                    check_numbers(task, [task.doc_to_target(doc) for doc in _first_documents(task)])
+        if task.get_config("process_results") is number:
+            check_numbers(task, [doc.get("target") for doc in _first_documents(task)])
         own = {name for name, function, _ in metrics(task) if getattr(function, "__module__", "") == __name__}
         for name, aggregation in task.aggregation().items():
             if k := next((k for k, function in PASS_AT.items() if function is aggregation), 0):
                 _check_aggregation(k, name, name in own, task.config.repeats or 1)
     except InputError as error:
         raise InputError(f"{with_name}{error}") from None
+
+
+def check_numbers(task: Any, golds: Sequence[Any]) -> None:
+    """Refuse a task that compares numbers if no gold answer is one, and warn if some are not: none of these can be right.
+
+    Args:
+        task: a loaded task.
+        golds: the gold answers of its first documents; a list of several for one document.
+    """
+    kind = KINDS["number"]
+    texts = [[gold_answer(text, kind) for text in (gold if isinstance(gold, list) else [gold])] for gold in golds]
+    others = [each[0] for each in texts if each and not any(map(readings, each))]
+    if not others:
+        return
+    remedy = "compare them as text or mathematics (kind, or process_results)"
+    if len(others) == len(texts):
+        raise InputError(f"no gold answer is a number (the first is {others[0]!r}), so none could be right; {remedy}")
+    logger.warning(
+        "task %s: %d of the first %d gold answers are no numbers (%r), so no response to them is right; %s",
+        task.config.task, len(others), len(texts), others[0], remedy
+    )  # fmt: skip
+
+
+def _first_documents(task: Any) -> list[Any]:
+    """Return the first `MAX_CHECKED` documents of a task."""
+    return list(itertools.islice(iter(task.eval_docs), MAX_CHECKED))
 
 
 def _check_aggregation(k: int, metric: str, is_own: bool, repeats: int) -> None:

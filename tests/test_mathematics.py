@@ -30,7 +30,10 @@ EQUAL = [
     ("203_5", "203_{5}"), ("1,-2", "-2, 1"), (r"36\pi", r"36\pi \text{ cm}^2"), ("[-2,7]", r"x \in [-2,7]"), ("2x+3", "y = 2x+3"),
     ("10^6", "1,000,000"), (r"1+\sqrt5", r"\sqrt{5}+1"), (r"\frac{x+2}{7}", "(x+2)/7"), (r"\text{May } 20", r"\text{May 20}"),
     (r"\cot x", r"\frac{\cos x}{\sin x}"), ("2^8", "256"), (r"\frac{217}{625}", r"\dfrac{217}{625}"), (r"\sqrt{57}", r"\sqrt{57}."),
-    ("70", r"70^{\circ}"), (r"x^3+4x-7", "x^3 + 4x - 7"),
+    ("70", r"70^{\circ}"), (r"x^3+4x-7", "x^3 + 4x - 7"), ("11, 12, 13", r"11, 12, \text{and } 13"),
+    ("11,12", r"11 \text{or } 12"), ("11,12", r"x=11 \text{ or}\ x=12"), ("11, 12, 13", r"\text{11, 12, and 13}"),
+    ("-1, 2", r"\text{-1 and 2}"), (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ or } x>3\}"),
+    (r"(-\infty,2]\cup[3,\infty)", r"\{x : x \ge 3 \lor x \le 2\}"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\frac{1}{2}", r"\frac{1}{3}"), (r"2\sqrt{2}", r"2\sqrt{3}"), ("2k", "2"), ("y=-2x", "-2"), (r"2\pi", "2"),
@@ -42,6 +45,8 @@ DIFFERENT = [
     ("3412_6", "3412_7"), ("3417_8", "3417_9"), (r"\pi", "3.1416"), ("5 or 7", "7"), ("x^2+1", "y^2+1"), ("C", "D"), ("100", "100.01"),
     (r"\frac{1}{2}", r"-\frac{1}{2}"), (r"(3, \frac{\pi}{2})", r"(3, \frac{\pi}{3})"), (r"\sin x", r"\cos x"), ("2^8", "255"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"), ("(-\\infty,3)", "(-\\infty,3]"), ("x>2", "x<2"),
+    ("11, 12", r"11, 12, \text{and } 13"), ("11, 12", r"\text{12 and 13}"), ("12", r"\text{11 or 12}"), ("11, 12", r"\text{11-12}"),
+    (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ and } x>3\}"), (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ or } x=3\}"),
 ]  # fmt: skip
 
 

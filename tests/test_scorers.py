@@ -7,6 +7,7 @@ import random
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import lm_eval
 import pytest
@@ -175,6 +176,12 @@ def test_what_is_not_the_letter_of_a_choice(answer: str) -> None:
         (("{function: prune_answer}", "{function: prune_answer, sort: text}"), "no argument 'sort'"),
         (("{metric: prune_equal,", "{metric: prune_equal, kind: maths,"), "no kind of answers 'maths'"),
         (("{metric: prune_equal,", "{metric: prune_equal, kinds: number,"), "no argument 'kinds'"),
+        (("{metric: prune_equal,", "{metric: prune_equal, kind: text,"), "reads kind: number, but .* kind: text"),
+        (
+            ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}"),
+            "reads kind: text, but metric prune_equal compares kind: number",
+        ),
+        (("task: gsm8k", "task: gsm8k\n    doc_to_target: a {{question}}"), "no gold answer is a number"),
         (("aggregation: mean", "aggregation: prune_pass_at_1"), "of prune_equal give aggregation: mean"),
         (
             ("prune_equal, aggregation: mean", "exact_match, aggregation: prune_pass_at_2"),
@@ -188,6 +195,32 @@ def test_a_mistake_in_the_yaml_is_one_line_before_any_answer(
     with pytest.raises(InputError, match=message) as error:
         evaluate(tmp_path, MINE.replace(*change), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
     assert "\n" not in str(error.value) and "gsm8k" in str(error.value)
+
+
+def test_a_task_of_numbers_without_one_is_refused_before_any_answer(tmp_path: Path) -> None:
+    lines = (
+        f"include: {ROOT}/tasks/_chat_answer",
+        "task: mine",
+        "dataset_kwargs: {prune_data: tiny_cloze}",
+        "process_results: !function lmeval_prune.tasks.results.number",
+    )
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="task mine: no gold answer is a number .*text or mathematics"):
+        LazyTaskManager(include_path=[str(tmp_path)]).load(["mine"])
+
+
+@pytest.mark.parametrize(
+    ("golds", "message"),
+    [
+        (["18", "x + 1", "a solution\n#### 3", [r"\frac{1}{2}", "half"]], "1 of the first 4 gold answers are no numbers ('x + 1')"),
+        (["18", "$1,250", "2 1/2", "a solution\n#### 3", 7, -0.5, ["four", "4"]], ""),
+    ],
+)
+def test_gold_answers_that_are_no_numbers_are_counted(
+    golds: list, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorers.check_numbers(SimpleNamespace(config=SimpleNamespace(task="mine")), golds)
+    assert message in caplog.text if message else not caplog.text
 
 
 # --------------------------------------------------------------------------- formulas

@@ -31,9 +31,8 @@ class Form:
 
 
 _Rule = Callable[[str, int], "Form | str | None"]
-_JOINTS = (
-    ",", ";", r"\text{ and }", r"\text{and}", r"\text{ or }", r"\text{or}", " and ", " or ", r"\lor", r"\vee", "或", "和", "、",
-)  # fmt: skip
+_ALTERNATIVES = (r"\text{ or }", " or ", r"\lor", r"\vee", "或")
+_JOINTS = (",", ";", r"\text{ and }", " and ", "和", "、", *_ALTERNATIVES)
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")  # words
 _THOUSANDS = re.compile(r"(?<=\d),\s?(?=\d{3}(?!\d))")  # 12,000
 _MEMBER_OF = re.compile(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\]|R\s*\\setminus)")  # x \in (
@@ -181,8 +180,16 @@ def _bracketed(text: str, depth: int) -> Form | str | None:
 
 def _set(text: str, inner: str, items: list[str], depth: int) -> Form:
     if _SUCH_THAT.search(inner):  # {x | x > 3}
-        return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
+        return _condition(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
     return Form("words", (text,)) if r"\emptyset" in inner else Form("list", _forms(items, depth), ("set",))
+
+
+def _condition(text: str) -> Form | None:
+    """Read what holds for the members of a set: an inequality, or several of which one holds."""
+    intervals = [_interval(part) for part in split(text, *_ALTERNATIVES)]
+    if len(intervals) == 1:
+        return intervals[0]
+    return Form("list", tuple(filter(None, intervals)), ("union",)) if all(intervals) else None
 
 
 def _list(text: str, depth: int) -> Form | str | None:

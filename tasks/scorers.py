@@ -219,7 +219,7 @@ def check_scorers(task: Any) -> None:
                 if read and kind not in read:
                     reads = " and ".join(sorted(read))
                     raise InputError(
-                        f"filter prune_answer reads kind: {reads}, but metric {name} compares kind: {kind}; give both one"
+                        f"filter prune_answer reads kind: {reads}, metric {name} compares kind: {kind}; give both one"
                     )
                 if kind == "number":
                     check_numbers(task, [task.doc_to_target(doc) for doc in _first_documents(task)])
@@ -234,7 +234,7 @@ def check_scorers(task: Any) -> None:
 
 
 def check_numbers(task: Any, golds: Sequence[Any]) -> None:
-    """Refuse a task that compares numbers if no gold answer is one, and warn if some are not: none of these can be right.
+    """Refuse a task that compares numbers if no gold answer is one, and warn if some are not: these are never met.
 
     Args:
         task: a loaded task.

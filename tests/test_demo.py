@@ -6,10 +6,11 @@ import html
 import io
 import re
 import shlex
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from markupsafe import escape
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import preflight
+from lmeval_prune import InputError, preflight
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.demo import run
 from lmeval_prune.demo.commands import YOURS, next_steps
@@ -30,6 +31,7 @@ from lmeval_prune.options import read_options
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
 from tests.test_command_line import lm_eval
+from tests.tiny_models import tiny
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +257,26 @@ def test_a_foreign_file_in_the_cut_model_is_found_before_the_work(
     monkeypatch.setattr(run.Subject, "load", lambda *_: pytest.fail("the model is loaded"))
     assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(tmp_path)]) == 2
     assert "holds files that do not belong to a checkpoint" in capsys.readouterr().err
+
+
+def test_a_model_of_too_few_heads_is_refused_before_it_is_loaded(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.Subject, "load", lambda *_: pytest.fail("the model is loaded"))
+    assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "has 8 heads, and the demo prunes 3%" in error and "at least 34 heads" in error and "--ratio" not in error
+
+
+@pytest.mark.parametrize(("heads", "enough"), [(33, False), (34, True)])
+def test_so_many_heads_are_enough_as_are_needed_to_prune_the_least_share(
+    heads: int, enough: bool, tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 4 * heads}
+    model = tiny("llama", num_hidden_layers=1, **sizes)
+    model.save_pretrained(tmp_path)
+    subject = SimpleNamespace(model=model, model_map=run.map_model(model))
+    with nullcontext() if enough else pytest.raises(InputError, match="nothing would be removed"):
+        assert run._plan(subject, "random", {"seed": 0}, min(run.SHARES)).mask
+    with nullcontext() if enough else pytest.raises(InputError, match="at least 34 heads"):
+        run.check_heads(str(tmp_path))

@@ -57,7 +57,9 @@ def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
     with pytest.raises(InputError, match="could be its own exemplar"):
         data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
     for name in ("prune_tests", "prun_test", "prune_split"):  # would score the test split
-        with pytest.raises(InputError, match=f"dataset_kwargs has no {name}.*it has prune_data, prune_test, prune_train"):
+        with pytest.raises(
+            InputError, match=f"dataset_kwargs has no {name}.*it has prune_data, prune_test, prune_train"
+        ):
             data.custom_dataset(prune_data="tiny_words", **{name: "train"})
     with pytest.raises(InputError, match="has no prune_data; name a data set there: gsm8k, "):
         data.custom_dataset(prune_test="train")

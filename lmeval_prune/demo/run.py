@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,12 @@ from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import check_folder
+from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
 from lmeval_prune.demo.steps import Steps, show_steps
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Plan
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.profiling.speed import generate_rate
@@ -110,6 +113,7 @@ def run(pretrained: str, folder: Path, console: Console, bar: bool = True) -> di
         bar: whether it is shown as a bar, else as lines.
     """
     check_folder(folder / "cut", [pretrained])
+    check_heads(pretrained)
     began = time.perf_counter()
     with show_steps(console, bar) as steps:
         subject = Subject.load(pretrained)
@@ -142,6 +146,16 @@ def run(pretrained: str, folder: Path, console: Console, bar: bool = True) -> di
     results["seconds"] = round(time.perf_counter() - began, 1)
     write_text(folder / "demo.json", json.dumps(without_nan(results), indent=1) + "\n")
     return results
+
+
+def check_heads(pretrained: str) -> None:
+    """Refuse a model with so few heads that the smallest share of them is none, before its weights are loaded."""
+    heads, share = map_model(skeleton_of(pretrained)).total_heads, min(SHARES)
+    if int(share * heads) < 1:
+        raise InputError(
+            f"{pretrained} has {heads} heads, and the demo prunes {share:.0%} of them and more: name a model with at "
+            f"least {math.ceil(1 / share)} heads, or try `lmeval-prune distance {pretrained} --heads L0H0`"
+        )
 
 
 # --------------------------------------------------------------------------- problems

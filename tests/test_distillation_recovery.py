@@ -625,7 +625,11 @@ def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillO
         ({"corpus": "gone.jsonl"}, "corpus=gone.jsonl: there is no such file or folder"),
         ({"corpus": "./gone"}, "there is no such file or folder"),
         ({"corpus": "p.json"}, r"corpus=p.json is a file of another kind than .txt or .jsonl"),
-        ({"corpus": "five.jsonl"}, "document 2 of the corpus five.jsonl: p is 5, not a text; remove it"),
+        ({"corpus": "five.jsonl"}, "line 3 of five.jsonl: p is 5, not a text; remove it"),
+        (
+            {"corpus": "mixed"},
+            r"line 2 of mixed/2.jsonl has no text in p; it has q, text: name them by .*, or rename them in this document",
+        ),
         (
             {"corpus": "a.jsonl"},
             "it has p: name them by .*, or give corpus_answers=teacher for prompts without answers",
@@ -641,7 +645,10 @@ def test_a_corpus_that_cannot_be_read_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.json").write_text("[]")
-    Path("five.jsonl").write_text('{"p": null, "text": "a"}\n{"p": 5, "text": "a"}\n')
+    Path("five.jsonl").write_text('{"p": null, "text": "a"}\n\n{"p": 5, "text": "a"}\n')
+    Path("mixed").mkdir()
+    Path("mixed/1.jsonl").write_text('{"p": "b", "text": "a"}\n{"p": "b", "text": "a"}\n')
+    Path("mixed/2.jsonl").write_text('\n{"q": "b", "text": "a"}\n')
     Path("a.jsonl").write_text('{"p": "b"}\n')
     Path("one.jsonl").write_text('{"p": "b", "text": "a"}\n')
     with pytest.raises(InputError, match=message) as error:

@@ -17,7 +17,7 @@ from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
-from lmeval_prune.distillation.corpus import Prompt, Text
+from lmeval_prune.distillation.corpus import Prompt, Text, read_corpus
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, read_lessons
@@ -458,7 +458,7 @@ def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None
         ({"train_on": "teacher"}, "answers of a model are to the problems of a task"),
         ({"corpus_field": "answer"}, "corpus_field is for corpus_answers=data; give that, or leave out corpus_field"),
         ({"corpus_prompt": None}, "corpus_answers is for a corpus with corpus_prompt"),
-        ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_prompt$"),
+        ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_prompt, or rename them"),
         (
             {
                 "corpus_answers": "data",
@@ -487,6 +487,28 @@ def test_mistakes_with_prompts_are_one_line(
     with pytest.raises(InputError, match=message) as error:
         distill(unlabelled(options, tmp_path, **{**ALONE, **changes}))
     assert "\n" not in str(error.value)
+
+
+def test_prompts_that_differ_in_spaces_alone_are_repeated(options: DistillOptions, tmp_path: Path) -> None:
+    """Whatever a chat template puts around them."""
+    options = unlabelled(options, tmp_path)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": p}) + "\n" for p in ("Say so.", " Say  so.\n")))
+    host: Any = make_host(options)
+    corpus = read_corpus(options, host.tokenizer, [], lambda prompt: f"<{prompt}>")
+    assert corpus.note["repeated"] == 1 and len(corpus.texts) == 1
+
+
+@pytest.mark.parametrize("long", [2, 5])
+def test_few_prompts_that_are_learned_are_a_line(
+    options: DistillOptions, tmp_path: Path, long: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512, method="random", stages=1, epochs=0)
+    prompts = [*PROMPTS[:3], *("word " * (30 + n) for n in range(long))]  # these leave no room for an answer
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in prompts))
+    counts = distill(options)["material"]["lessons"]["corpus_train"]
+    assert long <= counts["questions_without"] < counts["questions"] == long + 3
+    few = 2 * counts["questions_without"] > counts["questions"]
+    assert few == (long == 5) == ("are not learned; give more max_gen_toks" in capsys.readouterr().out)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillOptions, tmp_path: Path) -> None:

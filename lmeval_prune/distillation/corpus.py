@@ -107,7 +107,7 @@ def read_corpus(
         counts["repeated"] = 0
     seen = set[str]()  # prompts that the teacher answers
     for index in order:
-        prompt, text = _fields(rows[index], index + 1, options)
+        prompt, text = _fields(rows[index], index, options)
         rendered = as_prompt(prompt) if options.corpus_prompt else ""
         counts["documents"] += 1
         if search.found_in(text, prompt) or search.is_prompt(rendered):
@@ -116,7 +116,7 @@ def read_corpus(
             ids = encode(tokenizer, rendered)
             if not prompt.strip():
                 counts["empty"] += 1
-            elif (spaced := " ".join(rendered.split())) in seen:
+            elif (spaced := " ".join(prompt.split())) in seen:
                 counts["repeated"] += 1
             elif len(ids) >= max_length:
                 counts["too_long"] += 1
@@ -279,20 +279,34 @@ def _rows_of(file: Path, field: str) -> list[dict[str, Any]]:
         ) from None
 
 
-def _fields(row: Mapping[str, Any], number: int, options: DistillOptions) -> tuple[str, str]:
-    """Return the prompt of a document, which may be empty, and its text; the number is for messages."""
+def _name_of(index: int, corpus: str) -> str:
+    """Return where a document of a corpus is, for messages: its file and line, or its number in a data set."""
+    rest = index
+    for file in _files(corpus):
+        lines = [0]
+        if file.suffix == ".jsonl":
+            lines = [number for number, line in enumerate(file.read_bytes().split(b"\n"), 1) if line.strip()]
+        if rest < len(lines):
+            return f"line {lines[rest]} of {file}" if lines[rest] else str(file)
+        rest -= len(lines)
+    return f"document {index + 1} of the corpus {corpus}"
+
+
+def _fields(row: Mapping[str, Any], index: int, options: DistillOptions) -> tuple[str, str]:
+    """Return the prompt of a document, which may be empty, and its text; the index is for messages."""
     fields = {"corpus_prompt": options.corpus_prompt} if options.corpus_prompt else {}
     if options.corpus_answers == "data":
         fields["corpus_field"] = options.corpus_field
-    document = f"document {number} of the corpus {options.corpus}"
     for name in fields.values():
         if row.get(name) is not None and not isinstance(row[name], str):
-            raise InputError(f"{document}: {name} is {json.dumps(row[name], default=str):.40}, not a text; remove it")
+            value = f"{json.dumps(row[name], default=str):.40}"
+            raise InputError(f"{_name_of(index, str(options.corpus))}: {name} is {value}, not a text; remove it")
         if name not in row:
+            names = ", ".join(row) or "no fields"
             unanswered = ", or give corpus_answers=teacher for prompts without answers" if len(fields) > 1 else ""
             raise InputError(
-                f"{document} has no text in {name}; it has {', '.join(row) or 'no fields'}: name them by "
-                f"{' and '.join(fields)}{unanswered}"
+                f"{_name_of(index, str(options.corpus))} has no text in {name}; it has {names}: "
+                f"name them by {' and '.join(fields)}{unanswered}, or rename them in this document"
             )
     texts = ["" if row[name] is None else str(row[name]) for name in fields.values()]
     return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])

@@ -28,7 +28,7 @@ from lmeval_prune.distance.variants import Distances
 from lmeval_prune.distillation.corpus import corpus_identity, counts_text
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.layer_map import LayerMap
-from lmeval_prune.distillation.lessons import read_lessons
+from lmeval_prune.distillation.lessons import CORPUS_PARTS, read_lessons
 from lmeval_prune.distillation.lora import add_lora, check_lora, merge, recorded_lora
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
@@ -199,6 +199,12 @@ def _taught(host: Host, examples: TrainingExamples, target: Path, work: Path) ->
         for part, counts in examples.note["lessons"].items():
             if counts:
                 print(f"teacher, {part}: {counts_text(counts)}", flush=True)
+            if part in CORPUS_PARTS.values() and (lost := counts["questions_without"]) > counts["questions"] / 2:
+                print(
+                    f"of {counts['questions']} prompts {lost} have no whole answer, and are not learned; give more "
+                    f"max_gen_toks or shorter prompts, and another output",
+                    flush=True,
+                )
     return examples
 
 

@@ -260,11 +260,11 @@ class Experiment:
         A row whose parent is not the model of the dense row here gets the answers of the dense row there;
         `InputError`, before anything is copied, if that is not its parent, either.
         """
-        theirs = {path.name: self._read(path) for path in sorted(folder.glob("*.json")) if path.name != SPEEDS}
-        new = {name: record for name, record in theirs.items() if not (self.work / "rows" / name).is_file()}
+        records = {path.name: self._read(path) for path in sorted(folder.glob("*.json")) if path.name != SPEEDS}
+        new = {name: record for name, record in records.items() if not (self.work / "rows" / name).is_file()}
         for name, record in new.items():
             row = Row(record["recipe"], record["fold"], record["seed"])
-            there = theirs.get(f"{row.dense.key}.json")
+            there = records.get(f"{row.dense.key}.json")
             here = self.record(row.dense) or there
             if row.recipe == DENSE or record["parent"] == (record.get("dense") or here or {}).get("weights"):
                 continue

@@ -136,24 +136,23 @@ def read_speeds(work: Path) -> dict[str, Any]:
     return speeds
 
 
-def _valid_speeds(experiment: Experiment, work: Path) -> dict[str, Any]:
-    """Return the speeds in a folder that are of a present row's or estimate's settings, and of the goal's work."""
-    records = [*experiment.records().items(), *read_estimates(experiment).items()]
-    settings = {(row.recipe, record["settings"]) for row, record in records}
-    return {
-        key: entry
-        for key, entry in read_speeds(work).items()
-        if (entry["recipe"], entry["settings"]) in settings and entry["work"] == goal_work(experiment.goal)
-    }
+def _is_valid(experiment: Experiment, entry: dict[str, Any]) -> bool:
+    """Return whether a speed is of its recipe's present settings, and of the goal's work."""
+    name, settings = entry["recipe"], experiment.settings
+    if name not in settings["recipes"] or entry["work"] != goal_work(experiment.goal):
+        return False
+    rows = experiment.rows([name], [*settings["choice_seeds"], *settings["seeds"]])
+    return any(entry["settings"] == experiment.digest(row) for row in rows)
 
 
 def take_speeds(experiment: Experiment, folder: Path) -> int:
     """Add the valid speeds in another folder that were not measured here; return their number."""
-    here, there = (_valid_speeds(experiment, work) for work in (experiment.work, folder))
-    new = {key: entry for key, entry in there.items() if key not in here}
+    speeds, new = read_speeds(experiment.work), dict[str, Any]()
+    for key, entry in read_speeds(folder).items():
+        if _is_valid(experiment, entry) and not (key in speeds and _is_valid(experiment, speeds[key])):
+            new[key] = entry
     if new:
-        speeds = {**read_speeds(experiment.work), **new}
-        write_text(experiment.work / SPEEDS, json.dumps(speeds, indent=1) + "\n")
+        write_text(experiment.work / SPEEDS, json.dumps({**speeds, **new}, indent=1) + "\n")
     return len(new)
 
 
@@ -164,8 +163,9 @@ def measured_gains(experiment: Experiment, name: str, rows: Collection[str] | No
         rows: names of the rows whose shapes count; None: all, and estimates.
     """
     gains: Gains = {}
-    for entry in _valid_speeds(experiment, experiment.work).values():
-        if entry["recipe"] != name or (rows is not None and entry["row"] not in rows):
+    for entry in read_speeds(experiment.work).values():
+        counts = rows is None or entry["row"] in rows
+        if entry["recipe"] != name or not counts or not _is_valid(experiment, entry):
             continue
         on_device = gains.setdefault(entry["device"], {})
         for batch, values in entry["gains"].items():

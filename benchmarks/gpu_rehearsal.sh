@@ -8,7 +8,7 @@
 #         RECIPES="width depth" benchmarks/gpu_rehearsal.sh start # with base and .gpu-carry/second: begins `run`, which
 #                 goes on when this command ends, after WAIT seconds, or after a trial beside it that fails
 #         benchmarks/gpu_rehearsal.sh watch               # with base: WAIT seconds more; again and again
-#         benchmarks/gpu_rehearsal.sh stop                # ends `run`; what it has made stays there
+#         benchmarks/gpu_rehearsal.sh stop                # ends `run`; its rows stay there
 #     `run` is the experiment, begins no row that would end after BUDGET seconds, uses PROCESSES processes that share the
 #     GPU by MPS, if MPS starts, then makes the recipes in EXTRA, if any, and measures the speed of those in SPEED;
 #     FOLDS: only these folds
@@ -257,7 +257,7 @@ start() {
     watch
 }
 
-# Ends the experiment that `start` began, with all its processes; what it has made stays there, and its records in $OUT.
+# Ends the experiment that `start` began, with all its processes; its rows stay there, and their records in $OUT.
 stop() {
     local session _
     if ! is_running; then
@@ -358,8 +358,8 @@ experiment() {
         # shellcheck disable=SC2086 # names of recipes
         timeout $left "$PYTHON" benchmarks/smaller_model.py speed --device "$DEVICE" --work "$WORK/smaller" --recipes $SPEED \
             --pretrained "$WORK/smollm2" "${shared[@]::2}" --copy "$WORK/smaller/new" || status=$((status ? status : $?))
+        collect_rows "$WORK/smaller" rows
     fi
-    collect_rows "$WORK/smaller" rows
     grep -h " s in all" "$WORK"/smaller/logs/*.log | sort | tail -n 70 || true
     return $status
 }

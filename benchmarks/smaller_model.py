@@ -178,7 +178,7 @@ def run(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def collect(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Take the records and speeds that another machine made."""
+    """Take the records and speeds of another machine."""
     from _smaller_speed import take_speeds
 
     if not options.copy or not options.copy.is_dir():

@@ -205,6 +205,7 @@ def check_scorers(task: Any) -> None:
     """Refuse a wrong use of the filter, metrics and aggregations in a loaded task: lm-eval finds it too late."""
     with_name = f"task {task.config.task}: "
     read: set[str] = set()  # kinds that filters read
+    compares_numbers = False
     try:
         for step in (step for pipeline in filters(task) for step in pipeline.filters):
             if getattr(step, "func", None) is AnswerFilter:
@@ -221,8 +222,9 @@ def check_scorers(task: Any) -> None:
                     raise InputError(
                         f"filter prune_answer reads kind: {reads}, metric {name} compares kind: {kind}; give both one"
                     )
-                if kind == "number":
-                    check_numbers(task, [task.doc_to_target(doc) for doc in _first_documents(task)])
+                compares_numbers |= kind == "number"
+        if compares_numbers:
+            check_numbers(task, [task.doc_to_target(doc) for doc in _first_documents(task)])
         if task.get_config("process_results") is number:
             check_numbers(task, [doc.get("target") for doc in _first_documents(task)])
         own = {name for name, function, _ in metrics(task) if getattr(function, "__module__", "") == __name__}
@@ -234,7 +236,7 @@ def check_scorers(task: Any) -> None:
 
 
 def check_numbers(task: Any, golds: Sequence[Any]) -> None:
-    """Refuse a task that compares numbers if no gold answer is one, and warn if some are not: these are never met.
+    """Refuse a task that compares numbers if no gold answer is one; warn if some are not, as no response is right then.
 
     Args:
         task: a loaded task.

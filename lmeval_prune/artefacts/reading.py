@@ -68,9 +68,13 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
         InputError: the file is missing, or a line is not JSON or has a value of another type.
     """
     check_exists(path, file=True)
-    lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
-    named = [(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+    named = [(line, f"line {number} of {path}") for number, line in numbered_lines(path)]
     return [validate_json(parse_json(line, name), fields, name) for line, name in named]
+
+
+def numbered_lines(path: PathLike) -> list[tuple[int, bytes]]:
+    """Read the lines of a text file that are not blank, with their numbers from 1."""
+    return [(n, line) for n, line in enumerate(Path(path).read_bytes().split(b"\n"), 1) if line.strip()]
 
 
 def parse_json(data: bytes | str, path: object) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmeval_prune.artefacts import content_digest, digest, read_lines
+from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.calibration import encode, special_tokens
@@ -189,9 +189,9 @@ class QuestionSearch:
 
     def __init__(self, questions: Iterable[str], prompts: Iterable[str] = ()) -> None:
         self.runs: dict[int, set[tuple[str, ...]]] = {}
-        asked = {words for question in questions if (words := _words(question))}
-        self.prompts = asked | {words for prompt in prompts if (words := _words(prompt))}
-        for words in asked:
+        in_words = {words for question in questions if (words := _words(question))}
+        self.prompts = in_words | {words for prompt in prompts if (words := _words(prompt))}
+        for words in in_words:
             if sum(max(1, len(_UNSPACED.findall(word))) for word in words) >= LEAST_WORDS:
                 length = min(len(words), SHARED_WORDS)
                 self.runs.setdefault(length, set()).update(_runs(words, length))
@@ -285,7 +285,7 @@ def _name_of(index: int, corpus: str) -> str:
     for file in _files(corpus):
         lines = [0]
         if file.suffix == ".jsonl":
-            lines = [number for number, line in enumerate(file.read_bytes().split(b"\n"), 1) if line.strip()]
+            lines = [number for number, _ in numbered_lines(file)]
         if rest < len(lines):
             return f"line {lines[rest]} of {file}" if lines[rest] else str(file)
         rest -= len(lines)

@@ -87,7 +87,7 @@ def check_replaceable(path: str | os.PathLike[str], manifest: Mapping[str, Any] 
 
 
 def _what_was_cut(manifest: Mapping[str, Any]) -> Any:
-    """Return the name of the model and the plans of a manifest, without how they were made."""
+    """Return the name of the model and the plans of a manifest, without their provenance."""
     plans = [{key: x for key, x in stage["plan"].items() if key != "made"} for stage in manifest.get("stages", ())]
     parent = manifest.get("parent", {})
     return json.loads(json.dumps([parent.get("name"), parent.get("revision"), plans]))

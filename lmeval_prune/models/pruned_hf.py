@@ -46,7 +46,7 @@ from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
-METHODS.reserve({*hf_arguments()})
+METHODS.reserve({"self", "kwargs", *hf_arguments()})
 _ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 

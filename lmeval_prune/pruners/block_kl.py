@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -59,8 +59,11 @@ class BlockKl(DepthPruner):
             count += int(tokens.sum())
             if all(sums.has(number, part.key) for part in parts):
                 continue
+            arguments = {**inputs, "use_cache": False}
+            if takes_logits_to_keep(model):  # the columns on the CPU, as hidden states can be on another device
+                arguments["logits_to_keep"] = tokens.any(0).nonzero()[:, 0].cpu()
             with torch.no_grad():
-                dense = _log_probabilities(model, inputs, tokens)
+                dense = _log_probabilities(model(**arguments).logits, tokens)
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
                     outputs = _layer_outputs(model_map, inputs)
@@ -70,22 +73,21 @@ class BlockKl(DepthPruner):
                     text.report((number + position / len(parts)) / len(text.batches))
                     plan = make_plan({**earlier.removed, part.key: {0}}, True, compensation=earlier.compensation)
                     with plan.applied_to(model, model_map), _starting_at(part, outputs):
-                        pruned = _log_probabilities(model, inputs, tokens)
+                        pruned = _log_probabilities(model(**arguments).logits, tokens)
                     sums.add(number, part.key, float((shares * (dense - pruned)).sum(-1).double().sum()))
         totals = {part.key: sums.total(len(text.batches), part.key) for part in parts}
         return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in totals.items()})
 
 
-def _log_probabilities(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> Tensor:
+def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log probabilities of the next token after each counted token, (counted tokens, vocabulary).
 
-    Logits of columns without a counted token are not computed, if the model can leave them out.
+    Args:
+        logits: of all columns, or of those with a counted token alone.
+        tokens: mask of the counted tokens, (rows, columns).
     """
-    columns = tokens.any(0).nonzero()[:, 0].cpu()  # hidden states can be on another device than the tokens
-    kept = {"logits_to_keep": columns} if takes_logits_to_keep(model) else {}
-    logits = model(**inputs, use_cache=False, **kept).logits
-    if logits.shape[1] == len(columns):  # a model can take the argument and ignore it
-        tokens = tokens[:, columns]
+    if logits.shape[1] < tokens.shape[1]:
+        tokens = tokens[:, tokens.any(0)]
     logits = logits[tokens.to(logits.device)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

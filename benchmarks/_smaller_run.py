@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from lmeval_prune.errors import BusyError, InputError, first_line
 POLL = 1.0  # seconds between looks at the rows of other processes
 REPORT = 30.0  # seconds between lines of progress
 FAILURES = 5  # rows of a process without enough memory, after which it ends
+PAUSE = 15.0  # seconds after the first of them, doubled after each: other processes may end, or need less memory
 
 
 class RowMaker:
@@ -54,23 +56,28 @@ class RowMaker:
             return False
         if row.recipe != DENSE and not self.has(row.dense):
             return True
+        pause = 0.0
         try:
             with output_lock(experiment.path(row)):
                 if self.has(row) or self._is_too_late(row):
                     return False
                 record = make_row(experiment, row, options.device, options.resumable)
         except torch.OutOfMemoryError as error:
+            pause = PAUSE * 2**self._failures
             self._failures += 1
             if self._failures == FAILURES:
                 raise
-            print(f"{row.key} is tried again later: {first_line(error)}", flush=True)
-            return True
+            print(f"{row.key} is tried again in {pause:.0f} s: {first_line(error)}", flush=True)
         except BusyError as error:
             if options.command == "train":
                 print(f"{row.key} is left: {error.problem}", flush=True)
             return True
         finally:
+            gc.collect()  # tensors of the row that failed
             torch.cuda.empty_cache()
+        if pause:
+            time.sleep(pause)
+            return True
         if options.copy:
             experiment.give(row, options.copy)
         if options.discard and row.recipe != DENSE:

@@ -88,10 +88,15 @@ def measure_speeds(
             "work": goal_work(goal),
             "measured": environment(),
         }
-        write_text(experiment.work / SPEEDS, json.dumps(speeds, indent=1) + "\n")
+        _write_speeds(speeds, experiment.work, copy)
         print(f"{key}: {', '.join(f'{each} at batch {batch}' for batch, each in gains.items())}", flush=True)
-    if copy:
-        write_text(copy / SPEEDS, json.dumps(speeds, indent=1) + "\n")
+    _write_speeds(speeds, copy)
+
+
+def _write_speeds(speeds: dict[str, Any], *folders: Path | None) -> None:
+    for folder in folders:
+        if folder:
+            write_text(folder / SPEEDS, json.dumps(speeds, indent=1) + "\n")
 
 
 def gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) -> Gain:
@@ -152,7 +157,7 @@ def take_speeds(experiment: Experiment, folder: Path) -> int:
         if _is_valid(experiment, entry) and not (key in speeds and _is_valid(experiment, speeds[key])):
             new[key] = entry
     if new:
-        write_text(experiment.work / SPEEDS, json.dumps({**speeds, **new}, indent=1) + "\n")
+        _write_speeds({**speeds, **new}, experiment.work)
     return len(new)
 
 

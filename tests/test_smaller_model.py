@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +15,14 @@ from typing import Any
 import _smaller_estimate
 import pytest
 import smaller_model
+import torch
 import yaml
 from _smaller import DENSE, PROMPTS, Experiment, Row
 from _smaller_choice import choice
 from _smaller_estimate import removed_share
 from _smaller_plan import chosen_recipes
 from _smaller_rows import PROBLEMS, PackedHost, decoded, generated
+from _smaller_run import RowMaker
 from _smaller_scores import Scored
 from _smaller_speed import measured_gains, read_speeds
 from transformers import LlamaConfig
@@ -242,6 +246,37 @@ def test_training_goes_on_if_another_process_makes_a_row(
     assert set(made) == {Row("other", 0, 0), Row("ours", 1, 0), Row("other", 1, 0)}
     output = capsys.readouterr().out
     assert "ours_fold0_seed0 is left: another run is writing" in output and "1 rows wait for other processes" in output
+
+
+def test_a_row_without_enough_memory_is_tried_again_after_longer_and_longer(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes, which share the GPU, end meanwhile; the memory of the row that failed is free by then."""
+    pauses, tensors, row = list[float](), list[Any](), Row(DENSE, 0, 0)
+
+    class Tensor:
+        """A tensor of a row, in a circle."""
+
+        def __init__(self) -> None:
+            self.itself = self
+            tensors.append(weakref.ref(self))
+
+    def make(*_: Any) -> Any:
+        tensor = Tensor()
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 24.00 MiB {type(tensor)}")
+
+    def sleep(seconds: float) -> None:
+        assert not any(tensor() for tensor in tensors)
+        pauses.append(seconds)
+
+    monkeypatch.setattr("_smaller_run.make_row", make)
+    monkeypatch.setattr(time, "sleep", sleep)
+    maker = RowMaker(experiment, smaller_model.parsed(["train"]))
+    for count in (1, 2, 3, 4):
+        assert maker.make(row) and len(tensors) == count
+    assert pauses == [15, 30, 60, 120]
+    with pytest.raises(torch.OutOfMemoryError):
+        maker.make(row)
 
 
 def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:

@@ -306,7 +306,7 @@ def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLi
             documents += _documents(data, row)
         position = "a row"
         documents = data.parts[split](documents) if split in data.parts else documents
-        datasets.Dataset.from_list(documents)  # raises if rows have different types
+        pyarrow.Table.from_pylist(documents)  # raises if rows have different types
         return documents
     except InputError:
         raise

@@ -30,6 +30,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 torch.set_num_threads(1)
 # lm-eval describes the machine after each evaluation, by programs that take seconds
 torch.utils.collect_env.get_pretty_env_info = functools.cache(torch.utils.collect_env.get_pretty_env_info)
+# flushing the disk takes milliseconds for each file, and is for machines that lose power; tests lose processes
+os.fsync = lambda handle: None
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():  # kernels run in the interpreter; before triton is imported

@@ -284,7 +284,7 @@ def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pyte
     words = ("run", "--recipes", "ours", "other", "--no-resume", "--discard")
     settings = yaml.safe_load(experiment.file.read_text())
     goal = {**settings["goal"], "parameters": 0.05}
-    experiment.file.write_text(yaml.safe_dump({**settings, "goal": goal, "seeds": [1]}))
+    experiment.file.write_text(yaml.safe_dump({**settings, "goal": goal, "folds": [0], "seeds": [1]}))
     experiment = replace(experiment)
     assert command(experiment, *words, "--processes", "2") == 0
     (chosen,) = chosen_recipes(experiment)

@@ -81,7 +81,7 @@ pack() {
     for state in plan chosen tested; do # what the experiment has fixed, chosen and tested
         if [ -f "$(dirname "$rows")/$state.json" ]; then cp "$(dirname "$rows")/$state.json" "$CARRY/base/smaller/"; fi
     done
-    tar -C "$CARRY/base" -czf "$CARRY/base/smaller.tar.gz" smaller && rm -r "$CARRY/base/smaller"
+    compress_experiment
     git rev-parse --short HEAD >"$CARRY/base/commit"
     if [ -f ../shared/data/gsm8k_test.jsonl ]; then
         head -n 256 ../shared/data/gsm8k_test.jsonl >"$CARRY/base/questions.jsonl"
@@ -96,6 +96,9 @@ pack() {
     (cd "$(dirname "$gguf")" && sha256sum "$(basename "$gguf")") >"$CARRY/base/sha256"
     check_sizes
 }
+
+# Packs the data and rows of the experiment of a smaller model, which are a third as large so.
+compress_experiment() { tar -C "$CARRY/base" -czf "$CARRY/base/smaller.tar.gz" smaller && rm -r "$CARRY/base/smaller"; }
 
 # Prints the bytes of files and folders.
 bytes() { du -sbc "$@" | tail -n 1 | cut -f 1; }
@@ -395,6 +398,7 @@ rehearse() {
     TRIAL_SECONDS=200 BUDGET=400 FOLDS=0 # enough on a busy machine, too
     # not a recipe with prompts: a random model ends no answer
     "$PYTHON" benchmarks/smaller_model.py problems --recipes width --work "$CARRY/base/smaller"
+    compress_experiment
     copy_tokenizer "$CARRY/first/tokenizer"
     "$PYTHON" -c "
 import sys

@@ -142,6 +142,11 @@ class Scored:
         shared = set.intersection(*places) if places else set()
         return {name: [row for row in rows if (row.fold, row.seed) in shared] for name, rows in pairs.items()}
 
+    def divergence(self, row: Row) -> float | None:
+        """Return the mean KL divergence of a model from its dense one on validation texts; None if not measured."""
+        divergence: float | None = self.records[row]["stages"][-1].get("distance", {}).get("mean_kld")
+        return divergence
+
     def smaller(self, rows: Collection[Row]) -> float:
         """Return the share of the parameters in blocks that a recipe removes, the mean over rows."""
         own, dense = (

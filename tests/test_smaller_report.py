@@ -183,8 +183,13 @@ def test_the_report_compares_recipes_with_each_other(experiment: Experiment) -> 
     fill(experiment, DENSE, [0], 100, validation="1111", test="1111")
     fill(experiment, "ours", [0], validation="1100", test="1111")
     record(experiment, Row("other", 0, 0), {"validation": "1110", "test": "1111"}, 80)
-    report = write_report(experiment, str(experiment.work / "r"))
-    assert "| other | ours | 1 | +25.00 points (1 of 4 problems won, 0 lost; no interval of 1 fold) |" in report
+    change = "| other | ours | 1 | +25.00 points (1 of 4 problems won, 0 lost; no interval of 1 fold)"
+    assert f"{change} |  |" in write_report(experiment, str(experiment.work / "r"))
+    for name, divergence in (("other", 0.25), ("ours", 0.5)):
+        path = experiment.path(Row(name, 0, 0))
+        content = {**json.loads(path.read_text()), "stages": [{"stage": 1, "distance": {"mean_kld": divergence}}]}
+        path.write_text(json.dumps(content))
+    assert f"{change} | 0.250, 0.500; lower in 1 of 1 |" in write_report(experiment, str(experiment.work / "r"))
 
 
 def test_fewer_than_three_folds_have_no_interval() -> None:

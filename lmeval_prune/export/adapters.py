@@ -76,6 +76,10 @@ class AdapterExport:
         parse_value("dtype", dtype, ServerDtype | None)
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
+        if format == "gguf" and served and not served.endswith(".gguf"):
+            raise InputError(
+                f"--served {served} does not end in .gguf: name the file that llama.cpp loads, to check it"
+            )
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)

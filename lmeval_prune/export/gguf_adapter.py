@@ -70,7 +70,7 @@ def check_gguf_weights(path: Path, weights: Iterable[tuple[int, Tensor]]) -> Non
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for number, weight in weights:
         stored = tensors[output_projection(number)]
-        values = torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+        values = torch.tensor(dequantize(stored.data, stored.tensor_type))  # copied: torch warns of read-only memory
         if not torch.equal(values.view_as(weight), weight.to(torch.float32)):
             raise InputError(
                 f"{path} has other weights in {stored.name} than the model that the adapters are made for, so that "

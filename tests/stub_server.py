@@ -59,10 +59,11 @@ class Stub:
     ) -> None:
         self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
         self.silent, self.leaks, self.delay = silent, leaks, delay
-        self.wait, self.length = "0.05", 512  # its `Retry-After` header and `max_model_len`
+        self.wait, self.length = "0.05", 512  # its `Retry-After` header, and the tokens of its context
         self.payloads: list[dict[str, Any]] = []  # payloads of completions
         self.answered = 0
         self.waiting = 0
+        self.size = 1000  # bytes of its GGUF file
         if self.folder not in _MODELS:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
             _MODELS[self.folder] = (model, AutoTokenizer.from_pretrained(folder))
@@ -104,8 +105,11 @@ class Stub:
     # ------------------------------------------------------------------ model and adapters
 
     def models(self) -> dict[str, Any]:
+        if self.kind == "llamacpp":
+            facts = {"n_params": self.model.num_parameters(), "size": self.size, "n_ctx": self.length}
+            return {"object": "list", "data": [{"id": self.name, "owned_by": self.kind, "meta": facts}]}
         cards: list[dict[str, Any]] = [
-            {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length}
+            {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length, "owned_by": self.kind}
         ]
         if self.kind == "vllm":
             cards += [{"id": each, "root": f"/adapters/{each}", "parent": self.name} for each in self.adapters]
@@ -132,7 +136,9 @@ class Stub:
         return "" if name in self.silent else name
 
     def complete(self, payload: dict[str, Any], heads: str, chat: bool) -> dict[str, Any]:
-        key = json.dumps([self.folder, payload | {"model": 0, "lora": 0}, heads], sort_keys=True)
+        key = json.dumps(
+            [self.folder, self.kind, self.length, payload | {"model": 0, "lora": 0}, heads], sort_keys=True
+        )
         with _LOCK:
             if key not in _KNOWN:
                 with nullcontext() if not heads else HeadMask(heads).applied_to(self.model), torch.no_grad():
@@ -150,7 +156,10 @@ class Stub:
         temperature = payload["temperature"]
         generator = torch.Generator().manual_seed(payload.get("seed", 0))
         tokens, values = list(prompt), []
-        for _ in range(payload["max_tokens"]):
+        limit = payload["max_tokens"]
+        if self.kind == "llamacpp":  # which ends an answer where its context is full
+            limit = min(limit, self.length - len(prompt))
+        for _ in range(limit):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
             token = int(logits.argmax())
             if temperature:
@@ -161,7 +170,7 @@ class Stub:
             tokens.append(token)
         count = len(values)
         text = self.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
-        reason = "length" if count == payload["max_tokens"] else "stop"
+        reason = "length" if count == limit else "stop"
         for stop in payload.get("stop") or []:
             if stop in text:
                 text, reason = text.split(stop)[0], "stop"

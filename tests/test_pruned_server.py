@@ -277,6 +277,114 @@ def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None
             assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (50, 1.0, 0.0)  # as `hf`
 
 
+def test_llama_cpp_samples_in_the_order_of_hf(tiny_folder: Path) -> None:
+    """Its own order has the temperature last, so that `top_p` of a warm temperature would keep fewer tokens."""
+    sampled = {"max_gen_toks": 2, "temperature": 2.0, "top_p": 0.5}
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        lm = served(tiny_folder, stub)
+        for settings in ({**sampled, "do_sample": True}, {"max_gen_toks": 2}):
+            lm.generate_until([request("generate_until", ("a", settings), 0)])
+        warm, greedy = stub.payloads[-2:]
+    assert warm["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
+    assert "samplers" not in greedy
+
+
+def test_the_context_of_a_llama_cpp_is_that_of_one_slot(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """It ends an answer where its context is full, and says `length`, as if the task's limit had been reached."""
+    prompt = "one two three " * 12
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        stub.length = 24
+        lm = served(tiny_folder, stub, probe=False)
+        assert lm.max_length == 24
+        lm.generate_until([text(prompt), text(prompt, 1)])
+        assert [len(payload["prompt"]) for payload in stub.payloads] == [16, 16]  # 8 are for the answer
+        assert caplog.text.count("is cut to the last 16") == 1
+        caplog.clear()
+        lm = served(tiny_folder, stub, probe=False, max_length=24)  # the user's own
+        lm.generate_until([text(prompt)])
+        assert "is cut" not in caplog.text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_a_full_context_ends_is_refused_and_not_stored(
+    tiny_folder: Path, tmp_path: Path, chat: bool
+) -> None:
+    words = ["one two", "one two three " * 3]
+    kind = PrunedServerChatLM if chat else PrunedServerLM
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        options = {"pretrained": str(tiny_folder), "server": "llamacpp", "dtype": "float64", "probe": False}
+        lm = kind(stub.url, **options, responses=str(tmp_path / "r"))
+        chats = [[{"role": "user", "content": each}] for each in words]
+        texts = [stub.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in chats]
+        stub.length = len(stub.tokenizer.encode((texts if chat else words)[1])) + 3  # started again with less memory
+        contexts = [JsonChatStr(json.dumps(each)) for each in chats] if chat else words
+        with pytest.raises(InputError, match=r"1 of 2 requests failed, [^\n]*after 3 of 8 tokens[^\n]*context is full"):
+            lm.generate_until([text(context, number) for number, context in enumerate(contexts)])
+        lm.close()
+    assert len((tmp_path / "r" / "rank-0.jsonl").read_text().splitlines()) == 1
+
+
+def test_stored_answers_are_those_of_the_file_that_a_llama_cpp_has(tiny_folder: Path, tmp_path: Path) -> None:
+    """A GGUF file of a cut model has the `pretrained=` of the dense one: it has no folder of its own."""
+    with Stub(tiny_folder, HEADS, "llamacpp", name="/models/dense.gguf") as stub:
+        for count, (name, size) in enumerate(
+            [("/models/dense.gguf", 1000), ("/models/cut.gguf", 1000), ("/models/cut.gguf", 900)], 1
+        ):
+            stub.name, stub.size = name, size
+            for _ in range(2):
+                lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+                lm.generate_until([text("a b")])
+                lm.close()
+                assert len(stub.payloads) == count
+        stub.name = "/elsewhere/cut.gguf"
+        lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        lm.generate_until([text("a b")])
+        assert len(stub.payloads) == count
+        lm.close()
+
+
+def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path) -> None:
+    with (
+        Stub(tiny_folder, HEADS, "llamacpp", name="/a/tiny.gguf") as stub,
+        Stub(tiny_folder, HEADS, "llamacpp", name="/b/tiny.gguf") as other,
+    ):
+        served(tiny_folder, stub, other)
+        other.size = 900
+        with pytest.raises(InputError, match=r"serve different models .tiny.gguf, \d+ parameters in 1000 bytes; tiny"):
+            served(tiny_folder, stub, other)
+
+
+def test_a_llama_cpp_started_again_with_another_model_is_not_asked(tiny_folder: Path) -> None:
+    """Under the same name, and between two requests: nothing in an answer says which model gave it."""
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        lm = served(tiny_folder, stub, probe=False, num_concurrent=1, max_retries=2)
+
+        def fault(number: int, payload: dict) -> None:
+            stub.size = 1000 if number == 0 else 900
+
+        stub.fault = fault
+        message = r"it serves another model now .tiny, \d+ parameters in 900 bytes.[^\n]*1 of 2 requests were answered"
+        with pytest.raises(InputError, match=message):
+            lm.generate_until([text("a b"), text("c d", 1)])
+
+
+@pytest.mark.parametrize("kind", ["sglang", "llamacpp"])
+def test_a_server_of_another_kind_is_named(tiny_folder: Path, kind: str) -> None:
+    with Stub(tiny_folder, HEADS, kind) as stub:
+        message = f"^{stub.url} is not a server of `server=vllm`: give server={kind}$"
+        with pytest.raises(InputError, match=message):
+            served(tiny_folder, stub, server="vllm")
+
+
+def test_llama_cpp_is_asked_for_its_own_model_only(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        with pytest.raises(InputError, match=r"serves tiny, not llama; [^\n]*model=, or start the server with --alias"):
+            served(tiny_folder, stub, model="llama")
+        served(tiny_folder, stub, model="tiny")
+
+
 def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tiny_folder: Path, tmp_path: Path) -> None:
     with Stub(tiny_folder, HEADS) as stub:
         store = {"responses": str(tmp_path / "r"), "probe": False}

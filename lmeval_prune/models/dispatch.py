@@ -36,7 +36,7 @@ from lmeval_prune.models.http_client import (
     parse_json,
     send,
 )
-from lmeval_prune.models.server_kinds import Listing, ServedVariant, ServerKind
+from lmeval_prune.models.server_kinds import KINDS, Listing, ServedVariant, ServerKind
 
 logger = logging.getLogger(__name__)
 MAX_WAIT = 60.0  # seconds
@@ -220,6 +220,8 @@ class _Run:
         result = parse(job.parse, body)
         if kind.adapter_list:  # answers do not name their adapters: check that the adapter ids are still the same
             current = await list_models(self.session, server.url, kind)
+            if current.roots != listing.roots:
+                raise _another_model(current)
             if current.adapter_ids != listing.adapter_ids:
                 server.listing = current
                 raise RetryableError("it was restarted with its adapters in another order", Cause.SERVER)
@@ -283,8 +285,7 @@ class _Run:
         """Check that a server still serves the same models; ids of adapters may have changed."""
         listing = await list_models(self.session, server.url, self.dispatcher.kind)
         if listing.roots != server.listing.roots:
-            models = ", ".join(map(str, listing.roots.values()))
-            raise RetryableError(f"it serves another model now ({models})", Cause.SERVER)
+            raise _another_model(listing)
         server.listing = listing
 
     async def _trial_job(self, server: Server) -> Job:
@@ -313,8 +314,17 @@ class _Run:
         )
 
 
+def _another_model(listing: Listing) -> RetryableError:
+    models = ", ".join(map(str, listing.roots.values()))
+    return RetryableError(f"it serves another model now ({models})", Cause.SERVER)
+
+
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
-    """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does."""
+    """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does.
+
+    Raises:
+        InputError: it says that it is of another kind.
+    """
     bodies: list[Any] = []
     for path in filter(None, ("/v1/models", kind.adapter_list)):
         try:
@@ -326,9 +336,12 @@ async def list_models(client: ClientSession, url: str, kind: ServerKind) -> List
             message = f"{url}{path} lists no models ({error}); start the server, or give another base_url or server="
             raise RetryableError(message, error.cause) from None
     try:
-        return parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
+        listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
     except RetryableError:
         raise RetryableError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+    if listing.software in KINDS and listing.software != kind.name:
+        raise InputError(f"{url} is not a server of `server={kind.name}`: give server={listing.software}")
+    return listing
 
 
 def _check_status(server: Server, job: Job, response: Response) -> None:

@@ -49,6 +49,7 @@ class ModelIdentity:
     adapters: str | None = None  # digest of PEFT adapters on a loaded model
     server: str | None = None  # kind of server
     checkpoint: str | None = None  # digest of the served checkpoint
+    served: str | None = None  # what the server lists of its model, if that is more than a path
 
     @classmethod
     def of_model(cls, lm: Any) -> Self:
@@ -98,6 +99,7 @@ class ModelIdentity:
             {name: str(value) for name, value in sorted(lm.options.answer_options.items())},
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
+            served=next(iter(lm.dispatcher.servers[0].listing.roots.values())) if lm.kind.adapter_list else None,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
         lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
         base: digest of the served checkpoint.
+        model_length: tokens that the model takes, or `max_length=`; the servers may take fewer.
 
     Raises:
         InputError: an argument is wrong, or a server does not serve the model and its variants.
@@ -188,7 +189,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.think_end_token = self.options.think_end_token
         self.chat_template_args = self.options.template_arguments
         limits = [server.listing.max_length for server in servers if server.listing.max_length]
-        self.max_length = min([self.options.max_length or max_length(self.config, self.tokenizer), *limits])
+        self.model_length = self.options.max_length or max_length(self.config, self.tokenizer)
+        self.max_length = min([self.model_length, *limits])
 
     @cached_property
     def header(self) -> dict[str, str]:

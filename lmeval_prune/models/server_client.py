@@ -17,7 +17,7 @@ from lmeval_prune.decoding.request import logits_settings
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
-from lmeval_prune.models.http_client import RetryableError, log_probability
+from lmeval_prune.models.http_client import RejectedError, RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.tasks import compat
 
@@ -30,6 +30,10 @@ NO_EFFECT = {
 MISSING_TEXT_WARNING = (
     "%s: the server gives an answer without text (content is null), as reasoning parsers do if the thoughts do not "
     "end; such answers count as empty and are not stored: give more max_gen_toks, or start the server without a parser"
+)
+CUT_WARNING = (
+    "%s: its text of %d tokens is cut to the last %d, and others may be, because the server's context has %d tokens "
+    "and the model's %d: start the server with a longer one"
 )
 LogLikelihood = tuple[float, bool]  # and whether the text is what greedy decoding generates
 OnResult = Callable[[int, Any], None]  # called with the index of a request and its result
@@ -55,7 +59,7 @@ class ServerClient:
 
     def __init__(self, lm: Any) -> None:
         self.lm = lm
-        self._warned_missing_text = False
+        self._warned_missing_text = self._warned_cut = False
         self._encode = lru_cache(maxsize=4096)(lm.tok_encode)  # each variant has the same prompts
 
     def generate(
@@ -134,6 +138,7 @@ class ServerClient:
         payload["seed"] = lm.seed
         if is_sampled:
             payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
+        payload |= lm.kind.sampling_fields(is_sampled)
         prompt = self._prompt(name, context, length)
 
         def parse(body: dict[str, Any]) -> GeneratedText:
@@ -145,6 +150,11 @@ class ServerClient:
                 return MissingText()
             text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
             text.ending = _parse_ending(body)
+            if text.ending and text.ending.cut_off and text.ending.length < length:
+                raise RejectedError(
+                    f"it ends its answer after {text.ending.length} of {length} tokens, without an end token: its "
+                    f"context is full; start it with a longer one, or give a smaller max_length= or max_gen_toks"
+                )
             return text
 
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
@@ -192,7 +202,21 @@ class ServerClient:
         room = self.lm.max_length - length
         if room <= 0:
             raise InputError(f"max_gen_toks={length} leaves no room for a prompt in max_length={self.lm.max_length}")
-        return lambda: {"prompt": self._encode(context)[-room:]}
+
+        def prompt() -> dict[str, Any]:
+            tokens = self._encode(context)
+            self._note_cut(name, len(tokens), room)
+            return {"prompt": tokens[-room:]}
+
+        return prompt
+
+    def _note_cut(self, name: str, length: int, room: int) -> None:
+        """Warn once of a text that a server's context cuts, where the model's own would not."""
+        lacking = self.lm.model_length - self.lm.max_length
+        if self._warned_cut or not 0 < length - room <= lacking:
+            return
+        self._warned_cut = True
+        logger.warning(CUT_WARNING, name, length, room, self.lm.max_length, self.lm.model_length)
 
     def _parse_text(self, body: dict[str, Any]) -> str | None:
         choices = _first_choices(body)
@@ -210,7 +234,9 @@ class ServerClient:
 
     def _scoring_job(self, name: str, context: list[int], continuation: list[int], index: int) -> Job:
         lm = self.lm
-        tokens = [*context, *continuation][-(lm.max_length - 1) :]  # the server generates one more token
+        room = lm.max_length - 1  # the server generates one more token
+        self._note_cut(name, len(context) + len(continuation), room)
+        tokens = [*context, *continuation][-room:]
         length = len(tokens) - len(continuation)
         if length < 1:
             raise InputError(f"a text of {len(continuation)} tokens cannot be scored within max_length={lm.max_length}")

@@ -34,10 +34,12 @@ class Listing:
     """Models and adapters that a server lists."""
 
     models: list[str] = field(default_factory=list)  # names of unpruned models
-    roots: dict[str, str | None] = field(default_factory=dict)  # unpruned model → path it was loaded from
+    # unpruned model → path it was loaded from; llama.cpp: name of its file, with the number of its parameters and bytes
+    roots: dict[str, str | None] = field(default_factory=dict)
     parents: dict[str, str] = field(default_factory=dict)  # adapter → its base model
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
     max_length: int | None = None  # tokens of prompt and answer together
+    software: str | None = None  # the owner of the models: `vllm`, `sglang`, `llamacpp`, or somebody's name
 
 
 _COMMON_SETTINGS = frozenset(
@@ -55,6 +57,7 @@ class ServerKind:
         scores_prompts: whether responses can include the log-probabilities of the prompt (for log-likelihoods).
         echoes_model: whether responses name the variant that computed them.
         adapter_list: path that lists the adapters; None where they are listed as models.
+        name_option: the server's option for the name of its model.
         logprob_settings: settings that request the log-probabilities of generated tokens.
         generation_settings: names of supported settings, as in lm-eval.
     """
@@ -63,6 +66,7 @@ class ServerKind:
     scores_prompts = True
     echoes_model = True
     adapter_list: str | None = None
+    name_option = "--served-model-name"
     logprob_settings: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
     generation_settings: frozenset[str] = _COMMON_SETTINGS | {"repetition_penalty", "min_tokens", "stop_token_ids"}
 
@@ -80,6 +84,7 @@ class ServerKind:
                 continue
             listing.models.append(name)
             listing.roots[name] = card.get("root")
+            listing.software = card.get("owned_by")
             if card.get("max_model_len") is not None:
                 listing.max_length = whole_number(card["max_model_len"], 1)
         return listing
@@ -87,6 +92,10 @@ class ServerKind:
     def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:
         """Return the `/tokenize` request for a text without special tokens."""
         return {"model": model, "prompt": text, "add_special_tokens": False}
+
+    def sampling_fields(self, is_sampled: bool) -> dict[str, Any]:
+        """Return the request fields that make a server sample as `hf` does, beside the settings."""
+        return {}
 
 
 class SGLang(ServerKind):
@@ -103,6 +112,7 @@ class LlamaCpp(ServerKind):
     """llama.cpp: adapters have ids and can be combined; an adapter that a request does not mention is applied."""
 
     name, scores_prompts, echoes_model, adapter_list = "llamacpp", False, False, "/lora-adapters"
+    name_option = "--alias"
     logprob_settings = MappingProxyType({"logprobs": 1, "n_probs": 1})
     generation_settings = _COMMON_SETTINGS
 
@@ -125,8 +135,17 @@ class LlamaCpp(ServerKind):
     def parse_listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
         """Parse the lists; an adapter is named by its file, or by the folder of an `adapter.gguf`."""
         listing = super().parse_listing(models, None)
+        for card in models.get("data") or []:
+            facts = card.get("meta") or {}
+            root = _path_parts(card["id"])[-1]
+            if "n_params" in facts:
+                parameters, size = whole_number(facts["n_params"]), whole_number(facts["size"])
+                root += f", {parameters} parameters in {size} bytes"
+            if facts.get("n_ctx") is not None:
+                listing.max_length = whole_number(facts["n_ctx"], 1)
+            listing.roots[str(card["id"])] = root
         for adapter in adapters or []:
-            path = re.split(r"[/\\]", str(adapter["path"]))
+            path = _path_parts(adapter["path"])
             name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
             if name in listing.adapter_ids:
                 raise InputError(f"the server has two adapters {name}; start it with one of them")
@@ -136,6 +155,16 @@ class LlamaCpp(ServerKind):
     def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:
         """Return the `/tokenize` request for a text without special tokens."""
         return {"content": text, "add_special": False}
+
+    def sampling_fields(self, is_sampled: bool) -> dict[str, Any]:
+        """Return the order of `hf`; llama.cpp's own has the temperature last, and so draws from other tokens."""
+        order = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+        return {"samplers": order} if is_sampled else {}
+
+
+def _path_parts(path: Any) -> list[str]:
+    """Split a path of a server, which can be of another system."""
+    return re.split(r"[/\\]", str(path))
 
 
 KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}

@@ -59,22 +59,37 @@ def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> li
 
 def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
     """Return the unpruned model's name on all servers; without `name`, the only model that they list."""
+    is_named = name is not None
     for server in servers:
         models = server.listing.models
         if name is None:
             if len(models) != 1:
                 raise InputError(f"{server.url} has {len(models)} models ({first_few(models)}); name one with model=")
             (name,) = models
-        elif name not in models and kind.adapter_list is None:
+        elif name not in models and (is_named or kind.adapter_list is None):  # llama.cpp answers to any name
             raise InputError(
                 f"{server.url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with "
-                f"model=, or start the server with --served-model-name {name}"
+                f"model=, or start the server with {kind.name_option} {name}"
             )
         for adapter, parent in server.listing.parents.items():
             if parent != name and parent in models:
                 raise InputError(f"{server.url}: adapter {adapter} belongs to {parent}, not to {name}")
+    if kind.adapter_list:  # nothing in its answers says which model gave them
+        _check_same_model(servers)
     assert name is not None
     return name
+
+
+def _check_same_model(servers: Sequence[Server]) -> None:
+    """Refuse servers whose only models have other names of files, or other sizes."""
+    first, *others = servers
+    for server in others:
+        if list(server.listing.roots.values()) != list(first.listing.roots.values()):
+            (here,), (there,) = first.listing.roots.values(), server.listing.roots.values()
+            raise InputError(
+                f"{first.url} and {server.url} serve different models ({here}; {there}); start them with the same "
+                f"file and, if its names differ, the same --alias"
+            )
 
 
 def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _engines import Server
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from lmeval_prune.models.server_kinds import KINDS
 from tests.engines.conftest import LOCAL, evaluate, run
 
 LLAMACPP = os.environ.get("LMEVAL_PRUNE_LLAMACPP", "")
@@ -60,6 +72,29 @@ def test_adapters_compose(server: tuple[Server, Path], tmp_path: Path) -> None:
     both = "heads=L5H0+L15H1"  # no adapter of these two was exported
     here = evaluate("pruned-hf", f"{LOCAL},{both}", "prune_tiny_words", tmp_path)
     assert evaluate("pruned-server", served(server, both), "prune_tiny_words", tmp_path) == here
+
+
+def test_samples_are_drawn_from_the_tokens_that_hf_draws_from(server: tuple[Server, Path], model: str) -> None:
+    tokens = AutoTokenizer.from_pretrained(model)("The capital of the country is").input_ids
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits[:, -1]
+    settings = {"temperature": 2.0, "top_k": 40, "top_p": 0.6, "min_p": 0.05}
+    for warp in (
+        TemperatureLogitsWarper(settings["temperature"]),
+        TopKLogitsWarper(int(settings["top_k"])),
+        TopPLogitsWarper(settings["top_p"]),
+        MinPLogitsWarper(settings["min_p"]),
+    ):
+        logits = warp(None, logits)
+    expected = {int(token): float(share) for token, share in enumerate(logits[0].softmax(-1)) if share}
+    kind = KINDS["llamacpp"]
+    payload = {"prompt": tokens, "max_tokens": 1, "logprobs": 40, "n_probs": 40, "post_sampling_probs": True}
+    off = [{"id": number, "scale": 0} for number in range(len(HEADS))]
+    content = json.dumps({**payload, **settings, "lora": off, **kind.sampling_fields(True)}).encode()
+    asked = urllib.request.Request(f"{server[0].url}/v1/completions", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        (first,) = json.load(answer)["choices"][0]["logprobs"]["content"]
+    assert {top["id"]: top["prob"] for top in first["top_probs"] if top["prob"]} == pytest.approx(expected, abs=2e-3)
 
 
 def test_a_model_whose_layers_differ_loads_and_agrees(model: str, tmp_path: Path) -> None:

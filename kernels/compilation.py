@@ -6,7 +6,11 @@ folder that is left instead of an editable install.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numba
@@ -14,9 +18,13 @@ from numba.core import config
 
 from lmeval_prune.artefacts import cache_folder
 
+logger = logging.getLogger(__name__)
+
 
 def njit(**options: Any) -> Callable[[Any], Any]:
     """Return a decorator that compiles a function by numba; `NUMBA_CACHE_DIR` names another folder for its code.
+
+    If the folder cannot be written, the code is not kept: numba would use its own place instead.
 
     Args:
         options: those of `numba.njit`, without `cache`.
@@ -27,8 +35,24 @@ def njit(**options: Any) -> Callable[[Any], Any]:
         before = settings.CACHE_DIR
         settings.CACHE_DIR = before or str(cache_folder() / "numba")
         try:
-            return numba.njit(cache=True, **options)(function)
+            return numba.njit(cache=_is_writable(Path(settings.CACHE_DIR)), **options)(function)
         finally:
             settings.CACHE_DIR = before
 
     return compiled
+
+
+@cache
+def _is_writable(folder: Path) -> bool:
+    """Return whether files can be created in a folder; if not, warn once."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        logger.warning(
+            "each run compiles its loops anew, for some seconds: %s cannot be written (%s); set LMEVAL_PRUNE_CACHE",
+            folder,
+            error.strerror,
+        )
+        return False

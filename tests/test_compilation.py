@@ -26,6 +26,19 @@ def test_compiled_code_is_kept_in_the_users_cache(tmp_path: Path, monkeypatch: p
     assert [path.suffix for path in sorted((tmp_path / "cache/numba").rglob("*.nb*"))] == [".nbc", ".nbi"]
 
 
+def test_code_that_cannot_be_kept_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not beside the source, and with one line for all functions."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LMEVAL_PRUNE_CACHE", str(tmp_path / "file"))
+    functions = [njit()(double) for _ in range(2)]
+    assert [function(21) for function in functions] == [42, 42]
+    assert all(function._cache.cache_path is None for function in functions)
+    (message,) = caplog.messages
+    assert str(tmp_path / "file") in message and "LMEVAL_PRUNE_CACHE" in message
+
+
 def test_all_loops_of_the_kernels_are_kept_there() -> None:
     for module in (decode, filtering):
         folder = Path(module.__file__ or "").resolve().parent

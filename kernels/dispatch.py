@@ -15,6 +15,8 @@ from importlib.util import find_spec
 
 import torch
 
+from lmeval_prune.errors import InputError
+
 logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -54,17 +56,30 @@ def _warn_once(operation: str, reason: str) -> None:
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
 
 
-def unsupported_tensors(*tensors: torch.Tensor) -> str | None:
-    """Return a reason if the dtypes, devices or gradients of these tensors do not allow a kernel."""
+def check_tensors(device: torch.device, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """Refuse tensors that do not have the shape beside them, or are on another device."""
+    for name, (tensor, shape) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}; give one of shape {tuple(shape)}")
+        if tensor.device != device:
+            raise InputError(f"{name} is on {tensor.device}; move it to {device}")
+
+
+def unsupported_types(*tensors: torch.Tensor) -> str | None:
+    """Return a reason if the dtypes of these tensors do not allow a kernel."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1 or not types <= {torch.float32, torch.float16, torch.bfloat16}:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
         return f"its inputs must all be float32, float16 or bfloat16, not {' and '.join(names)}"
-    if len({tensor.device for tensor in tensors}) > 1:
-        return "its inputs are on several devices"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "the kernel computes no gradients"
     return None
+
+
+def needs_gradients(*tensors: torch.Tensor | None) -> str | None:
+    """Return a reason if one of these tensors needs a gradient."""
+    needs = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return "the kernel computes no gradients" if needs else None
 
 
 def too_wide(*widths: int) -> str | None:

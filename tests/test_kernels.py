@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -652,25 +652,203 @@ def test_empty_batches() -> None:
     assert ops.decide(key[:0], value[:0], valid[:0], fresh(key[:0], value[:0]), RULES["kv"]).shape == (0, 24)
 
 
-def test_wrong_input_is_one_line() -> None:
+def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a kernel would read other rows' memory without an error."""
     query, keys = random(2, 4, 8), random(2, 2, 6, 8)
-    lengths = torch.tensor([1, 6], device=DEVICE)
-    new, keep = random(2, 2, 8), random(3, 4)
+    lengths, elsewhere = torch.tensor([1, 6], device=DEVICE), torch.zeros(2, dtype=torch.long, device="meta")
+    new, keep, positions = random(2, 2, 8), random(3, 4), torch.arange(6, device=DEVICE).expand(2, -1)
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("whole groups", {"query": random(2, 3, 8)}),
-        ("a slot for each row", {"query": random(3, 4, 8)}),
-        ("a slot for each row", {"slots": lengths[:1]}),
-        ("needs new_value", {"new_key": new}),
+        ("3 query heads are no whole groups of 2 key-value heads", {"query": random(2, 3, 8)}),
+        ("4 query heads are no whole groups of 0", {"keys": keys[:, :0], "values": keys[:, :0]}),
+        ("give tensors of 3, 4 and 4 dimensions", {"query": query[0]}),
+        ("give tensors of 3, 4 and 4 dimensions", {"keys": keys[0], "values": keys[0]}),
+        ("keys has shape", {"query": random(2, 4, 5)}),
+        ("values has shape", {"values": random(2, 2, 5, 8)}),
+        ("give slots", {"query": random(3, 4, 8), "lengths": lengths[[0, 0, 1]]}),
+        ("slots has shape", {"slots": lengths[:1]}),
+        ("slots has shape", {"slots": lengths[:, None]}),
+        ("lengths has shape", {"lengths": lengths[:1]}),
+        ("skipped has shape", {"skipped": lengths[:, None] > 1}),
+        ("positions has shape", {"positions": positions[:1], "window": 2}),
+        ("positions has shape", {"positions": positions[:, :5], "window": 2}),
+        ("new_key needs new_value", {"new_key": new}),
         ("keep needs masks", {"keep": keep}),
-        ("new keys and values", {"new_key": new[:1], "new_value": new}),
-        ("keep and masks", {"keep": keep[:, :3], "masks": lengths}),
-        ("keep and masks", {"keep": keep, "masks": lengths[:1]}),
+        ("new_key has shape", {"new_key": new[:1], "new_value": new}),
+        ("new_value has shape", {"new_key": new, "new_value": new[:, :1]}),
+        ("a capacity", {"keys": keys[:, :, :0], "values": keys[:, :, :0], "new_key": new, "new_value": new}),
+        ("keep has shape", {"keep": keep[:, :3], "masks": lengths}),
+        ("masks has shape", {"keep": keep, "masks": lengths[:1]}),
+        ("torch.float32, torch.int64, torch.float32", {"keys": keys.long()}),
+        ("lengths has type torch.float32", {"lengths": lengths.float()}),
+        ("values is on meta", {"values": keys.to("meta")}),
+        ("lengths is on meta", {"lengths": elsewhere}),
+        ("window is 0", {"window": 0}),
+        ("splits is 3", {"splits": 3}),
+        ("splits is 0", {"splits": 0}),
     ]
     right: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "lengths": lengths, "scaling": 1.0}
-    attention.decode(**right)
-    for words, options in wrong:
+    for on_device, (words, options) in product((True, False), wrong):
+        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
+        attention.decode(**right)
         with pytest.raises(InputError, match=words):
             attention.decode(**(right | options))
+
+
+@pytest.mark.parametrize("name", ["query", "keys", "values", "new_key", "new_value", "keep"])
+def test_every_gradient_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = random_step(0, dtype=torch.float32)
+    for stored in ("keys", "values"):
+        step.arguments[stored].nan_to_num_(0)
+    gradients = []
+    for on_device in (True, False):
+        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
+        arguments = step.copy().arguments
+        leaf = arguments[name].requires_grad_()
+        arguments[name] = leaf.clone()  # the step writes to it
+        attention.decode(**arguments).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert gradients[0] is not None and gradients[0].any()
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("other", ["query", "keys", "values", "new_key", "new_value"])
+def test_several_types_run_in_pytorch(other: str) -> None:
+    step = random_step(0, dtype=torch.float32)
+    step.arguments[other] = step.arguments[other].bfloat16()
+    expected = naive_attention.decode(**step.as_doubles().arguments)
+    with only("torch", "decode attention"):
+        found = attention.decode(**step.arguments)
+    assert found.dtype == step.arguments["query"].dtype
+    is_close(found, expected)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name", ["query", "keys", "values"])
+def test_what_is_not_a_number_is_seen(name: str, splits: int) -> None:
+    """Of the rows that attend to it; the reference agrees."""
+    step = random_step(0, dtype=torch.float32, splits=splits, keep=None)
+    row = 3
+    assert int(step.arguments["lengths"][row]) > 1
+    step.arguments[name][row if name == "query" else int(step.arguments["slots"][row]), :, 0] = torch.nan
+    expected = step.as_doubles().arguments
+    del expected["splits"]
+    for out in (attention.decode(**step.arguments), naive_attention.decode(**expected)):
+        assert out.isnan().flatten(1).any(1).tolist() == [i == row for i in range(7)]
+
+
+@pytest.mark.parametrize("dimension", ["heads", "tokens"])
+def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
+    """Each stride fits into 32 bits; the ninth head or token is farther away. The memory between is not touched."""
+    apart, width, count = 2**28, 16, 9
+    shape = {"heads": (1, count, 2, width), "tokens": (1, 1, count, width)}[dimension]
+    strides = {"heads": (0, apart, width, 1), "tokens": (0, 0, apart, 1)}[dimension]
+    storage = torch.UntypedStorage(2 * (apart * (count - 1) + 4 * width), device=DEVICE)
+    keys, values = (
+        torch.tensor([], dtype=torch.float16, device=DEVICE).set_(storage, offset, shape, strides)
+        for offset in (0, 2 * width)
+    )
+    for seed, stored in enumerate((keys, values)):
+        stored.copy_(random(*shape, dtype=torch.float16, seed=seed))
+    query = random(1, count, width, dtype=torch.float16)
+    news = [random(1, shape[1], width, dtype=torch.float16, seed=seed) for seed in (1, 2)]
+    lengths, copies = torch.tensor([shape[2] - 1], device=DEVICE), doubles(keys, values)
+    expected = naive_attention.decode(
+        query.double(), *copies, lengths, 0.3, new_key=news[0].double(), new_value=news[1].double()
+    )
+    with only("triton", "decode attention"):
+        found = attention.decode(query, keys, values, lengths, 0.3, new_key=news[0], new_value=news[1])
+    is_close(found, expected)
+    for stored, copy in zip((keys, values), copies, strict=True):
+        assert stored.double().equal(copy)
+    is_close(attention.decode(query, keys, values, lengths + 1, 0.3), expected)
+
+
+def test_a_wrong_decision_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one token, which a kernel would take."""
+    for tokens, on_device in product((1, 3), (True, False)):
+        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
+        key, value, valid = text(tokens=tokens)
+        valid[:] = True
+        memory = fresh(key, value)
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("give tensors of 4 dimensions", {"key": key[0]}),
+            ("no numbers", {"key": key[:, :0], "value": value[:, :0]}),
+            ("value has shape", {"value": value[:2]}),
+            ("value has shape", {"value": value[:, :2]}),
+            ("value has shape", {"value": value[:, :, :0]}),
+            ("value is on meta", {"value": value.to("meta")}),
+            ("valid has shape", {"valid": valid[:1]}),
+            ("valid has type torch.float32", {"valid": valid.float()}),
+            ("started has shape", {"memory": memory.rows(torch.tensor([0, 1]))}),
+            ("anchor_key has shape", {"memory": fresh(key[..., :2], value)}),
+            ("states has shape", {"memory": replace(memory, states=fresh_states(2, DEVICE))}),
+            ("give contiguous", {"memory": replace(memory, anchor_key=memory.anchor_key.mT.contiguous().mT)}),
+        ]
+        right = {"key": key, "value": value, "valid": valid, "memory": memory, "rule": RULES["kv"]}
+        ops.decide(**right)
+        for words, options in wrong:
+            with pytest.raises(InputError, match=words):
+                ops.decide(**(right | options))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_wrong_storage_is_one_line(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
+    key, value, valid = text(tokens=1)
+    names = ("keys", "values", "positions", "lengths", "totals")
+    store = {
+        "keys": random(3, 3, 8, 5).double(),
+        "values": random(3, 3, 8, 7).double(),
+        "positions": torch.zeros(3, 8, dtype=torch.long, device=DEVICE),
+        "lengths": torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        "totals": torch.zeros(2, dtype=torch.long, device=DEVICE),
+    }
+    three = torch.arange(3, device=DEVICE)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("keys has shape", {"keys": store["keys"][..., :4]}),
+        ("values has shape", {"values": store["values"][:, :, :4]}),
+        ("lengths has shape", {"lengths": store["lengths"][:2]}),
+        ("totals has shape", {"totals": store["totals"][:1]}),
+        ("give contiguous", {"keys": store["keys"].mT.contiguous().mT}),
+        ("give contiguous", {"lengths": torch.zeros(6, dtype=torch.int32, device=DEVICE)[::2]}),
+        ("position has shape", {"position": three[0]}),
+        ("slots has shape", {"slots": three[:2]}),
+        ("ends has shape", {"ends": three[:2]}),
+        ("ends has a tensor with gaps", {"ends": torch.zeros(6, dtype=torch.long, device=DEVICE)[::2]}),
+    ]
+    for words, options in [("", {}), *wrong]:
+        parts = store | options
+        options = {name: option for name, option in options.items() if name not in names}
+        options = {"position": 0, "keep_skipped": False, "store": tuple(parts[name] for name in names)} | options
+        with pytest.raises(InputError, match=words) if words else nullcontext():
+            ops.decide_and_store(key, value, valid, fresh(key, value), RULES["kv"], **options)
+
+
+def test_gradients_go_into_the_storage() -> None:
+    key, value, valid = text(tokens=1)
+    valid[:] = True
+    store = (
+        random(3, 3, 8, 5).double(),
+        random(3, 3, 8, 7).double(),
+        torch.zeros(3, 8, dtype=torch.long, device=DEVICE),
+        torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, dtype=torch.long, device=DEVICE),
+    )
+    memory, options = fresh(key, value), {"store": store, "position": 0, "keep_skipped": False}
+    ops.decide_and_store(key.requires_grad_(), value, valid, memory, RULES["kv"], **options)
+    store[0].sum().backward()
+    assert key.grad is not None and key.grad.eq(1).all()
+
+
+def test_a_wrong_rule_is_one_line() -> None:
+    for words, settings in {
+        "give one of kv, key, value": {"similarity": "keys"},
+        "give one of inverse_variance, as_printed": {"fusion": "as-printed"},
+        "from 0 to 1": {"share": 1.5},
+        "share is nan": {"share": math.nan},
+    }.items():
+        with pytest.raises(InputError, match=words):
+            Rule(**({"share": 0.5} | settings))
 
 
 # ---------------------------------------------------------------------- the filter on models

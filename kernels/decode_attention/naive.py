@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 
 
@@ -22,7 +24,10 @@ def decode(
     positions: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of `ops.decode`. Query heads h·G … h·G+G−1 share key-value head h."""
+    """Compute the attention of `ops.decode`. Query heads h·G … h·G+G−1 share key-value head h.
+
+    Inputs of several dtypes are promoted; NaN in a row's query, or in its visible keys or values, is NaN in its output.
+    """
     rows, lengths = torch.arange(len(query), device=query.device), lengths.long()
     slots = rows if slots is None else slots.long()
     attends = torch.ones_like(rows, dtype=torch.bool) if skipped is None else ~skipped.bool()
@@ -40,12 +45,14 @@ def decode(
         last = _last_place(places, lengths - 1)
     if window is not None:
         visible &= places > last[:, None] - window
-    k, v = (tensor.masked_fill(~visible[:, None, :, None], 0) for tensor in (k, v))
-    scores = query.unflatten(1, (k.shape[1], -1)) @ k.mT * scaling  # (rows, key-value heads, G, tokens)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in (query, k, v)))
+    k, v = (tensor.to(dtype).masked_fill(~visible[:, None, :, None], 0) for tensor in (k, v))
+    scores = query.to(dtype).unflatten(1, (k.shape[1], -1)) @ k.mT * scaling  # (rows, key-value heads, G, tokens)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
-    out = (weights @ v).flatten(1, 2)
+    hidden = ~visible[:, None, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)  # rows without keys: NaN to 0
+    out = (weights @ v).flatten(1, 2).to(query.dtype)
     return out if keep is None or masks is None else out * keep[masks.long()][..., None].to(out.dtype)
 
 
@@ -60,4 +67,4 @@ def _write(
     """Write the new tokens of rows that attend and whose slot is not full, without waiting for the device."""
     capacity = stored.shape[2]
     writes, offsets = attends & (offsets < capacity), offsets.clamp(max=capacity - 1)
-    stored[slots, :, offsets] = torch.where(writes[:, None, None], new, stored[slots, :, offsets])
+    stored[slots, :, offsets] = torch.where(writes[:, None, None], new.to(stored.dtype), stored[slots, :, offsets])

@@ -15,7 +15,14 @@ import torch
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.decode_attention import naive
-from lmeval_prune.kernels.dispatch import launch_on, too_wide, unsupported_tensors, use_kernel
+from lmeval_prune.kernels.dispatch import (
+    check_tensors,
+    launch_on,
+    needs_gradients,
+    too_wide,
+    unsupported_types,
+    use_kernel,
+)
 
 
 def decode(
@@ -64,7 +71,7 @@ def decode(
         (rows, heads, width of values); zero for rows that are skipped or empty.
 
     Raises:
-        InputError: shapes do not fit.
+        InputError: shapes, devices or types do not fit, or `window` or `splits` is out of range.
     """
     compiles = torch.compiler.is_compiling()
     implementation = torch.ops.lmeval_prune.decode if compiles else _decode
@@ -91,28 +98,31 @@ def _decode(
     splits: int | None,
 ) -> torch.Tensor:
     """Choose the implementation; arguments as in `decode`."""
-    _check_storage(query, keys, values, slots)
-    _check_options(query, values, keys, new_key, new_value, keep, masks)
-    if not query.numel() or not keys.shape[2]:
-        return query.new_zeros(*query.shape[:2], values.shape[-1])
-    floats = (query, keys, values, *(tensor for tensor in (new_key, new_value) if tensor is not None))
-    strided = new_key is not None and (keys.stride(-1) != 1 or values.stride(-1) != 1)
-    obstacles = (
-        unsupported_tensors(*floats),
-        too_wide(query.shape[-1], values.shape[-1]),
-        "the stored keys and values must have stride 1 in their last dimension" if strided else None,
-    )
-    options: dict[str, Any] = {
+    tensors = {
         "slots": slots,
         "new_key": new_key,
         "new_value": new_value,
         "skipped": skipped,
         "keep": keep,
         "masks": masks,
-        "window": window,
         "positions": positions,
-        "softcap": softcap,
     }
+    check_storage(query, keys, values, window)
+    _check_options(query, values, splits, {"lengths": lengths, **tensors})
+    floats = [tensor for tensor in (query, keys, values, new_key, new_value) if tensor is not None]
+    if not all(tensor.is_floating_point() for tensor in floats):
+        types = ", ".join(str(tensor.dtype) for tensor in floats)
+        raise InputError(f"queries, keys and values have types {types}; give floating-point numbers")
+    if not query.numel() or not keys.shape[2]:
+        return query.new_zeros(*query.shape[:2], values.shape[-1])
+    strided = new_key is not None and (keys.stride(-1) != 1 or values.stride(-1) != 1)
+    obstacles = (
+        unsupported_types(*floats),
+        needs_gradients(*floats, keep),
+        too_wide(query.shape[-1], values.shape[-1]),
+        "the stored keys and values must have stride 1 in their last dimension" if strided else None,
+    )
+    options: dict[str, Any] = {**tensors, "window": window, "softcap": softcap}
     if not use_kernel("decode attention", query, *obstacles):
         return naive.decode(query, keys, values, lengths, scaling, **options)
     from lmeval_prune.kernels.decode_attention import triton
@@ -130,34 +140,52 @@ def _shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: ob
     return query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
 
 
-def _check_storage(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor | None) -> None:
-    """Refuse storage that does not fit the queries."""
-    too_few = len(keys) < len(query) if slots is None else len(slots) != len(query)
-    if keys.shape[:3] != values.shape[:3] or too_few or query.shape[1] % max(1, keys.shape[1]):
+def check_storage(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> None:
+    """Refuse queries, storage and a window that do not fit each other; arguments as in `decode`."""
+    if (query.dim(), keys.dim(), values.dim()) != (3, 4, 4):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, keys, values))
-        raise InputError(
-            f"queries, keys and values of shapes {shapes} do not fit; give a slot for each row, whole groups of heads"
-        )
+        raise InputError(f"queries, keys and values have shapes {shapes}; give tensors of 3, 4 and 4 dimensions")
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    check_tensors(
+        query.device,
+        keys=(keys, (*keys.shape[:3], query.shape[2])),
+        values=(values, (*keys.shape[:3], values.shape[3])),
+    )
+    if heads % kv_heads if kv_heads else heads:
+        raise InputError(f"{heads} query heads are no whole groups of {kv_heads} key-value heads; repeat or drop some")
+    if window is not None and window < 1:
+        raise InputError(f"window is {window}; give at least 1 token, or None for all")
 
 
 def _check_options(
-    query: torch.Tensor,
-    values: torch.Tensor,
-    keys: torch.Tensor,
-    new_key: torch.Tensor | None,
-    new_value: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    masks: torch.Tensor | None,
+    query: torch.Tensor, values: torch.Tensor, splits: int | None, tensors: dict[str, torch.Tensor | None]
 ) -> None:
-    """Refuse new tokens and head masks that are incomplete, or do not fit the queries."""
-    rows, heads = query.shape[:2]
-    if (new_key is None) != (new_value is None) or (keep is None) != (masks is None):
-        raise InputError("new_key needs new_value, and keep needs masks")
-    if new_key is not None and new_value is not None:
-        expected = [(rows, stored.shape[1], stored.shape[3]) for stored in (keys, values)]
-        if [tuple(new_key.shape), tuple(new_value.shape)] != expected or not keys.shape[2]:
-            shapes = f"{tuple(new_key.shape)} and {tuple(new_value.shape)}"
-            raise InputError(f"new keys and values of shapes {shapes} do not fit {rows} rows and the storage")
-    if keep is not None and masks is not None and (keep.shape[1:] != (heads,) or masks.shape != (rows,)):
-        shapes = f"{tuple(keep.shape)} and {tuple(masks.shape)}"
-        raise InputError(f"keep and masks of shapes {shapes} do not fit {rows} rows and {heads} heads")
+    """Refuse options that do not fit: a kernel would read, or write, other rows' memory.
+
+    `tensors` are the arguments of `decode` after `values`, by name.
+    """
+    (rows, heads, width), (slots, kv_heads, capacity, width_v) = query.shape, values.shape
+    for name, other in (("new_key", "new_value"), ("keep", "masks")):
+        if (tensors[name] is None) != (tensors[other] is None):
+            raise InputError(f"{name} needs {other}, and {other} needs {name}; give both or none")
+    keep = tensors["keep"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "lengths": (rows,),
+        "slots": (rows,),
+        "new_key": (rows, kv_heads, width),
+        "new_value": (rows, kv_heads, width_v),
+        "skipped": (rows,),
+        "keep": (0 if keep is None else len(keep), heads),
+        "masks": (rows,),
+        "positions": (slots, capacity),
+    }
+    check_tensors(query.device, **{name: (tensors[name], shape) for name, shape in shapes.items()})
+    if tensors["slots"] is None and slots < rows:
+        raise InputError(f"{rows} rows do not fit into {slots} slots; give slots")
+    if tensors["new_key"] is not None and not capacity:
+        raise InputError("new_key cannot be stored in slots of no tokens; give keys and values a capacity")
+    for name in ("lengths", "slots", "masks", "positions"):
+        if (tensor := tensors[name]) is not None and tensor.is_floating_point():
+            raise InputError(f"{name} has type {tensor.dtype}; give integers")
+    if splits is not None and (splits < 1 or splits & (splits - 1)):
+        raise InputError(f"splits is {splits}; give a power of two, or None")

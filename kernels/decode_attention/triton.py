@@ -97,7 +97,8 @@ def _decode_kernel(
     UPCAST: tl.constexpr,
 ):
     padded: tl.constexpr = 16 if DOT and BLOCK_G < 16 else BLOCK_G
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # Offsets in 64 bits: storage may have more than 2^31 numbers, also in a slot if a stride is large.
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     g, d, dv = tl.arange(0, padded), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     head = kv_head * GROUP + g
@@ -150,28 +151,29 @@ def _decode_kernel(
         new_value += row * stride_new_value_row + kv_head * stride_new_value_head + dv
         new_k = tl.load(new_key, mask=d < tl.where(is_first, WIDTH, 0), other=0.0)
         new_v = tl.load(new_value, mask=dv < tl.where(is_first, WIDTH_V, 0), other=0.0)
-        tl.store(keys + length * stride_key + d, new_k, mask=d < tl.where(writes, WIDTH, 0))
-        tl.store(values + length * stride_value + dv, new_v, mask=dv < tl.where(writes, WIDTH_V, 0))
+        end_of_slot = length.to(tl.int64)
+        tl.store(keys + end_of_slot * stride_key + d, new_k, mask=d < tl.where(writes, WIDTH, 0))
+        tl.store(values + end_of_slot * stride_value + dv, new_v, mask=dv < tl.where(writes, WIDTH_V, 0))
         score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         maximum = tl.where(is_first, _capped(score, softcap, SOFTCAP), float("-inf"))
         total = tl.where(is_first, 1.0, total)
         sums += new_v.to(tl.float32)[None, :]
     for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = block + tl.arange(0, BLOCK_N)
-        visible = n < end
+        visible, offsets = n < end, n.to(tl.int64)
         if WINDOW and positions is not None:
             position = tl.load(positions + n, mask=visible, other=0).to(tl.int32)
         v_mask = visible[:, None] & (dv < WIDTH_V)[None, :]
-        v = tl.load(values + n[:, None] * stride_value + dv[None, :], mask=v_mask, other=0.0)
+        v = tl.load(values + offsets[:, None] * stride_value + dv[None, :], mask=v_mask, other=0.0)
         if DOT:
             is_key = visible[None, :] & (d < WIDTH)[:, None]
-            k = tl.load(keys + n[None, :] * stride_key + d[:, None], mask=is_key, other=0.0)
+            k = tl.load(keys + offsets[None, :] * stride_key + d[:, None], mask=is_key, other=0.0)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
             scores = tl.dot(q, k, input_precision="ieee") * scale
         else:
             is_key = visible[:, None] & (d < WIDTH)[None, :]
-            k = tl.load(keys + n[:, None] * stride_key + d[None, :], mask=is_key, other=0.0).to(tl.float32)
+            k = tl.load(keys + offsets[:, None] * stride_key + d[None, :], mask=is_key, other=0.0).to(tl.float32)
             v = v.to(tl.float32)
             scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
         if WINDOW and positions is not None:

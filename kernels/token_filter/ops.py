@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from lmeval_prune.kernels.dispatch import launch_on, on_device, too_wide, use_kernel
+from lmeval_prune.errors import InputError
+from lmeval_prune.kernels.dispatch import check_tensors, launch_on, needs_gradients, on_device, too_wide, use_kernel
 from lmeval_prune.kernels.token_filter import parallel
-from lmeval_prune.kernels.token_filter.state import Memory, Rule
+from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory, Rule
 
 MAX_NUMBERS = 2**15  # numbers in a token's keys or values that one program can hold
 
@@ -26,7 +27,11 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
         valid: (rows, tokens), false for padding.
         memory: of the rows; updated.
         rule: of the layer.
+
+    Raises:
+        InputError: shapes, devices or types do not fit.
     """
+    _check(key, value, valid, memory, len(key))
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
@@ -85,10 +90,15 @@ def decide_and_store(
 
     Returns:
         (rows, 1), true for skipped or padding.
+
+    Raises:
+        InputError: shapes, devices or types do not fit.
     """
     keys, values, positions, lengths, totals = store
+    _check(key, value, valid, memory, len(keys))
+    _check_store(key, value, store, position, slots, ends)
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
-    if len(key) and use_kernel("decide", key, _too_large(key, value), types):
+    if len(key) and use_kernel("decide", key, _too_large(key, value), types, needs_gradients(key, value)):
         return _launch(key, value, valid, memory, rule, store, position, keep_skipped, slots, ends)
     skipped = _decide_in_slots(key, value, valid, memory, rule, slots)
     rows = torch.arange(len(key), device=key.device) if slots is None else slots.long()
@@ -138,7 +148,7 @@ def _launch(
         return triton.decide(key, value, valid, memory, numbers, rule.kind, rule.as_printed, *stored)
 
 
-@lru_cache(maxsize=64)
+@cache  # without a limit: captured graphs read these tensors as long as they are replayed
 def _numbers(rule: Rule, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     numbers = rule.share, rule.step_size, rule.smoothing, rule.warmup, rule.quantile
     return torch.tensor(numbers, device=device, dtype=dtype)
@@ -153,3 +163,59 @@ def _too_large(key: torch.Tensor, value: torch.Tensor) -> str | None:
     return too_wide(key.shape[-1], value.shape[-1]) or (
         f"a token has {numbers} numbers, more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     )
+
+
+def _check(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, slots: int) -> None:
+    """Refuse tokens and a memory of so many slots that do not fit: the loops and kernels do not look at bounds."""
+    if key.dim() != 4 or value.dim() != 4:
+        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+        raise InputError(f"key and value have shapes {shapes}; give tensors of 4 dimensions")
+    (rows, heads, tokens, width), width_v = key.shape, value.shape[-1]
+    if not all(key.shape[i] for i in (1, 3)) or not width_v:
+        raise InputError("key and value have no numbers; give at least one head and one dimension")
+    check_tensors(
+        key.device,
+        value=(value, (rows, heads, tokens, width_v)),
+        valid=(valid, (rows, tokens)),
+        started=(memory.started, (slots,)),
+        anchor_key=(memory.anchor_key, (slots, heads, width)),
+        anchor_value=(memory.anchor_value, (slots, heads, width_v)),
+        states=(memory.states, (1 if memory.is_shared else slots, COLUMNS)),
+    )
+    if valid.dtype != torch.bool:
+        raise InputError(f"valid has type {valid.dtype}; give booleans")
+    _check_contiguous("memory", *memory.tensors)
+
+
+def _check_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    store: tuple[torch.Tensor, ...],
+    position: int | torch.Tensor,
+    slots: torch.Tensor | None,
+    ends: torch.Tensor | None,
+) -> None:
+    """Refuse a storage that does not fit the tokens."""
+    keys, values, positions, lengths, totals = store
+    (rows, heads, _, width), count, capacity = key.shape, len(keys), positions.shape[-1]
+    check_tensors(
+        key.device,
+        key=(key, (rows, heads, 1, width)),
+        keys=(keys, (count, heads, capacity, width)),
+        values=(values, (count, heads, capacity, value.shape[-1])),
+        positions=(positions, (count, capacity)),
+        lengths=(lengths, (count,)),
+        totals=(totals, (2,)),
+        position=(position if isinstance(position, torch.Tensor) else None, (rows,)),
+        slots=(slots, (rows,)),
+        ends=(ends, (rows,)),
+    )
+    if slots is None and rows != count:
+        raise InputError(f"{rows} rows do not fit {count} slots; give slots")
+    _check_contiguous("store", *store)
+    _check_contiguous("ends", *(() if ends is None else (ends,)))
+
+
+def _check_contiguous(name: str, *tensors: torch.Tensor) -> None:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise InputError(f"{name} has a tensor with gaps; give contiguous tensors")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.decode_attention import compiled
 
 
@@ -23,6 +25,9 @@ def literal(
     lse = torch.zeros(rows, heads, dtype=torch.float64)
     for row in range(rows):
         slot, length = int(slots[row]), int(lengths[row])
+        if not length:
+            lse[row] = -math.inf
+            continue
         for head in range(heads):
             kv_head = head // (heads // keys.shape[1])
             visible = range(length if window is None else min(window, length))
@@ -68,7 +73,7 @@ def test_pytorch_works_on_after_its_waiting_threads_have_ended(monkeypatch: pyte
 @given(
     # kv heads, group, widths and type: each is compiled by itself
     loop=st.sampled_from([(1, 1, 8, 8, torch.float32), (3, 3, 64, 64, torch.float32), (2, 4, 16, 24, torch.bfloat16)]),
-    rows=st.integers(1, 7),
+    rows=st.integers(0, 7),
     window=st.sampled_from([None, 1, 5]),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
     threads=st.sampled_from([1, 3]),
@@ -88,7 +93,7 @@ def test_formula(
     query = scale * torch.randn(rows, kv_heads * group, width, generator=random)
     keys, values = (torch.randn(9, kv_heads, 20, size, generator=random).to(dtype) for size in (width, width_v))
     slots = torch.randperm(9, generator=random)[:rows]
-    lengths = torch.randint(1, 21, (rows,), generator=random)
+    lengths = torch.randint(0, 21, (rows,), generator=random)
     for slot, length in zip(slots, lengths, strict=True):
         keys[slot, :, length:] = values[slot, :, length:] = torch.nan
     expected, expected_lse = literal(query, keys, values, slots, lengths, 0.3, window)
@@ -112,3 +117,48 @@ def test_exponential(difference: float) -> None:
     assert float(out) == pytest.approx(
         math.exp(-min(difference, 700)) / (1 + math.exp(-min(difference, 700))), rel=2e-6, abs=2e-38
     )
+
+
+def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Three rows with two heads for each of two key-value heads, in the slots 2, 0, 1."""
+    random = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(3, *shape, generator=random).to(dtype) for shape in ((4, 8), (2, 6, 8), (2, 6, 5))
+    )
+    slots, lengths = torch.tensor([2, 0, 1]), torch.tensor([6, 3, 1])
+    return {"query": query, "keys": keys, "values": values, "slots": slots, "lengths": lengths, "scaling": 0.3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["query", "keys", "values"])
+def test_what_is_not_a_number_is_seen(name: str, number: float, dtype: torch.dtype) -> None:
+    """Of one key-value head in the row that reads it, as in PyTorch."""
+    given = arguments(dtype)
+    given[name][{"query": (1, 1), "keys": (0, 0, 2), "values": (0, 0, 2)}[name]] = number
+    out, _ = compiled.decode(**given)
+    keys, values = (given[name][0].repeat_interleave(2, 0)[:, :3].float() for name in ("keys", "values"))
+    query = given["query"][1, :, None].float()
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.3)[:, 0]
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(out[1], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_wrong_input_is_one_line() -> None:
+    """The loop does not look at bounds."""
+    right = arguments()
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("keys has shape", {"query": torch.ones(3, 4, 9)}),
+        ("values has shape", {"values": right["values"][:, :, :2]}),
+        ("slots has shape", {"slots": right["slots"][:2]}),
+        ("lengths has shape", {"lengths": right["lengths"][:2]}),
+        ("3 query heads", {"query": right["query"][:, :3]}),
+        ("float32 and torch.bfloat16", {"values": right["values"].bfloat16()}),
+        ("float16 and torch.float16", {name: right[name].half() for name in ("keys", "values")}),
+        ("no gradients", {"query": right["query"].clone().requires_grad_()}),
+        ("window is 0", {"window": 0}),
+    ]
+    for words, options in wrong:
+        with pytest.raises(InputError, match=words):
+            compiled.decode(**(right | options))

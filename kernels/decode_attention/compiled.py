@@ -13,24 +13,36 @@ from typing import Any
 import numpy as np
 import torch
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.compilation import njit
+from lmeval_prune.kernels.decode_attention.ops import check_storage
+from lmeval_prune.kernels.dispatch import check_tensors, needs_gradients
 
 LOWEST = np.float32(-3e38)
+# Permissions of the compiler, without those to suppose that no number is NaN or infinite: NaN has to reach the output.
+FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 LARGE = 2**20  # elements of keys from which ending PyTorch's waiting threads (0.1 ms) pays
 
 
-@njit(nogil=True, fastmath=True)
+@njit(nogil=True, fastmath=True)  # otherwise it does not use vector instructions; of NaN, any number is right here
+def _largest(scores: Any, begin: int, end: int) -> Any:
+    largest = LOWEST
+    for j in range(begin, end):
+        largest = max(largest, scores[j])
+    return largest
+
+
+@njit(nogil=True, fastmath=FAST)
 def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
     """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the largest and the sum.
 
     exp(x) = 2^t exp(r), with t = round(x / log 2), and a polynomial of degree 7 for exp(r). The compiler uses vector
     instructions for it, but not for its own `exp`.
     """
-    largest = LOWEST
+    largest = _largest(scores, begin, end)
     for j in range(begin, end):
-        largest = max(largest, scores[j])
-    for j in range(begin, end):
-        x = max(scores[j] - largest, np.float32(-87))  # exp(-87) is the smallest normal number
+        x = scores[j] - largest
+        x = np.float32(-87) if x < np.float32(-87) else x  # exp(-87) is the smallest normal number; NaN stays
         t = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
         r = x - t * np.float32(0.693359375) + t * np.float32(2.1219444e-4)  # log 2 in two parts
         p = np.float32(1 / 5040) * r + np.float32(1 / 720)
@@ -61,7 +73,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
     numba finds a compiled loop on disk by these constants; with a function among them it would never find it.
     """
 
-    @njit(nogil=True, fastmath=True)
+    @njit(nogil=True, fastmath=FAST)
     def decode_rows(
         query: Any,
         keys: Any,
@@ -145,9 +157,16 @@ def decode(
     threads.
 
     Returns:
-        Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads), in float32.
+        Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads), in float32. Rows
+        without tokens have zeros, and minus infinity.
+
+    Raises:
+        InputError: shapes or types do not fit, or a gradient is needed.
     """
+    _check(query, keys, values, slots, lengths, window)
     out, lse = torch.empty(*query.shape[:2], values.shape[-1]), torch.empty(query.shape[:2])
+    if not len(query):
+        return out, lse
     results = (out.numpy(), lse.numpy())
     is_half = keys.dtype == torch.bfloat16
     keys, values = (x.view(torch.int16) if is_half else x for x in (keys, values))
@@ -166,3 +185,20 @@ def decode(
     for part in running:
         part.result()
     return out, lse
+
+
+def _check(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int | None,
+) -> None:
+    """Refuse what the loop would read without a look at its bounds, or in another type."""
+    check_storage(query, keys, values, window)
+    check_tensors(query.device, slots=(slots, (len(query),)), lengths=(lengths, (len(query),)))
+    if keys.dtype != values.dtype or keys.dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"keys and values are {keys.dtype} and {values.dtype}; give both in float32 or bfloat16")
+    if needs_gradients(query, keys, values):
+        raise InputError("the compiled attention computes no gradients; call it under torch.no_grad()")

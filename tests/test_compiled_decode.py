@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,23 @@ def test_what_is_not_a_number_is_seen(name: str, number: float, dtype: torch.dty
     assert not expected.isfinite().all()
     torch.testing.assert_close(out[1], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_starts_threads_of_its_own() -> None:
+    """In a process of its own, which has not used PyTorch's threads: those do not survive a fork."""
+    program = """
+import os, signal, torch
+from lmeval_prune.kernels.decode_attention import compiled
+torch.set_num_threads(2)
+tensors = torch.ones(4, 1, 8), torch.ones(4, 1, 6, 8), torch.ones(4, 1, 6, 8), torch.arange(4), torch.full((4,), 6)
+compiled.decode(*tensors, 0.3)
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
+os._exit(0 if compiled.decode(*tensors, 0.3)[0].eq(1).all() else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_wrong_input_is_one_line() -> None:

@@ -142,6 +142,10 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count)
 
 
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has no threads, and would wait for them forever
+
+
 def decode(
     query: torch.Tensor,
     keys: torch.Tensor,

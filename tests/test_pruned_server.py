@@ -378,6 +378,15 @@ def test_a_server_of_another_kind_is_named(tiny_folder: Path, kind: str) -> None
             served(tiny_folder, stub, server="vllm")
 
 
+def test_what_lm_eval_logs_of_a_server_is_true(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        stub.length = 100
+        lm = served(tiny_folder, stub, probe=False)
+    assert lm.max_length == 100 and "max length 100" in caplog.text
+    assert "Concurrent requests are disabled" not in caplog.text
+
+
 def test_llama_cpp_is_asked_for_its_own_model_only(tiny_folder: Path) -> None:
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         with pytest.raises(InputError, match=r"serves tiny, not llama; [^\n]*model=, or start the server with --alias"):
@@ -498,7 +507,7 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
         served(tiny_folder, stub, **ROUTED)
     with (
         Stub(tiny_folder, HEADS, "llamacpp") as stub,
-        pytest.raises(InputError, match=r"has no adapter L1H1 .it has L1H2"),
+        pytest.raises(InputError, match=rf"^{stub.url}: the server has no adapter L1H1 .it has L1H2"),
     ):
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:

@@ -17,8 +17,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -210,7 +210,8 @@ class _Run:
 
     async def _request(self, server: Server, job: Job) -> Any:
         kind, listing = self.dispatcher.kind, server.listing
-        variant_fields = kind.variant_fields(self.dispatcher.model, job.variant, listing)
+        with _naming(server.url):
+            variant_fields = kind.variant_fields(self.dispatcher.model, job.variant, listing)
         response = await send(self.session, "POST", f"{server.url}{job.path}", {**job.payload(), **variant_fields})
         _check_status(server, job, response)
         body = parse_json(response.body)
@@ -314,6 +315,15 @@ class _Run:
         )
 
 
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Name a server in the errors about what it has: it may be one of several."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{url}: {error}") from None
+
+
 def _another_model(listing: Listing) -> RetryableError:
     models = ", ".join(map(str, listing.roots.values()))
     return RetryableError(f"it serves another model now ({models})", Cause.SERVER)
@@ -336,7 +346,8 @@ async def list_models(client: ClientSession, url: str, kind: ServerKind) -> List
             message = f"{url}{path} lists no models ({error}); start the server, or give another base_url or server="
             raise RetryableError(message, error.cause) from None
     try:
-        listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
+        with _naming(url):
+            listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
     except RetryableError:
         raise RetryableError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
     if listing.software in KINDS and listing.software != kind.name:

@@ -183,12 +183,14 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
+        limits = [server.listing.max_length for server in servers if server.listing.max_length]
+        options["max_length"] = min([self.options.max_length or max_length(self.config, None), *limits])  # for its log
+        options["num_concurrent"] = self.options.num_concurrent
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)
         self.add_bos_token = self.options.add_bos_token
         self.think_end_token = self.options.think_end_token
         self.chat_template_args = self.options.template_arguments
-        limits = [server.listing.max_length for server in servers if server.listing.max_length]
         self.model_length = self.options.max_length or max_length(self.config, self.tokenizer)
         self.max_length = min([self.model_length, *limits])
 

@@ -63,7 +63,7 @@ class Stub:
         self.payloads: list[dict[str, Any]] = []  # payloads of completions
         self.answered = 0
         self.waiting = 0
-        self.size = 1000  # bytes of its GGUF file
+        self.size, self.trained_length = 1000, 512  # bytes of its GGUF file, and its context
         if self.folder not in _MODELS:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
             _MODELS[self.folder] = (model, AutoTokenizer.from_pretrained(folder))
@@ -107,6 +107,7 @@ class Stub:
     def models(self) -> dict[str, Any]:
         if self.kind == "llamacpp":
             facts = {"n_params": self.model.num_parameters(), "size": self.size, "n_ctx": self.length}
+            facts["n_ctx_train"] = self.trained_length
             return {"object": "list", "data": [{"id": self.name, "owned_by": self.kind, "meta": facts}]}
         cards: list[dict[str, Any]] = [
             {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length, "owned_by": self.kind}

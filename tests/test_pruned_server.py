@@ -305,6 +305,8 @@ def test_the_context_of_a_llama_cpp_is_that_of_one_slot(
         lm = served(tiny_folder, stub, probe=False, max_length=24)  # the user's own
         lm.generate_until([text(prompt)])
         assert "is cut" not in caplog.text
+        stub.length, stub.trained_length = 512, 20  # a sliding window, which llama.cpp computes without
+        assert served(tiny_folder, stub, probe=False).max_length == 20
 
 
 @pytest.mark.parametrize("chat", [False, True])

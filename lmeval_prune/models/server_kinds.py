@@ -141,8 +141,9 @@ class LlamaCpp(ServerKind):
             if "n_params" in facts:
                 parameters, size = whole_number(facts["n_params"]), whole_number(facts["size"])
                 root += f", {parameters} parameters in {size} bytes"
-            if facts.get("n_ctx") is not None:
-                listing.max_length = whole_number(facts["n_ctx"], 1)
+            # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
+            lengths = [whole_number(facts[name], 1) for name in ("n_ctx", "n_ctx_train") if facts.get(name) is not None]
+            listing.max_length = min(lengths, default=None)
             listing.roots[str(card["id"])] = root
         for adapter in adapters or []:
             path = _path_parts(adapter["path"])

@@ -20,8 +20,9 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.models.api_models import JsonChatStr
 
-from lmeval_prune import InputError
+from lmeval_prune import HeadMask, InputError
 from lmeval_prune.errors import first_few
+from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.models import http_client
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.dispatch import Dispatcher
@@ -378,6 +379,22 @@ def test_a_server_of_another_kind_is_named(tiny_folder: Path, kind: str) -> None
         message = f"^{stub.url} is not a server of `server=vllm`: give server={kind}$"
         with pytest.raises(InputError, match=message):
             served(tiny_folder, stub, server="vllm")
+
+
+@pytest.mark.parametrize(("size", "is_rounded"), [(4.0, False), (1.06, True)])
+def test_a_quantised_file_under_adapters_is_told(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float, is_rounded: bool
+) -> None:
+    for _ in AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path / "a"), "float32", "gguf").run():
+        pass
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        stub.size = int(stub.model.num_parameters() * size)
+        options = {"dtype": None, "adapters": str(tmp_path / "a"), "probe": False}
+        served(tiny_folder, stub, heads="L0H1", **options)
+        assert ("1.06 bytes for each parameter" in caplog.text) == is_rounded
+        caplog.clear()
+        served(tiny_folder, stub, **options)  # nothing is pruned
+        assert "bytes for each" not in caplog.text
 
 
 def test_what_lm_eval_logs_of_a_server_is_true(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import ssl
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -41,6 +43,13 @@ _LM_EVAL_OPTIONS = {
     *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string"),
     *("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks"),
 }
+
+
+logger = logging.getLogger(__name__)
+ROUNDED_WARNING = (
+    "%s serves a file of %.3g bytes for each parameter, and the adapters in %s are for %s: heads are not pruned "
+    "exactly, unless its output projections are in that type, which `export adapter --served FILE.gguf` checks"
+)
 
 
 class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
@@ -211,7 +220,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
-        """Check that the adapters of all variants are in the folder `adapters=`, in the server's format."""
+        """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""
         if not self.adapters:
             return
         adapter_format = "gguf" if self.kind.adapter_list else "peft"
@@ -226,6 +235,10 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 raise InputError(
                     f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
+        for server in self.dispatcher.servers if names else ():
+            stored = server.listing.parameter_bytes
+            if stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+                logger.warning(ROUNDED_WARNING, server.url, stored, self.options.adapters, self.dtype)
 
     def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
         """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""

@@ -39,6 +39,7 @@ class Listing:
     parents: dict[str, str] = field(default_factory=dict)  # adapter → its base model
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
     max_length: int | None = None  # tokens of prompt and answer together
+    parameter_bytes: float | None = None  # of a parameter in the model's file, on average
     software: str | None = None  # the owner of the models: `vllm`, `sglang`, `llamacpp`, or somebody's name
 
 
@@ -141,6 +142,7 @@ class LlamaCpp(ServerKind):
             if "n_params" in facts:
                 parameters, size = whole_number(facts["n_params"]), whole_number(facts["size"])
                 root += f", {parameters} parameters in {size} bytes"
+                listing.parameter_bytes = size / max(parameters, 1)
             # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
             lengths = [whole_number(facts[name], 1) for name in ("n_ctx", "n_ctx_train") if facts.get(name) is not None]
             listing.max_length = min(lengths, default=None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import logging
 import os
 import resource
 import shutil
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +342,27 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         else:
             actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
         torch.testing.assert_close(output(actual.eval(), tokens()), expected, rtol=0, atol=1e-9)
+
+
+def test_a_model_whose_layers_differ_is_built_without_a_warning(tmp_path: Path) -> None:
+    """The stock class reads one number of heads for all layers; each gets its own after that. Other readers are warned."""
+    messages = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    warning_once: Any = logging.Logger.warning_once  # type: ignore[attr-defined]
+    warning_once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        cut_to(tmp_path / "cut", stored("llama", tmp_path), Plan("L0H0-1"))
+        for load in (load_pretrained, partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=True)):
+            model = load(tmp_path / "cut")
+            assert not [message for message in messages if "per-layer attribute" in message]
+        warning_once.cache_clear()
+        assert model.config.num_attention_heads == 4
+        assert [message for message in messages if "per-layer attribute `num_attention_heads`" in message]
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])

@@ -9,6 +9,7 @@ have names that no stock class looks for, because a stock class would load the w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,10 @@ class Pruned:
     """Mixin for a stock model class whose layers may differ: `class PrunedX(Pruned, X)`."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
+        with (
+            _without_warnings_of_layers()
+        ):  # the stock model is built by the values of the whole; those of layers follow
+            super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self
         prefix = f"{model.base_model_prefix}."
         # without a head, the names of the base model's modules lack the prefix
@@ -106,6 +110,21 @@ class Pruned:
     def save_pretrained(self, *inputs: Any, **options: Any) -> Any:
         """Save weights to `model.pruned.safetensors`; see the stock class."""
         return super().save_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
+
+
+@contextmanager
+def _without_warnings_of_layers() -> Iterator[None]:
+    """Leave out transformers' warning that a value of the whole model is read though layers have their own."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return "Reading global config value for per-layer attribute" not in str(record.msg)
+
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 @contextmanager

@@ -175,7 +175,8 @@ def _devices(scored: Scored, rows: Sequence[Row]) -> str:
 def _comparisons(experiment: Experiment, scored: Scored) -> list[str]:
     """Return what each part gave: declared pairs of recipes on validation problems of their common folds and seeds.
 
-    Divergences from the dense models vary less from training to training than the problems that are solved.
+    Beside the problems that are solved: the mean divergences of both from their dense models, over the rows that have
+    them, and in how many of these that of the first is the lower one.
     """
     lines = [
         "| recipe | compared with | folds and seeds | validation, difference ± error (95%) | KLD of both |",
@@ -188,8 +189,10 @@ def _comparisons(experiment: Experiment, scored: Scored) -> list[str]:
             pairs = zip(*scored.common([first, second], seeds).values(), strict=True)
             both = [(scored.divergence(own), scored.divergence(other)) for own, other in pairs]
             known = np.array([each for each in both if None not in each], dtype=float).reshape(-1, 2)
-            (own, other), lower = known.mean(0) if len(known) else (0, 0), int((known[:, 0] < known[:, 1]).sum())
-            distances = f"{own:.3f}, {other:.3f}; lower in {lower} of {len(known)}" if len(known) else ""
+            distances = ""
+            if len(known):
+                (own_mean, other_mean), lower = known.mean(0), (known[:, 0] < known[:, 1]).sum()
+                distances = f"{own_mean:.3f}, {other_mean:.3f}; lower in {lower} of {len(known)}"
             lines.append(_cells([first, second, count, change(difference), distances]))
     return lines if len(lines) > 2 else []
 

@@ -35,7 +35,8 @@ def njit(**options: Any) -> Callable[[Any], Any]:
         before = settings.CACHE_DIR
         settings.CACHE_DIR = before or str(cache_folder() / "numba")
         try:
-            return numba.njit(cache=_is_writable(Path(settings.CACHE_DIR)), **options)(function)
+            variable = "NUMBA_CACHE_DIR" if before else "LMEVAL_PRUNE_CACHE"
+            return numba.njit(cache=_is_writable(Path(settings.CACHE_DIR), variable), **options)(function)
         finally:
             settings.CACHE_DIR = before
 
@@ -43,16 +44,17 @@ def njit(**options: Any) -> Callable[[Any], Any]:
 
 
 @cache
-def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder; if not, warn once."""
+def _is_writable(folder: Path, variable: str) -> bool:
+    """Return whether files can be created in a folder; if not, warn once, and name the variable that sets it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return True
     except OSError as error:
         logger.warning(
-            "each run compiles its loops anew, for some seconds: %s cannot be written (%s); set LMEVAL_PRUNE_CACHE",
+            "each run compiles its loops anew, for some seconds: %s cannot be written (%s); set %s",
             folder,
             error.strerror,
+            variable,
         )
         return False

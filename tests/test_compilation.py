@@ -36,7 +36,9 @@ def test_code_that_cannot_be_kept_is_compiled_anew(
     assert [function(21) for function in functions] == [42, 42]
     assert all(function._cache.cache_path is None for function in functions)
     (message,) = caplog.messages
-    assert str(tmp_path / "file") in message and "LMEVAL_PRUNE_CACHE" in message
+    assert str(tmp_path / "file") in message and "set LMEVAL_PRUNE_CACHE" in message
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file/own"))  # by NUMBA_CACHE_DIR, which counts first
+    assert njit()(double)(21) == 42 and "set NUMBA_CACHE_DIR" in caplog.messages[1]
 
 
 def test_all_loops_of_the_kernels_are_kept_there() -> None:

@@ -348,7 +348,7 @@ def test_stored_answers_are_those_of_the_file_that_a_llama_cpp_has(tiny_folder: 
         lm.close()
 
 
-def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path) -> None:
+def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         Stub(tiny_folder, HEADS, "llamacpp", name="/a/tiny.gguf") as stub,
         Stub(tiny_folder, HEADS, "llamacpp", name="/b/tiny.gguf") as other,
@@ -356,6 +356,12 @@ def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path) -> None:
         served(tiny_folder, stub, other)
         other.size = 900
         with pytest.raises(InputError, match=r"serve different models .tiny.gguf, \d+ parameters in 1000 bytes; tiny"):
+            served(tiny_folder, stub, other)
+        cards = other.models()["data"] * 2
+        monkeypatch.setattr(other, "models", lambda: {"data": [cards[0], {**cards[1], "id": "/b/other.gguf"}]})
+        with pytest.raises(
+            InputError, match=r"serve different models .tiny.gguf, [^;]*; tiny.gguf, .* and other.gguf,"
+        ):
             served(tiny_folder, stub, other)
 
 

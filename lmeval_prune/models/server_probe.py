@@ -81,14 +81,13 @@ def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) ->
 
 
 def _check_same_model(servers: Sequence[Server]) -> None:
-    """Refuse servers whose only models have other names of files, or other sizes."""
-    first, *others = servers
-    for server in others:
-        if list(server.listing.roots.values()) != list(first.listing.roots.values()):
-            (here,), (there,) = first.listing.roots.values(), server.listing.roots.values()
+    """Refuse servers whose models have other names of files, or other sizes."""
+    models = [" and ".join(map(str, server.listing.roots.values())) for server in servers]
+    for server, listed in zip(servers, models, strict=True):
+        if listed != models[0]:
             raise InputError(
-                f"{first.url} and {server.url} serve different models ({here}; {there}); start them with the same "
-                f"file and, if its names differ, the same --alias"
+                f"{servers[0].url} and {server.url} serve different models ({models[0]}; {listed}); start them with "
+                f"the same file and, if its names differ, the same --alias"
             )
 
 

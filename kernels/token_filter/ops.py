@@ -32,6 +32,11 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
         InputError: shapes, devices or types do not fit.
     """
     _check(key, value, valid, memory, len(key))
+    return _decide(key, value, valid, memory, rule)
+
+
+def _decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule) -> torch.Tensor:
+    """Choose the implementation of `decide`, whose arguments fit."""
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
@@ -125,13 +130,13 @@ def _decide_in_slots(
 ) -> torch.Tensor:
     """Return `decide` with the memory of the rows' slots."""
     if slots is None:
-        return decide(key, value, valid, memory, rule)
+        return _decide(key, value, valid, memory, rule)
     slots, chosen = slots.long(), valid[:, 0].nonzero()[:, 0]
     slots = slots[chosen]
     states = memory.states if memory.is_shared else memory.states[slots]
     part = Memory(memory.started[slots], memory.anchor_key[slots], memory.anchor_value[slots], states)
     skipped = torch.zeros_like(valid)
-    skipped[chosen] = decide(key[chosen], value[chosen], valid[chosen], part, rule)
+    skipped[chosen] = _decide(key[chosen], value[chosen], valid[chosen], part, rule)
     for tensor, new in zip(memory.tensors, part.tensors, strict=True):
         if new is not tensor:
             tensor[slots] = new

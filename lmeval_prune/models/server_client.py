@@ -153,7 +153,8 @@ class ServerClient:
             if text.ending and text.ending.cut_off and text.ending.length < length:
                 raise RejectedError(
                     f"it ends its answer after {text.ending.length} of {length} tokens, without an end token: its "
-                    f"context is full; start it with a longer one, or give a smaller max_length= or max_gen_toks"
+                    f"context is full, or it has a limit of its own (llama.cpp: --predict); start it with a larger "
+                    f"one, or give a smaller max_length= or max_gen_toks"
                 )
             return text
 

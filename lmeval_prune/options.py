@@ -3,7 +3,7 @@
 The options are the function's parameters, with their types, their defaults and their help from `Args:`, and the fields
 of the dataclass that the function creates from `**options`. A tuple is written `5,10,15`, a dictionary
 `NAME=VALUE,NAME=VALUE`. A `Sequence` can be repeated, a `bool` is a flag. `lambda_` is `--lambda`, and `--num-fewshot`
-is `--num_fewshot`.
+is `--num_fewshot`. With a recipe, an empty value (`--task ""`) takes an option back: its default counts.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def command_parser(command: str, function: Callable[..., int]) -> Parser:
         parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=INCLUDE_HELP)
     section = command.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
+    config_help += ", and an empty value takes an option back"
     parser.add_argument("--config", metavar="FILE", help=config_help)
     parser.usage = _usage(parser, function)
     return parser
@@ -227,14 +228,29 @@ def _with_recipe(
     options, rest = config_parser.parse_known_args([_underscored(word) for word in words])
     sections = list(dict.fromkeys(name.split()[0] for name in commands))
     recipe = _recipe_section(Path(options.config), sections) if options.config else {}
+    rest, taken_back = _take_back(rest) if options.config else (rest, [])
     typed_names = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     _check_names(parser, command, recipe, exclusive, f"{options.config}: ")
     _check_names(parser, command, typed_names, exclusive, "")
-    overridden = {*typed_names, *(exclusive if set(exclusive) & set(typed_names) else ())}
+    _check_names(parser, command, taken_back, (), "")
+    overridden = {*typed_names, *taken_back, *(exclusive if set(exclusive) & set(typed_names) else ())}
     recipe = {name: value for name, value in recipe.items() if name not in overridden and value is not None}
     rest = [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
     _check_required(parser, command, {*typed_names, *recipe}, function, rest)
     return rest
+
+
+def _take_back(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Remove the options with an empty value from words; return the other words, and the names of these options."""
+    rest, names = list[str](), list[str]()
+    for word in words:
+        if word == "" and rest and rest[-1].startswith("--") and "=" not in rest[-1]:
+            names.append(rest.pop()[2:])
+        elif word.startswith("--") and word.endswith("=") and word.count("=") == 1:
+            names.append(word[2:-1])
+        else:
+            rest.append(word)
+    return rest, names
 
 
 def _check_required(

@@ -135,12 +135,26 @@ def test_options_are_read_as_they_are_written(words: str, expected: dict[str, An
         ("--dough rye --notes c", "bake: {notes: [a, b]}", {"notes": ["c"]}),
         ("--dough rye --until dark", "bake: {minutes: 7}", {"until": "dark"}),
         ("--dough rye --minutes 7", "bake: {until: dark}", {"minutes": (7,)}),
+        ("--dough rye --until=", "bake: {until: dark}", {}),
+        ("--dough rye --until= --shelf=", "bake: {until: dark, shelf: 3, degrees: 90}", {"degrees": 90.0}),
+        ("--dough rye --lambda= --settings= --fan= --notes=", "bake: {lambda: 2, settings: {a: 1}, fan: true, notes: [a]}", {}),
+        ("--dough rye --until= --minutes 7", "bake: {until: dark}", {"minutes": (7,)}),
+        ("--dough rye --until=", "bake: {minutes: 7}", {"minutes": (7,)}),
     ],
 )  # fmt: skip
 def test_the_command_line_counts_over_the_recipe(
     words: str, recipe: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     assert read_bake(words, recipe, tmp_path) == expected
+
+
+def test_an_empty_word_takes_an_option_of_the_recipe_back(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("bake: {until: dark, dough: rye}")
+    words = ["--config", str(tmp_path / "recipe.yaml"), "--until", ""]
+    assert read_options("bake", bake, words)["until"] is None
+    for word in ("--dough", "--dogh"):
+        with pytest.raises(InputError, match=r"bake needs --dough|has no option 'dogh'; did you mean"):
+            read_options("bake", bake, [*words, word, ""])
 
 
 @pytest.mark.parametrize(

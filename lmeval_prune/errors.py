@@ -8,13 +8,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+SHOWN = 4  # further places of a mistake that a message names
 
 
 class InputError(ValueError):
@@ -35,6 +36,11 @@ class BusyError(InputError):
 
 class DiskError(InputError):
     """A file that cannot be written because the disk is full or read-only. The run can be resumed."""
+
+
+def with_others(message: str, others: Sequence[str]) -> str:
+    """Add the places of further mistakes to the message of the first: some of them, and their number."""
+    return f"{message} (also wrong: {first_few(others, most=SHOWN)})" if others else message
 
 
 def check_exists(path: str | os.PathLike[str], *, file: bool = False) -> None:

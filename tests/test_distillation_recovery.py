@@ -631,6 +631,12 @@ def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillO
             r"line 2 of mixed/2.jsonl has no text in p; it has q, text: name them by .*, or rename them in this document",
         ),
         (
+            {"corpus": "many"},
+            r"line 1 of many/1.jsonl: p is 0, not a text; remove it \(also wrong: line 3 of many/1.jsonl, "
+            r"line 1 of many/2.jsonl, line 2 of many/2.jsonl, line 3 of many/2.jsonl, … \(6 in all\)\)$",
+        ),
+        ({"corpus": "no.jsonl"}, r"line 2 of no.jsonl is not valid JSON: .* \(also wrong: line 4, line 5\)$"),
+        (
             {"corpus": "a.jsonl"},
             "it has p: name them by .*, or give corpus_answers=teacher for prompts without answers",
         ),
@@ -649,6 +655,10 @@ def test_a_corpus_that_cannot_be_read_is_one_line(
     Path("mixed").mkdir()
     Path("mixed/1.jsonl").write_text('{"p": "b", "text": "a"}\n{"p": "b", "text": "a"}\n')
     Path("mixed/2.jsonl").write_text('\n{"q": "b", "text": "a"}\n')
+    Path("many").mkdir()
+    Path("many/1.jsonl").write_text('{"p": 0, "text": "a"}\n{"p": "b", "text": "a"}\n{"text": "a"}\n')
+    Path("many/2.jsonl").write_text('{"p": 1, "text": "a"}\n' * 5)
+    Path("no.jsonl").write_text('{"p": "b", "text": "a"}\n{"p": "b"\n\n[]\nb\n')
     Path("a.jsonl").write_text('{"p": "b"}\n')
     Path("one.jsonl").write_text('{"p": "b", "text": "a"}\n')
     with pytest.raises(InputError, match=message) as error:

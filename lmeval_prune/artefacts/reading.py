@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.errors import InputError, check_exists, first_line
+from lmeval_prune.errors import InputError, check_exists, first_line, with_others
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
@@ -65,11 +65,20 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
     """Read a JSON Lines file and check the type of each value; see `validate_json`.
 
     Raises:
-        InputError: the file is missing, or a line is not JSON or has a value of another type.
+        InputError: the file is missing, or lines are not JSON or have a value of another type; it names some of them.
     """
     check_exists(path, file=True)
-    named = [(line, f"line {number} of {path}") for number, line in numbered_lines(path)]
-    return [validate_json(parse_json(line, name), fields, name) for line, name in named]
+    values, mistakes = [], dict[int, InputError]()
+    for number, line in numbered_lines(path):
+        name = f"line {number} of {path}"
+        try:
+            values.append(validate_json(parse_json(line, name), fields, name))
+        except InputError as error:
+            mistakes[number] = error
+    if mistakes:
+        first, *others = mistakes
+        raise InputError(with_others(str(mistakes[first]), [f"line {number}" for number in others]))
+    return values
 
 
 def numbered_lines(path: PathLike) -> list[tuple[int, bytes]]:

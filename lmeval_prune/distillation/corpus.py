@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import SHOWN, InputError, first_line, with_others
 from lmeval_prune.pruners.calibration import encode, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
@@ -107,7 +107,7 @@ def read_corpus(
         counts["repeated"] = 0
     seen = set[str]()  # prompts that the teacher answers
     for index in order:
-        prompt, text = _fields(rows[index], index, options)
+        prompt, text = _fields(rows, index, options)
         rendered = as_prompt(prompt) if options.corpus_prompt else ""
         counts["documents"] += 1
         if search.found_in(text, prompt) or search.is_prompt(rendered):
@@ -292,21 +292,40 @@ def _name_of(index: int, corpus: str) -> str:
     return f"document {index + 1} of the corpus {corpus}"
 
 
-def _fields(row: Mapping[str, Any], index: int, options: DistillOptions) -> tuple[str, str]:
-    """Return the prompt of a document, which may be empty, and its text; the index is for messages."""
+def _fields(rows: Sequence[Mapping[str, Any]], index: int, options: DistillOptions) -> tuple[str, str]:
+    """Return the prompt of a document, which may be empty, and its text.
+
+    Raises:
+        InputError: the document lacks them; the message names more such documents of a local corpus.
+    """
+    if _mistake(rows[index], options):
+        numbers = range(len(rows)) if isinstance(rows, list) else [index]  # not all of a large data set
+        first, *others = [number for number in numbers if _mistake(rows[number], options)]
+        names = [_name_of(number, str(options.corpus)) for number in (first, *others[:SHOWN])]
+        message = f"{names[0]}{_mistake(rows[first], options)}"
+        raise InputError(with_others(message, [*names[1:], *map(str, others[SHOWN:])]))
+    row = rows[index]
+    texts = ["" if row[name] is None else str(row[name]) for name in _field_names(options).values()]
+    return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])
+
+
+def _field_names(options: DistillOptions) -> dict[str, str]:
+    """Return the fields of a document that are read, by the options that name them."""
     fields = {"corpus_prompt": options.corpus_prompt} if options.corpus_prompt else {}
-    if options.corpus_answers == "data":
-        fields["corpus_field"] = options.corpus_field
+    return fields | ({"corpus_field": options.corpus_field} if options.corpus_answers == "data" else {})
+
+
+def _mistake(row: Mapping[str, Any], options: DistillOptions) -> str:
+    """Return what a document lacks, as the end of a message that begins with its name; empty if it lacks nothing."""
+    fields = _field_names(options)
     for name in fields.values():
         if row.get(name) is not None and not isinstance(row[name], str):
-            value = f"{json.dumps(row[name], default=str):.40}"
-            raise InputError(f"{_name_of(index, str(options.corpus))}: {name} is {value}, not a text; remove it")
+            return f": {name} is {json.dumps(row[name], default=str):.40}, not a text; remove it"
         if name not in row:
             names = ", ".join(row) or "no fields"
             unanswered = ", or give corpus_answers=teacher for prompts without answers" if len(fields) > 1 else ""
-            raise InputError(
-                f"{_name_of(index, str(options.corpus))} has no text in {name}; it has {names}: "
-                f"name them by {' and '.join(fields)}{unanswered}, or rename them in this document"
+            return (
+                f" has no text in {name}; it has {names}: name them by {' and '.join(fields)}{unanswered}, or rename "
+                f"them in this document"
             )
-    texts = ["" if row[name] is None else str(row[name]) for name in fields.values()]
-    return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])
+    return ""

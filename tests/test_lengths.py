@@ -105,6 +105,20 @@ def test_every_path_counts_the_same(
         lm.close()
 
 
+def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`hf` obeys it in place of `max_gen_toks`: each answer has as many tokens as its prompt leaves."""
+    lm = model(tiny_folder, engine="generate", batch_size=1)
+    lm.generate_until([request("generate_until", (p, {**LONG, "max_length": 50}), i) for i, p in enumerate(PROMPTS)])
+    room = [50 - len(lm.tok_encode(prompt)) for prompt in PROMPTS]
+    lengths = lm.answering.lengths["toy"]
+    assert lengths["mean_tokens"] == sum(room) / len(room) and lengths["max_gen_toks"] is None
+    assert "toy: 100% of the answers were cut off at the limit of tokens; give max_gen_toks in place of max_length" in (
+        caplog.text
+    )
+
+
 def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
     """Nor is what other rows of the batch still generate after it."""
     free = instances("\x00")[: len(PROMPTS)]

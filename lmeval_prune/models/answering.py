@@ -386,14 +386,18 @@ class Answering:
     def _report_lengths(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep the lengths of each task's answers on all ranks, and warn if many answers were cut off."""
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        limits = [generation.answer_limit(request.args[1], self.lm.max_gen_toks) for request in requests]
+        limits = [
+            None if "max_length" in request.args[1] else generation.answer_limit(request.args[1], self.lm.max_gen_toks)
+            for request in requests
+        ]  # `max_length` counts the prompt, too
         for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, limits)):
             for task, part in lengths.items():
                 parts[task].append(part)
         self.lengths = {task: merge_lengths(several) for task, several in parts.items()}
         for task, lengths in self.lengths.items():
             if self.lm.rank == 0 and (line := cut_off_note(lengths)):
-                logger.warning("%s: %s; give more max_gen_toks", task, line)
+                more = "more max_gen_toks" if lengths["max_gen_toks"] else "max_gen_toks in place of max_length"
+                logger.warning("%s: %s; give %s", task, line, more)
 
     def _write_samples(self, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]) -> None:
         """Write attempts, keys, lengths and weights into the requests' arguments, which `--log_samples` writes."""

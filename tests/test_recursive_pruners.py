@@ -447,6 +447,25 @@ def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None
     assert note["corpus_train"]["kept"] == 32 - note["corpus_train"]["cut_off"] > 0
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_prompts_are_not_called_problems(
+    options: DistillOptions,
+    tmp_path: Path,
+    alone: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither where they are counted, nor where their answers are cut off."""
+    changes = ALONE if alone else {"max_gen_toks": 3}
+    options = unlabelled(options, tmp_path, **changes, method="norm_entropy", stages=1, epochs=0)
+    distill(options)
+    printed = capsys.readouterr().out
+    assert ("problems: train 8, validation 2," in printed) == (not alone) and "problems: train 17" not in printed
+    assert f"corpus: {'train 8, validation 2, texts 10' if alone else 'texts 9'}, documents 12," in printed
+    assert "corpus: " in caplog.text and "of the answers were cut off" in caplog.text
+    assert "sums: " not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

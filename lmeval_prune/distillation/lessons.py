@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -23,6 +24,7 @@ from lmeval_prune.planning.own_answers import Answerer, Lessons, Question, lesso
 
 SCHEMA, VERSION = "lmeval-prune/lessons", 1
 FILE = "lessons.json"
+CORPUS = "corpus"  # what prompts are of, in messages: their answers may have the settings of a task
 CORPUS_PARTS = {"train": "corpus_train", "validation": "corpus_validation"}  # parts of `lessons.json` for prompts
 
 
@@ -126,7 +128,7 @@ def _of_prompts(
     """
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
-    result = lessons_of(answerer, teacher, questions, "unscored")
+    result = lessons_of(replace(answerer, source=CORPUS), teacher, questions, "unscored")
     by_prompt, too_long = _whole(result, [prompt.ids for prompt in short], longest)
     texts = [text for several in by_prompt for text in several]
     counts = {

@@ -169,9 +169,14 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)
-        print(f"problems: {counts_text(examples.note)}", flush=True)
-        if corpus := examples.note.get("corpus"):
-            print(f"corpus: {counts_text(corpus)}", flush=True)
+        counts, corpus = examples.note, examples.note.get("corpus", {})
+        if options.task and corpus:  # whose texts are trained on, too
+            counts = {**counts, "train": len(examples.questions)}
+        if options.task or not corpus:
+            print(f"problems: {counts_text(counts)}", flush=True)
+        if corpus:
+            parts = {} if options.task else {name: counts[name] for name in ("train", "validation")}
+            print(f"corpus: {counts_text({**parts, **corpus})}", flush=True)
     if this_process().is_main_process:
         lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
     if options.asks_teacher:

@@ -97,11 +97,12 @@ class Answerer:
     """Asks models the questions of a task, or prompts of none.
 
     Attributes:
-        task: a loaded generative task; None: prompts of no task.
+        task: a loaded generative task; None: prompts of no task, which have a `source`.
         tokenizer: of the models.
         sampling: how answers are generated.
         responses: folder of the answer store.
         add_bos_token: as lm-eval's model_arg.
+        source: what the questions are of, for messages and random numbers; default: the task.
     """
 
     task: Any
@@ -109,6 +110,7 @@ class Answerer:
     sampling: Sampling
     responses: Path
     add_bos_token: bool | None = None
+    source: str | None = None
 
     def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[list[OwnAnswer]]:
         """Return a model's answers to each question, from the store or generated now, with its interventions."""
@@ -134,8 +136,10 @@ class Answerer:
 
     def _request(self, question: Question) -> Any:
         arguments = question.prompt, self.sampling.settings(self.task)
-        name, repeats = "corpus" if self.task is None else str(self.task.task_name), self.sampling.samples
-        return compat.request("generate_until", arguments, name, question.number, repeats, doc=dict(question.document))
+        source, repeats = self.source or str(self.task.task_name), self.sampling.samples
+        return compat.request(
+            "generate_until", arguments, source, question.number, repeats, doc=dict(question.document)
+        )
 
     def _answer(self, lm: PrunedHFLM, request: Any, text: str, record: Mapping[str, Any]) -> OwnAnswer:
         params, _ = generation.engine_settings(lm, request.args[1])

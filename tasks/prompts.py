@@ -34,6 +34,11 @@ def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> 
         raise InputError(f"the chat template fails ({first_line(error)}); leave the chat template out") from error
 
 
+def exemplars_of(task: Any) -> list[Any]:
+    """Return the documents from which a task draws the examples of its prompts; none without examples."""
+    return list(task.fewshot_docs()) if task.get_config("num_fewshot") else []
+
+
 def training_documents(name: str) -> tuple[Any, list[Any]]:
     """Return a task and the documents of its training split; `InputError` if it has none.
 

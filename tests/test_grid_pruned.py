@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -13,11 +14,14 @@ import pytest
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.recursion import make_host
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
+from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.cost_table import CostTable
 from tests.swept_outcomes import drawn_outcomes
@@ -199,6 +203,23 @@ def test_other_training_problems_or_costs_of_the_same_name_are_another_plan(tiny
             (cell,) = cells_of(Grid.of(content))
             own.add(cell.prepared)
     assert [len(own) for own in keys] == [3, 3]
+
+
+def test_other_exemplars_of_another_split_are_other_problems(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of a plan and of a distillation; without examples in the prompts they do not count."""
+    digests: dict[int, list[tuple[str, str]]] = {0: [], 2: []}
+    path = tmp_path / "shots.jsonl"
+    for shots, answer in itertools.product(digests, ("4", "5", "4")):
+        files = {"train": str(tmp_path / "rows.jsonl"), "shots": str(path)}
+        path.write_text("".join(json.dumps({"question": f"{n}?", "answer": answer, "n": n}) + "\n" for n in range(3)))
+        data = {"dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / f"{shots}{len(digests[shots])}")}}
+        name = task_file(tmp_path, test_split="shots", fewshot_split="shots", num_fewshot=shots, **data)
+        host = make_host(DistillOptions(str(tiny_folder), "out", task=name))
+        training_digest.cache_clear()
+        digests[shots].append((training_digest(name), host.problems_digest()))
+    assert len({*digests[0]}) == 1
+    for first, second, third in zip(*digests[2], strict=True):
+        assert first == third != second
 
 
 def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.settings import is_given
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
-from lmeval_prune.tasks.prompts import prompt_of
+from lmeval_prune.tasks.prompts import exemplars_of, prompt_of
 from lmeval_prune.training.questions import (
     TrainingQuestions,
     documents_digest,
@@ -175,8 +175,9 @@ class LanguageHost(Host):
 
     @override
     def problems_digest(self) -> str:
-        rows = self.drawn_rows
-        return documents_digest(rows.train, rows.test if self.options.corpus else [])  # a corpus is searched for these
+        rows, exemplars = self.drawn_rows, exemplars_of(self.task) if self.options.task else []
+        tested = rows.test if self.options.corpus else []  # a corpus is searched for these
+        return documents_digest(rows.train, tested, *filter(None, [exemplars]))
 
     @override
     def examples(self) -> TrainingExamples:

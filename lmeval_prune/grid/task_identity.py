@@ -21,7 +21,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.hub import dataset_revision
 from lmeval_prune.tasks.loading import load_tasks
-from lmeval_prune.tasks.prompts import training_documents
+from lmeval_prune.tasks.prompts import exemplars_of, training_documents
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -60,7 +60,7 @@ class TaskIdentity:
             generates = task.get_config("output_type") == "generate_until"
             samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
-            exemplars = list(task.fewshot_docs()) if shots else []
+            exemplars = exemplars_of(task)
             questions = list(_first_documents(task.eval_docs, compat.sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
@@ -75,13 +75,14 @@ class TaskIdentity:
 
 @cache
 def training_digest(name: str) -> str:
-    """Return a digest of a task's configuration and of its training problems with their prompts and answers.
+    """Return a digest of a task's configuration, and of its training problems and exemplars with prompts and answers.
 
     It is computed once for a grid: `cells_of` clears the cache.
     """
     task, documents = training_documents(name)
     fields = _identifying_fields(task.dump_config())
-    return _digest([fields, documents, _build_questions(task, documents)])
+    parts = [documents, *filter(None, [exemplars_of(task)])]
+    return _digest([fields, *(value for part in parts for value in (part, _build_questions(task, part)))])
 
 
 def _identifying_fields(config: dict[str, Any]) -> dict[str, Any]:

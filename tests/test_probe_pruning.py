@@ -274,3 +274,20 @@ def test_values_within_rounding_are_equal() -> None:
     for count, expected in ((1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 2, 3, 4, 5, 6])):
         assert top_positions(values.double(), count, False, 1e-6).tolist() == expected
     assert top_positions(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("state", ["request", "run"])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_hidden_states_that_are_not_finite_are_one_line(state: Any, overflows: bool) -> None:
+    """In float64 the eager attention of transformers gives NaN in a text that is padded on the left."""
+    model = tiny("llama").double().eval()
+    model.set_attn_implementation("sdpa" if overflows else "eager")
+    ids, mask = rows_of([torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 7])], "left")
+    if overflows:
+        model.get_input_embeddings().weight.data[6] = torch.inf
+    with torch.no_grad(), ProbePruning(0.3, skip_first=0, state=state).applied_to(model):
+        with pytest.raises(
+            InputError, match=r"the hidden states before L[01].* are not finite.*implementation=sdpa"
+        ) as error:
+            model(ids, attention_mask=mask)
+        assert "\n" not in str(error.value)

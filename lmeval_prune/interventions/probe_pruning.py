@@ -294,6 +294,11 @@ class Chooser:
         self.masked[target.kind] += target.count * len(real)
         tie = torch.finfo(layer.residual.dtype).eps ** 0.75  # well above the rounding of another batch shape
         norms = layer.residual.reshape(*real.shape, -1).double().norm(dim=-1).masked_fill(~real, 0)
+        if not bool(norms.isfinite().all()):
+            raise InputError(
+                f"probe_pruning: the hidden states before {name} are not finite, so they choose no tokens; give "
+                f"another dtype, or attn_implementation=sdpa (eager attention in float64 cannot read padding)"
+            )
         if self.settings.state == "run":
             return self._choose_for_batch(name, probe, whole.flatten(2), real, norms, tie).expand(len(real), -1)
         drops = []

@@ -18,6 +18,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
 from lmeval_prune.errors import InputError
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune
@@ -484,6 +485,15 @@ def test_a_name_that_is_reserved_later_is_left_out(caplog: pytest.LogCaptureFixt
     registry["seed"] = Constant
     registry.reserve({"seed"})
     assert "seed" not in registry and "this program has 'seed'" in caplog.text
+
+
+def test_reading_a_grid_reserves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reserved once, where the names of its settings are."""
+    before = set(METHODS._reserved)
+    assert {"prepare", "base_url", "variant", "dtype"} <= before
+    monkeypatch.setattr(METHODS, "reserve", lambda _: pytest.fail("reserved again"))
+    Grid.of({"model": {"pretrained": "smollm2-135m"}, "variants": {"dense": {}}, "tasks": ["prune_tiny"]})
+    assert METHODS._reserved == before
 
 
 @pytest.mark.parametrize("content", [{}, [1], {"schema": 5}, {"schema": "foo"}, {"schema": "lmeval-prune/router"}])

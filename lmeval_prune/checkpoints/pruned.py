@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import modeling_pruned
+from lmeval_prune.checkpoints.companions import copy_companions
 from lmeval_prune.checkpoints.identity import weight_files
 from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.errors import InputError, first_few, first_line
@@ -80,19 +81,28 @@ def save_checkpoint(
     manifest: dict[str, Any],
     tokenizer: Any = None,
     add_files: Callable[[Path], None] | None = None,
-    parents: Collection[str] = (),
+    parent: str = "",
+    revision: str | None = None,
 ) -> None:
     """Write a model, its tokenizer and its manifest atomically; an earlier checkpoint of this package is replaced.
 
-    The digests of the written files are added to the manifest. `add_files` writes further files, such as the plan
-    and the card, into the unfinished folder; `parents` are the folders of the models that were cut, which must not be
-    overwritten.
+    The digests of the written files are added to the manifest.
+
+    Args:
+        folder: of the checkpoint.
+        model: the model.
+        manifest: what was removed.
+        tokenizer: of the model; None: the checkpoint has none.
+        add_files: writes further files, such as the plan and the card, into the unfinished folder.
+        parent: the model that was cut, whose companions are copied and which must not be overwritten.
+        revision: of the parent.
     """
     try:
-        with new_folder(folder, lambda path: check_folder(path, parents)) as unfinished:
+        with new_folder(folder, lambda path: check_folder(path, [parent])) as unfinished:
             _write_model(unfinished, model)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
+            copy_companions(parent, unfinished, revision)
             if add_files is not None:
                 add_files(unfinished)
             files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}

@@ -22,7 +22,6 @@ from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.companions import copy_companions
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
@@ -136,13 +135,7 @@ class LanguageHost(Host):
         self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
         parent = embedded.resolve(self.options.pretrained)
-
-        def add_all_files(unfinished: Path) -> None:
-            copy_companions(parent, unfinished)
-            if add_files is not None:
-                add_files(unfinished)
-
-        save_checkpoint(folder, model, manifest, self.tokenizer, add_all_files, [parent])
+        save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
     @override
     def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:

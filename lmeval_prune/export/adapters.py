@@ -92,11 +92,12 @@ class AdapterExport:
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
             raise InputError(f"the weights are {self.dtype}, which no server supports; give --dtype float32")
-        if format == "gguf" and self.served.endswith(".gguf"):
-            check_gguf_base(Path(self.served), self.architecture, self.model_map, self.torch_dtype)
+        served_file = Path(self.served) if format == "gguf" and self.served.endswith(".gguf") else None
+        if served_file:
+            check_gguf_base(served_file, self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)
-        if format == "gguf" and self.served.endswith(".gguf"):
-            check_gguf_weights(Path(self.served), self._pruned_weights())
+        if served_file:
+            check_gguf_weights(served_file, self._pruned_weights())
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         if format == "peft":
             self._check_rank(pretrained)

@@ -46,6 +46,9 @@ SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # a gri
 FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # `hf` passes them to from_pretrained
 # Settings that hold for the whole run. A variant that sets one is refused with this remedy.
 RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` once", "device": "set `device:` once"}
+# Names of settings beside this package's arguments; a method cannot have them.
+OTHER_SETTINGS = {*hf_arguments(), *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+METHODS.reserve(OTHER_SETTINGS | SERVER_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -214,10 +217,7 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 
 def _check_settings(block: Mapping[str, Any]) -> None:
     """Refuse unknown names of settings."""
-    others = {*hf_arguments(), *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
-    METHODS.reserve(others | SERVER_OPTIONS)
-    known = {*argument_names(), *others}
-    known |= SERVER_OPTIONS if "base_url" in block else set()
+    known = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
     for name in block:
         if name not in known:
             hint = did_you_mean(str(name), known) or "; neither pruned-hf nor pruned-server has this model_arg"

@@ -31,7 +31,6 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
-from lmeval_prune.checkpoints.companions import copy_companions
 from lmeval_prune.checkpoints.pruned import PLAN, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
@@ -60,15 +59,15 @@ class Cut:
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write the model as a checkpoint with its plan and its card; see `save_checkpoint`."""
         parent = getattr(self.parent.model.config, "_name_or_path", "")
-        origin = Origin.of(parent, self.parent.revision or None)
+        revision = self.parent.revision or None
+        origin = Origin.of(parent, revision)
 
         def add_files(unfinished: Path) -> None:
-            copy_companions(parent, unfinished, self.parent.revision or None)
             self.plan.save(unfinished / PLAN, self.parent)
             title = Path(folder).resolve().name
             checkpoint_card(title, self.model, self.manifest, origin, tokenizer is not None).write(unfinished)
 
-        save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, [parent])
+        save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, parent, revision)
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:

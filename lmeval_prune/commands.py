@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
-from lmeval_prune.errors import InputError, check_exists, did_you_mean
+from lmeval_prune.errors import InputError, check_exists, did_you_mean, loading_tasks
 from lmeval_prune.options import first_argument
 from lmeval_prune.settings import Count, resolve_device
 
@@ -21,11 +22,15 @@ def run(*words: str) -> int:
     sys.argv = ["lm_eval", *words]
     try:
         cli_evaluate()
-    except ValueError as error:
-        if str(error).startswith("Tasks not found"):
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("Tasks not found"):
             raise InputError(
                 f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them; for your own, add --include_path)"
             ) from error
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name == "process_tasks":  # lm-eval reads the files of tasks in it
+                with loading_tasks([frame.f_locals.get("yaml_file", "a task")]):
+                    raise
         raise
     return 0
 

@@ -8,6 +8,8 @@ import functools
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +115,15 @@ def first_line(error: BaseException, length: int = 150) -> str:
     return f"{type(error).__name__}: {brief(text, length)}" if text else type(error).__name__
 
 
+def _place_of(error: BaseException) -> str:
+    """Return the line of a user's own code that an exception comes from; empty if only installed packages ran."""
+    installed = {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent)}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_absolute() and not frame.filename.startswith(tuple(installed)):
+            return f"line {frame.lineno} of {frame.filename}"
+    return ""
+
+
 def brief(text: str, length: int) -> str:
     """Return a text in one line of at most `length` characters; a longer one is cut after a word and ends in `…`."""
     text = " ".join(text.split())
@@ -162,6 +173,23 @@ def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError
         f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; of your own, name the YAML file, or its "
         f"folder by --include_path){hint}"
     )
+
+
+@contextmanager
+def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
+    """Raise an `InputError` for any error of a block that loads tasks: of their YAML, their functions or their data.
+
+    `tasks` are names, or lm-eval's configurations.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # data set loaders and functions of tasks raise many types
+        names = first_few(each.get("task") if isinstance(each, dict) else each for each in tasks)
+        text = yaml_error_text(error) if getattr(error, "problem_mark", None) else first_line(error)
+        place = _place_of(error)
+        raise InputError(f"{names} cannot be loaded ({text}{place and f', {place}'})") from error
 
 
 def print_input_errors(function: F) -> F:

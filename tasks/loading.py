@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, first_line, unknown_task_error
+from lmeval_prune.errors import InputError, loading_tasks, unknown_task_error
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -56,12 +56,8 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         InputError: a task does not exist, or its data cannot be loaded.
     """
     check_task_names(manager, names)
-    try:
+    with loading_tasks(names):
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
-    except InputError:
-        raise
-    except Exception as error:  # data set loaders raise many types
-        raise InputError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from error
     return tasks
 
 

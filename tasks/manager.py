@@ -16,7 +16,7 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmeval_prune.errors import print_input_errors, unknown_task_error
+from lmeval_prune.errors import loading_tasks, print_input_errors, unknown_task_error
 from lmeval_prune.tasks.scorers import check_scorers
 from lmeval_prune.tasks.windows import check_window
 
@@ -70,7 +70,8 @@ class LazyTaskManager(TaskManager):
     @print_input_errors
     def load(self, task_list: Any) -> Any:
         """Load tasks and groups, and check the arguments of this package's filter and metrics in them."""
-        loaded = super().load(task_list)
+        with loading_tasks(task_list if isinstance(task_list, list) else [task_list]):
+            loaded = super().load(task_list)
         for task in loaded["tasks"].values():
             check_scorers(task)
         return loaded

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.utils import simple_parse_args_string
 
@@ -29,6 +30,7 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
 from lmeval_prune.settings import resolve_device
 from tests.conftest import ROOT
+from tests.test_own_answers import task_file
 
 
 def call(*command: str, python: str = sys.executable, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -236,6 +238,46 @@ def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path:
     assert done.stdout == "light\n" and len(lines) == len(slips), done.stderr
     for message, line in zip(slips, lines, strict=True):
         assert re.search(f"^lmeval-prune: error: .*{message}", line), line
+
+
+BROKEN_TASKS = {
+    "process_docs: !function utils.nope": r"AttributeError: Module '.*utils.py' has no function 'nope'",
+    "process_docs: !function missing.nope": "ImportError: Cannot import module 'missing'",
+    "process_docs: !function nope": "ValueError: Invalid function reference 'nope'",
+    "process_docs: !function utils.fails": "KeyError: 'gone', line 2 of .*utils.py",
+    "nonsense: 1": "TypeError: .* 'nonsense'",
+    "filter_list: [{name: a, filter: [{function: nope}]}]": "KeyError: .*Unknown filter",
+    "filter_list: [": r"line \d+, column 1: ",
+    "include: gone.yaml": "FileNotFoundError: .*gone.yaml",
+}
+
+
+@pytest.mark.parametrize("command", ["prune", "run"])
+@pytest.mark.parametrize(
+    ("line", "by_name"),
+    [*((line, False) for line in BROKEN_TASKS), *((line, True) for line in list(BROKEN_TASKS)[:-2])],
+)  # lm-eval does not list the last two, which cannot be read as YAML
+def test_a_task_that_cannot_be_loaded_is_one_line(
+    tiny_folder: Path, tmp_path: Path, command: str, line: str, by_name: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its YAML, its functions or its data: by the name of its file, and by its own name with its folder."""
+    (tmp_path / "utils.py").write_text("def fails(docs):\n    return docs.map(lambda doc: {'a': doc['gone']})\n")
+    path = task_file(tmp_path, task="mine")
+    settings = yaml.safe_dump(json.loads(Path(path).read_text()), sort_keys=True)
+    Path(path).write_text(f"{settings}{line}\n")
+    tasks = ["mine", "--include_path", str(tmp_path)] if by_name else [path]
+    words = {
+        "prune": ["prune", "--pretrained", str(tiny_folder), "--ratio", "0.3", "--method", "flap", "--output",
+                  str(tmp_path / "plan.json"), "--task", *tasks],
+        "run": ["run", "run", "--model", "pruned-hf", "--model_args", f"pretrained={tiny_folder}", "--tasks", *tasks],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        assert main(words[command]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"^lmeval-prune: error: .*(mine|sums.yaml) cannot be loaded \({BROKEN_TASKS[line]}", message), (
+        message
+    )
 
 
 def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Path) -> None:

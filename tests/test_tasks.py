@@ -342,7 +342,7 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
         }
         assert manager.match_tasks(["prune_tiny", "prune_gsm8k"]) == ["prune_gsm8k", "prune_tiny"]
         for name in ("gsm8k", "prune_commonsense", "prune_tinny"):
-            with pytest.raises(IndexRead):
+            with pytest.raises(InputError, match=rf"{name} cannot be loaded \(IndexRead"):
                 manager.load([name])
         with pytest.raises(IndexRead):
             manager.match_tasks(["prune_*"])

@@ -205,6 +205,23 @@ def test_estimates_go_from_the_first_share(clock: Clock) -> None:
     ]
 
 
+def test_estimates_of_a_step_cover_later_ones(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as long as this step is by the rate so far, also of one that goes on after a kill."""
+    lines: list[str] = []
+    report = Estimate("step 1 of 3: scoring", lines.append, 2)
+    for share in (0.2, 0.4, 1.0):
+        report(share)
+        clock(60)
+    assert lines == [
+        "step 1 of 3: scoring: 40% complete, about 3.0 min left, 13.0 with later steps",
+        "step 1 of 3: scoring: 100% complete, about 0.0 min left",
+    ]
+    later: list[int] = []
+    monkeypatch.setattr(Estimate, "__call__", lambda self, _: later.append(self.later))
+    planned("flap", None, text_of(), steps=3)
+    assert sorted({*later}, reverse=True) == [2, 1, 0] and later == sorted(later, reverse=True)
+
+
 @pytest.mark.parametrize("name", ["block_kl", "block_influence", "llm_pruner", "norm_entropy", "flap", "gisp"])
 def test_methods_that_read_text_report_how_far_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From nothing on, in order, and in several parts."""

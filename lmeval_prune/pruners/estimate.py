@@ -16,10 +16,11 @@ class Estimate:
     Args:
         task: what the lines begin with.
         send: receives the lines.
+        later: number of later steps, each as long as this task; lines tell their minutes, too.
     """
 
-    def __init__(self, task: str = "", send: Callable[[str], None] = lambda _: None) -> None:
-        self.task, self.send = task, send
+    def __init__(self, task: str = "", send: Callable[[str], None] = lambda _: None, later: int = 0) -> None:
+        self.task, self.send, self.later = task, send, later
         self.first: tuple[float, float] | None = None  # share and time of the begin
         self.last = self.sent = 0.0
 
@@ -30,7 +31,10 @@ class Estimate:
             self.sent = now
         elif now - self.sent >= INTERVAL:
             self.sent = now
-            self.send(f"{self.task}: {share:.0%} complete, about {minutes:.1f} min left")
+            line = f"{self.task}: {share:.0%} complete, about {minutes:.1f} min left"
+            if self.later and share < 1:
+                line += f", {minutes * (1 + self.later / (1 - share)):.1f} with later steps"
+            self.send(line)
 
     def minutes(self, share: float) -> float | None:
         """Return the minutes that are left if this share, from 0 to 1, is complete; None at the begin."""

@@ -101,7 +101,7 @@ def stages(
         for kind in scored_kinds(options):
             if not has_scores_of(stored, kind):
                 progress(f"{task} {kind.replace('_', '-')}")
-        read = replace(text, report=Estimate(task, progress)) if text else None
+        read = replace(text, report=Estimate(task, progress, options.steps - step)) if text else None
         scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
         removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
         record |= notes

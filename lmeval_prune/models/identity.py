@@ -91,6 +91,7 @@ class ModelIdentity:
     @classmethod
     def of_server(cls, lm: Any) -> Self:
         """Identify the model of a `PrunedServerLM`."""
+        listing = lm.dispatcher.servers[0].listing
         return cls(
             config_fingerprint(lm.config),
             tokenizer_fingerprint(lm.tokenizer),
@@ -99,7 +100,8 @@ class ModelIdentity:
             {name: str(value) for name, value in sorted(lm.options.answer_options.items())},
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
-            served=next(iter(lm.dispatcher.servers[0].listing.roots.values())) if lm.kind.adapter_list else None,
+            # models of one file name in several folders can be several trainings
+            served=": ".join(map(str, next(iter(listing.roots.items())))) if lm.kind.adapter_list else None,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -366,7 +366,10 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     )
     assert "of shape [32, 32]: it is another model" in error_for(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
     assert "there is no file" in error_for(tmp_path / "none.gguf")
-    assert "does not end in .gguf: name the file" in error_for(tmp_path)  # it would not be looked at
+    assert "there is no file" in error_for(tmp_path)
+    assert "of shape [32, 32]: it is another model" in error_for(
+        (tmp_path / "wide.gguf").rename(tmp_path / "sha256-1f")
+    )
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     assert "not a complete GGUF file" in error_for(tmp_path / "broken.gguf")
     assert "other weights in blk.0.attn_output.weight" in error_for(gguf_base(tmp_path / "ones.gguf", kinds.F16))

@@ -76,10 +76,6 @@ class AdapterExport:
         parse_value("dtype", dtype, ServerDtype | None)
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
-        if format == "gguf" and served and not served.endswith(".gguf"):
-            raise InputError(
-                f"--served {served} does not end in .gguf: name the file that llama.cpp loads, to check it"
-            )
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)
@@ -92,7 +88,8 @@ class AdapterExport:
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
             raise InputError(f"the weights are {self.dtype}, which no server supports; give --dtype float32")
-        served_file = Path(self.served) if format == "gguf" and self.served.endswith(".gguf") else None
+        is_file = format == "gguf" and (served or self.served.endswith(".gguf"))  # files of ollama have other names
+        served_file = Path(self.served) if is_file else None
         if served_file:
             check_gguf_base(served_file, self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)

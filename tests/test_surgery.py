@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_warning
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import uncuttable, units_of
@@ -352,6 +353,8 @@ def test_a_model_whose_layers_differ_is_built_without_a_warning(tmp_path: Path) 
     logger = logging.getLogger("transformers")
     warning_once: Any = logging.Logger.warning_once  # type: ignore[attr-defined]
     warning_once.cache_clear()
+    before = get_verbosity()
+    set_verbosity_warning()
     logger.addHandler(handler)
     try:
         cut_to(tmp_path / "cut", stored("llama", tmp_path), Plan("L0H0-1"))
@@ -363,6 +366,7 @@ def test_a_model_whose_layers_differ_is_built_without_a_warning(tmp_path: Path) 
         assert [message for message in messages if "per-layer attribute `num_attention_heads`" in message]
     finally:
         logger.removeHandler(handler)
+        set_verbosity(before)
 
 
 @pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])

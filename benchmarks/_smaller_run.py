@@ -73,9 +73,10 @@ class RowMaker:
                 print(f"{row.key} is left: {error.problem}", flush=True)
             return True
         finally:
-            gc.collect()  # tensors of the row that failed
             torch.cuda.empty_cache()
         if pause:
+            gc.collect()  # tensors of the row that failed
+            torch.cuda.empty_cache()
             time.sleep(pause)
             return True
         if options.copy:

@@ -69,9 +69,7 @@ class Pruned:
     """Mixin for a stock model class whose layers may differ: `class PrunedX(Pruned, X)`."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        with (
-            _without_warnings_of_layers()
-        ):  # the stock model is built by the values of the whole; those of layers follow
+        with _without_warnings_of_layers():  # built by values of the whole model; those of layers follow
             super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self
         prefix = f"{model.base_model_prefix}."

@@ -28,7 +28,7 @@ from lmeval_prune.pruners.calibration import encode
 
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
-ROWS = 512  # answers of a batch of `generate`
+ROWS = 256  # answers of a batch of `generate`
 PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of dense and pruned models alike
 
 
@@ -164,6 +164,7 @@ def _answered(experiment: Experiment, row: Row, device: str, resumable: bool) ->
     host = PackedHost(replace(experiment.options(row), resumable=resumable), experiment.work / PROBLEMS)
     made = _trained_by(experiment, row, device)
     note = distill(host.options, host)
+    torch.cuda.empty_cache()  # for other processes
     model = load_pretrained(str(experiment.model(row))).float().to(device)
     problems = [problem.question.document for problem in host.examples().problems]
     greedy, drawn = answering(experiment)
@@ -238,6 +239,7 @@ def generated(
         tokens = model.generate(**inputs, **sampling, pad_token_id=padding)
         answers = host.tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
         texts += [answers[start : start + samples] for start in range(0, len(answers), samples)]
+    torch.cuda.empty_cache()  # keys and values, for other processes
     return texts
 
 

@@ -102,13 +102,18 @@ class RowMaker:
 
 
 def run_all(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Make all rows, and choose as soon as the rows of the choice are there; other processes may do the same."""
+    """Make all rows, and choose as soon as the rows of the choice are there; other processes may do the same.
+
+    Nothing is chosen if seeds are given.
+    """
     maker = RowMaker(experiment, options)
     while not maker.is_late:
         waits = False
         for row in _planned(experiment, options):
             waits |= maker.make(row)
-            if not chosen_entries(experiment) and all(map(maker.has, _rows_of_choice(experiment, options))):
+            if options.seeds or chosen_entries(experiment):
+                continue
+            if all(map(maker.has, _rows_of_choice(experiment, options))):
                 waits |= _choose(experiment, options)
         if maker.is_late:
             return
@@ -136,10 +141,20 @@ def _rows_of_choice(experiment: Experiment, options: argparse.Namespace) -> Iter
 
 
 def _planned(experiment: Experiment, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the choice, the dense models of the verdict, and its other rows when the recipe is chosen."""
-    yield from _rows_of_choice(experiment, options)
-    yield from experiment.rows([DENSE], experiment.settings["seeds"], options.folds)
-    yield from planned_rows(experiment, options.recipes, options.folds, ())
+    """Yield the rows of the choice, the dense models of the verdict, and its other rows when the recipe is chosen.
+
+    Of seeds that are given, the dense models and then one recipe after the other. `then` comes last.
+    """
+    seeds = options.seeds or experiment.settings["choice_seeds"]
+    if options.seeds:
+        for name in (DENSE, *(options.recipes or experiment.settings["recipes"])):
+            yield from (row for row in experiment.rows([name], seeds, options.folds) if row.recipe == name)
+    else:
+        yield from _rows_of_choice(experiment, options)
+        yield from experiment.rows([DENSE], experiment.settings["seeds"], options.folds)
+        yield from planned_rows(experiment, options.recipes, options.folds, ())
+    for name in options.then:
+        yield from (row for row in experiment.rows([name], seeds[:1], options.folds) if row.recipe == name)
 
 
 def run_processes(experiment: Experiment, options: argparse.Namespace) -> int:

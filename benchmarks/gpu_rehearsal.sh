@@ -10,8 +10,9 @@
 #         benchmarks/gpu_rehearsal.sh watch               # with base: WAIT seconds more; again and again
 #         benchmarks/gpu_rehearsal.sh stop                # ends `run`; its rows stay there
 #     `run` is the experiment, begins no row that would end after BUDGET seconds, uses PROCESSES processes that share the
-#     GPU by MPS, if MPS starts, then makes the recipes in EXTRA, if any, and measures the speed of those in SPEED;
-#     FOLDS: only these folds
+#     GPU by MPS, if MPS starts, and measures the speed of the recipes in SPEED at the end. FOLDS: only these folds;
+#     SEEDS: only these seeds, without a choice; EXTRA: recipes that follow by the first of SEEDS, or that of the choice;
+#     TRIAL_PROCESSES: those of the trial, default 1, since the GPU's memory is shared
 # or the gates of a step, after a trial with random weights:
 #         benchmarks/gpu_rehearsal.sh first               # with base and first
 # or, part by part, in this order:
@@ -231,8 +232,8 @@ model.float().save_pretrained(sys.argv[1])" "$random.new"
         head -n 16 "$CARRY/base/smaller/prompts.jsonl" >"$WORK/trial/prompts.jsonl"
     fi
     # shellcheck disable=SC2086 # names of recipes
-    LIMIT=${TRIAL_SECONDS:-150} PROCESSES=$((PROCESSES < 3 ? PROCESSES : 3)) smaller "$WORK/trial" "$model" \
-        --recipes ${RECIPES:-width depth composition} --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-150}" &
+    LIMIT=${TRIAL_SECONDS:-150} PROCESSES=${TRIAL_PROCESSES:-1} smaller "$WORK/trial" "$model" \
+        --recipes ${RECIPES:-width depth composition} ${EXTRA:-} --seeds 0 --folds 0 --changes "$TRIAL" --budget "${TRIAL_SECONDS:-150}" &
     wait $! || status=$?
     stop_mps
     collect_rows "$WORK/trial" trial
@@ -267,7 +268,7 @@ start() {
     cp -r "$CARRY/base" "$WORK/checkout/carry/"
     if [ "$DEVICE" = cuda ]; then start_mps; fi # the experiment stops it
     CARRY=carry OUT=$WORK/out PYTHON=$PYTHON WORK=$WORK DEVICE=$DEVICE CHANGES=$CHANGES PROCESSES=$PROCESSES \
-        RECIPES=${RECIPES:-} EXTRA=${EXTRA:-} SPEED=${SPEED:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
+        RECIPES=${RECIPES:-} SEEDS=${SEEDS:-} EXTRA=${EXTRA:-} SPEED=${SPEED:-} FOLDS=${FOLDS:-} BUDGET=${BUDGET:-420} setsid bash -c '
             echo $$ >"$WORK/pid"
             cd "$WORK/checkout" && benchmarks/gpu_rehearsal.sh run; echo $? >"$WORK/status"' \
         >"$WORK/run.log" 2>&1 </dev/null &
@@ -345,9 +346,9 @@ check_experiment() {
     fi
 }
 
-# Runs the experiment, then the recipes in EXTRA; returns the status of what failed first.
+# Runs the experiment, and measures speeds; returns the status of what failed first.
 experiment() {
-    local begin=$SECONDS process processes=() status=0 left
+    local begin=$SECONDS process status=0 left
     prepare_experiment
     check_experiment
     mkdir -p "$WORK/smaller"
@@ -355,24 +356,16 @@ experiment() {
     local shared=(--changes "$CHANGES")
     # shellcheck disable=SC2206 # numbers
     if [ -n "${FOLDS:-}" ]; then shared+=(--folds $FOLDS); fi
-    # shellcheck disable=SC2086 # names of recipes
-    smaller "$WORK/smaller" "$WORK/smollm2" --recipes $RECIPES "${shared[@]}" --budget "${BUDGET:-420}" &
+    # shellcheck disable=SC2206 # names of recipes, and numbers
+    local rows=(--recipes $RECIPES ${SEEDS:+--seeds $SEEDS} ${EXTRA:+--then $EXTRA})
+    smaller "$WORK/smaller" "$WORK/smollm2" "${rows[@]}" "${shared[@]}" --budget "${BUDGET:-420}" &
     process=$!
     while kill -0 $process 2>/dev/null; do
         sleep 15
         collect_rows "$WORK/smaller" rows
+        if [ "$DEVICE" = cuda ]; then echo "$SECONDS s: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader)"; fi
     done
     wait $process || status=$?
-    if [ -n "${EXTRA:-}" ]; then # further recipes by the seed of the choice, with what is left of the budget
-        for _ in $(seq "$PROCESSES"); do
-            # shellcheck disable=SC2086 # names of recipes
-            "$PYTHON" benchmarks/smaller_model.py train --device "$DEVICE" --work "$WORK/smaller" --no-resume \
-                --discard --pretrained "$WORK/smollm2" --recipes $EXTRA --seeds 0 "${shared[@]}" --copy "$WORK/smaller/new" \
-                --budget $((${BUDGET:-420} - SECONDS + begin)) >>"$WORK/smaller/logs/extra.log" 2>&1 &
-            processes+=($!)
-        done
-        for process in "${processes[@]}"; do wait "$process" || status=$((status ? status : $?)); done
-    fi
     collect_rows "$WORK/smaller" rows
     stop_mps
     left=$((${BUDGET:-420} - SECONDS + begin))
@@ -414,10 +407,10 @@ AutoConfig.from_pretrained(sys.argv[1], **shape).save_pretrained(sys.argv[1])" "
     tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json new/task_only_fold0_seed0.json new/speed.json chosen.json
     # on another machine, which has the rows so far, and trains the dense model of a missing row anew
     rm -rf "$WORK/smaller/models" "$WORK"/smaller/{rows,new}/width_fold0_seed1.json
-    WAIT=1 EXTRA="" SPEED="" start
+    WAIT=1 SEEDS=1 EXTRA="" SPEED="" start
     stop || true # the experiment may have ended before the trial
     if is_running; then exit 1; fi
-    WAIT=400 EXTRA="" SPEED="" start
+    WAIT=400 SEEDS=1 EXTRA="" SPEED="" start
     tar -tzf "$OUT/rows.tar.gz" new/width_fold0_seed1.json
     echo "rehearsed: $rehearsal"
 }

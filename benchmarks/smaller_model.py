@@ -47,7 +47,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pretrained", default="smollm2-135m", help="the model that is fine-tuned")
     parser.add_argument("--recipes", nargs="+", default=[], help="default: all")
     parser.add_argument("--folds", nargs="+", type=int, default=[])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[])
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[], help="run: these alone, recipe after recipe, without a choice"
+    )
+    parser.add_argument(
+        "--then",
+        nargs="+",
+        default=[],
+        help="run: recipes that follow, by the first of --seeds or of the choice",
+    )
     parser.add_argument(
         "--rows", type=int, help="train: make at most so many; speed: measure so many of each recipe, default 1"
     )
@@ -170,7 +178,7 @@ def run(experiment: Experiment, options: argparse.Namespace) -> int:
     from _smaller_run import run_all, run_processes
 
     write_problems(experiment)
-    write_prompts(experiment, options.recipes)
+    write_prompts(experiment, [*options.recipes, *options.then] if options.recipes else [])
     if options.processes > 1:
         return run_processes(experiment, options)
     run_all(experiment, options)

@@ -315,6 +315,24 @@ def test_the_choice_does_not_wait_for_rows_of_the_verdict(experiment: Experiment
     assert chosen_recipes(experiment) == ["ours"] and len(experiment.records()) == 4
 
 
+def test_seeds_are_run_recipe_after_recipe_without_a_choice(experiment: Experiment) -> None:
+    """Dense rows first, then a recipe on all folds and seeds, then those that follow, by the first seed alone."""
+    problems(experiment)
+    rows = list[Row]()
+
+    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
+        rows.append(row)
+        record(experiment, row, {"validation": "1111", "test": "1111"}, 100 if row.recipe == DENSE else 80)
+        return experiment.record(row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("_smaller_run.make_row", make)
+        assert command(experiment, "run", "--recipes", "other", "--seeds", "2", "1", "--then", "ours") == 0
+    order = ((DENSE, (2, 1)), ("other", (2, 1)), ("ours", (2,)))
+    assert rows == [Row(name, fold, seed) for name, seeds in order for seed in seeds for fold in (0, 1)]
+    assert not chosen_recipes(experiment)
+
+
 def test_a_process_that_fails_is_named(
     experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,23 +52,25 @@ class Settings(TypedDict):
     choice_seeds: list[int]
     seeds: list[int]
     prompts: NotRequired[int]
-    comparisons: dict[str, str]
+    comparisons: list[list[str]]  # pairs of recipes
     dense: dict[str, Any]
     recipes: dict[str, dict[str, Any]]
 
 
 class Answer(TypedDict):
-    """An answer to a problem: the document's id and the text."""
+    """An answer to a problem: the document's id and the text, or of a row of a results file whether it was right."""
 
     id: str
-    answer: str
+    answer: NotRequired[str]
+    right: NotRequired[int]
 
 
 class Samples(TypedDict):
-    """Sampled answers to a problem."""
+    """Sampled answers to a problem, or of a row of a results file whether any was right."""
 
     id: str
-    answers: list[str]
+    answers: NotRequired[list[str]]
+    right: NotRequired[int]
 
 
 class Record(TypedDict):
@@ -83,7 +85,7 @@ class Record(TypedDict):
     parent: str  # that of the model that was pruned; of a dense row, of the model that was fine-tuned
     seconds: float
     parameters: list[int]  # all, without embeddings
-    plans: list[dict[str, Any]]  # what each stage removed
+    plans: NotRequired[list[dict[str, Any]]]  # what each stage removed; a row of a results file has none
     stages: list[dict[str, Any]]  # losses and distances, from distillation.json
     validation: list[Answer]
     sampled: list[Samples]  # to the validation problems
@@ -143,7 +145,9 @@ class Experiment:
             raise InputError(f"{self.file}: a recipe is called {DENSE}, which is the name of the model without pruning")
         if both := set(settings["choice_seeds"]) & set(settings["seeds"]):
             raise InputError(f"{self.file}: seeds of the verdict chose the recipe ({sorted(both)}); take others")
-        for name in itertools.chain(*settings["comparisons"].items()):
+        if odd := [pair for pair in settings["comparisons"] if len(pair) != 2]:
+            raise InputError(f"{self.file}: comparisons are pairs of recipes, not {odd[0]}")
+        for name in itertools.chain(*settings["comparisons"]):
             if name not in settings["recipes"]:
                 raise InputError(
                     f"{self.file}: comparisons name {name}{did_you_mean(name, settings['recipes'])}, no recipe"

@@ -6,6 +6,7 @@ the mean over folds of the mean differences over seeds, by Student's t. Nothing 
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -81,17 +82,21 @@ class Scored:
         The parent is the dense model that was pruned: its answers are in the row itself, if the dense row of
         the same fold and seed is of another training.
         """
+        entries = (self.parent(row) if is_parent else self.records[row])[split]
+        return np.array([self._score(entry) for entry in entries], dtype=float)
+
+    def _score(self, entry: Any) -> float:
+        """Return whether an answer is right; of several, whether any is."""
+        if "right" in entry:  # of a results file
+            return float(entry["right"])
         task = _task(self.experiment.settings["task"], self.experiment.settings["dense"].get("data_dir"))
-        return np.array(
-            [
-                max(
-                    task.process_results(self.documents[entry["id"]], [text])["exact_match"]
-                    for text in entry.get("answers") or [entry["answer"]]
-                )
-                for entry in (self.parent(row) if is_parent else self.records[row])[split]
-            ],
-            dtype=float,
-        )
+        document, texts = self.documents[entry["id"]], entry.get("answers") or [entry["answer"]]
+        return float(max(task.process_results(document, [text])["exact_match"] for text in texts))
+
+    def sealed_test(self, row: Row, is_parent: bool = False) -> str:
+        """Return which answers to the test are right in base64, to be kept and not to be read."""
+        entries = (self.parent(row) if is_parent else self.records[row])["test"]
+        return seal("".join(str(int(self._score(entry))) for entry in entries))
 
     def parent(self, row: Row) -> Any:
         """Return the answers of the dense model that was pruned; `InputError` if nothing has them."""
@@ -163,6 +168,16 @@ class Scored:
             min(len(self.problems[f"fold{fold}"]) for fold in settings["folds"]),
         )
         return power(self.experiment.goal, spread, len(settings["seeds"]), len(settings["folds"]))
+
+
+def seal(bits: str) -> str:
+    """Encode bits, so that nobody reads them by chance."""
+    return b64encode(bits.encode()).decode()
+
+
+def unseal(sealed: str) -> str:
+    """Decode bits that `seal` encoded."""
+    return b64decode(sealed).decode()
 
 
 @cache

@@ -107,7 +107,7 @@ def gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) 
 
 def _shapes(experiment: Experiment, recipes: Sequence[str], count: int) -> Iterator[tuple[str, Any]]:
     """Yield where a shape comes from (row or estimate) and its record."""
-    records = {row: record for row, record in experiment.records().items() if row.recipe != DENSE}
+    records = {row: record for row, record in experiment.records().items() if row.recipe != DENSE and "plans" in record}
     with_rows = {row.recipe for row in records}
     for name in recipes or experiment.settings["recipes"]:
         for seeds in (experiment.settings["choice_seeds"], experiment.settings["seeds"]):
@@ -150,10 +150,10 @@ def _is_valid(experiment: Experiment, entry: dict[str, Any]) -> bool:
     return any(entry["settings"] == experiment.digest(row) for row in rows)
 
 
-def take_speeds(experiment: Experiment, folder: Path) -> int:
-    """Add the valid speeds in another folder that were not measured here; return their number."""
+def take_speeds(experiment: Experiment, others: dict[str, Any]) -> int:
+    """Add the valid speeds of another folder or file that were not measured here; return their number."""
     speeds, new = read_speeds(experiment.work), dict[str, Any]()
-    for key, entry in read_speeds(folder).items():
+    for key, entry in others.items():
         if _is_valid(experiment, entry) and not (key in speeds and _is_valid(experiment, speeds[key])):
             new[key] = entry
     if new:

@@ -71,6 +71,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         help="options of the rows of recipes alone: '{epochs: 0}' removes, and trains nothing",
     )
     parser.add_argument("--copy", type=Path, help="train, speed: copy records to this folder; collect: take them")
+    parser.add_argument("--results", type=Path, help="collect: take the rows of a results file of `report`")
     parser.add_argument(
         "--discard", action="store_true", help="train: delete models of recipes when they have answered"
     )
@@ -186,12 +187,18 @@ def run(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def collect(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Take the records and speeds of another machine."""
-    from _smaller_speed import take_speeds
+    """Take the records and speeds of another machine, or of a results file."""
+    from _smaller_results import take_results
+    from _smaller_speed import read_speeds, take_speeds
 
+    if options.results:
+        rows, left = take_results(experiment, options.results)
+        untested = f"; {left} by seeds of the verdict are left, whose test {options.results} does not have"
+        print(f"{rows} new rows in {options.work}" + (untested if left else ""))
+        return
     if not options.copy or not options.copy.is_dir():
-        raise InputError("name the folder of the records: --copy FOLDER")
-    rows, speeds = experiment.take(options.copy), take_speeds(experiment, options.copy)
+        raise InputError("name the folder of the records, --copy FOLDER, or a results file, --results FILE")
+    rows, speeds = experiment.take(options.copy), take_speeds(experiment, read_speeds(options.copy))
     print(f"{rows} new rows in {options.work}" + (f", and {speeds} speeds" if speeds else ""))
 
 

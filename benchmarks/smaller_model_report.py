@@ -11,6 +11,7 @@ from _smaller import DENSE, Experiment, Row
 from _smaller_choice import change, points
 from _smaller_plan import chosen_entries, chosen_recipes, note_tested, recipes_tested
 from _smaller_power import power_text
+from _smaller_results import COPIED
 from _smaller_scores import Scored
 from _smaller_speed import measured_gains, reached_by, read_speeds
 
@@ -20,8 +21,7 @@ TOLERANCE = 0.005  # share of the dense model's parameters, or time, by which mo
 def write_report(experiment: Experiment, name: str) -> str:
     """Write the results file, and return the report; its first line says whether the goal was reached.
 
-    The verdict is from rows of the seeds that did not choose; recipes are compared on validation problems by those that
-    did.
+    The verdict is from rows of the seeds that did not choose; recipes are compared on validation problems by all seeds.
     """
     scored, chosen, settings = Scored(experiment), chosen_recipes(experiment), experiment.settings
     note_tested(experiment, [each for each in chosen if not missing(experiment, scored, each)])
@@ -33,7 +33,7 @@ def write_report(experiment: Experiment, name: str) -> str:
     estimate = scored.power(fresh) if fresh else {}
     lines += [f"Of the rows by seeds of the verdict, {power_text(estimate)}.", ""] if estimate else []
     lines += _tested_table(experiment, scored, chosen)
-    names = [each for each in settings["recipes"] if scored.pairs(each, settings["choice_seeds"])]
+    names = [each for each in settings["recipes"] if scored.pairs(each, all_seeds(experiment))]
     lines += [
         "",
         *_table(experiment, scored, names),
@@ -141,8 +141,13 @@ def _tested_table(experiment: Experiment, scored: Scored, chosen: Sequence[str])
 # ---------------------------------------------------------------- recipes
 
 
+def all_seeds(experiment: Experiment) -> list[int]:
+    """Return the seeds of the choice and of the verdict."""
+    return [*experiment.settings["choice_seeds"], *experiment.settings["seeds"]]
+
+
 def _table(experiment: Experiment, scored: Scored, names: Sequence[str]) -> list[str]:
-    """Return the table of recipes, by validation problems and the seeds of the choice."""
+    """Return the table of recipes, by validation problems of all rows."""
     samples = experiment.settings["samples"]
     lines = [
         "| recipe | rows | parameters in blocks | speed | validation, difference ± error (95%) | "
@@ -150,7 +155,7 @@ def _table(experiment: Experiment, scored: Scored, names: Sequence[str]) -> list
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in names:
-        rows = scored.pairs(name, experiment.settings["choice_seeds"])
+        rows = scored.pairs(name, all_seeds(experiment))
         known = [each for each in map(scored.divergence, rows) if each is not None]
         speeds = [
             f"{device}: {', '.join(f'{100 * each.median:+.1f}% at {batch}' for batch, each in gains.items())}"
@@ -182,8 +187,8 @@ def _comparisons(experiment: Experiment, scored: Scored) -> list[str]:
         "| recipe | compared with | folds and seeds | validation, difference ± error (95%) | KLD of both |",
         "| --- | --- | --- | --- | --- |",
     ]
-    seeds = experiment.settings["choice_seeds"]
-    for first, second in experiment.settings["comparisons"].items():
+    seeds = all_seeds(experiment)
+    for first, second in experiment.settings["comparisons"]:
         if difference := scored.between(first, second, seeds):
             count = len(difference.by_row)
             pairs = zip(*scored.common([first, second], seeds).values(), strict=True)
@@ -211,7 +216,8 @@ def _fronts(experiment: Experiment, scored: Scored, names: Sequence[str]) -> lis
 
     Speed is that of the batch at which a recipe gains least. Recipes are compared on common rows.
     """
-    parameters = {name: 1 - scored.smaller(scored.pairs(name, experiment.settings["choice_seeds"])) for name in names}
+    seeds = all_seeds(experiment)
+    parameters = {name: 1 - scored.smaller(scored.pairs(name, seeds)) for name in names}
     costs = {"parameters": parameters}
     for name in names:
         for device, gains in measured_gains(experiment, name).items():
@@ -219,7 +225,7 @@ def _fronts(experiment: Experiment, scored: Scored, names: Sequence[str]) -> lis
             costs.setdefault(f"speed on {device}", {})[name] = 1 / (1 + slowest)
     lines = []
     for kind, each in costs.items():
-        rows = scored.common(list(each), experiment.settings["choice_seeds"])
+        rows = scored.common(list(each), seeds)
         if any(rows.values()):
             differences = {name: scored.difference(rows[name], "validation").mean for name in each}
             best, count = front(each, differences), len(next(iter(rows.values())))
@@ -230,16 +236,21 @@ def _fronts(experiment: Experiment, scored: Scored, names: Sequence[str]) -> lis
 
 
 def _summary(scored: Scored, row: Row) -> dict[str, Any]:
-    """Return a row of the results file, with its dense model's answers; its test if that is known."""
+    """Return a row of the results file, with its dense model's answers; its test if that is known, else sealed."""
     record, tested = scored.records[row], recipes_tested(scored.experiment)
-    is_tested = row.seed in scored.experiment.settings["seeds"] and bool(tested) and row.recipe in (DENSE, *tested)
+    counts = row.seed in scored.experiment.settings["seeds"]
+    is_tested = counts and bool(tested) and row.recipe in (DENSE, *tested)
     splits = ("validation", "sampled", *(["test"] if is_tested else []))
-    names = ("recipe", "fold", "seed", "device", "made", "weights", "parent", "seconds", "parameters", "stages")
     right = {"right": {split: _bits(scored.right(row, split)) for split in splits}}
-    if row.recipe != DENSE and row in scored.pairs(row.recipe, [row.seed]):
+    is_pruned = row.recipe != DENSE and row in scored.pairs(row.recipe, [row.seed])
+    if is_pruned:
         right["dense"] = {split: _bits(scored.right(row, split, True)) for split in splits}
-    ids = {split: [answer["id"] for answer in record[split]] for split in splits}
-    return {**{name: record[name] for name in names if name in record}, **right, "ids": ids}
+    if counts and not is_tested:
+        right["right"]["sealed"] = scored.sealed_test(row)
+        if is_pruned:
+            right["dense"]["sealed"] = scored.sealed_test(row, True)
+    ids = {split: [answer["id"] for answer in record[split]] for split in ("validation", "sampled", "test")}
+    return {**{name: record[name] for name in ("settings", *COPIED) if name in record}, **right, "ids": ids}
 
 
 def _bits(right: np.ndarray) -> str:

@@ -40,7 +40,7 @@ def tiny_experiment(tiny_folder: Path, tmp_path: Path) -> Experiment:
         "folds": [0, 1],
         "choice_seeds": [0],
         "seeds": [1, 2],
-        "comparisons": {"other": "ours"},
+        "comparisons": [["other", "ours"]],
         "dense": {**common, "ratio": 0, "distill_weight": 0, "task_weight": 1},
         "recipes": {"ours": {**common, **PRUNED}, "other": {**common, **PRUNED, "hidden": False}},
     }

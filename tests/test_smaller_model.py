@@ -55,7 +55,7 @@ def test_a_row_of_a_recipe_that_is_gone_is_one_line(experiment: Experiment, caps
     record(experiment, Row("other", 0, 0), {"validation": "1000", "test": "1000"})
     content = yaml.safe_load(experiment.file.read_text())
     del content["recipes"]["other"]
-    experiment.file.write_text(yaml.safe_dump({**content, "comparisons": {}}))
+    experiment.file.write_text(yaml.safe_dump({**content, "comparisons": []}))
     assert command(experiment, "choose") == 2
     assert "is a row of the recipe other, which experiment.yaml has no more" in capsys.readouterr().err
 

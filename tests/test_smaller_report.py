@@ -192,6 +192,49 @@ def test_the_report_compares_recipes_with_each_other(experiment: Experiment) -> 
     assert f"{change} | 0.250, 0.500; lower in 1 of 1 |" in write_report(experiment, str(experiment.work / "r"))
 
 
+def test_rows_of_a_results_file_are_taken_back(
+    experiment: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With their tests sealed until all rows are there; the report is that of the answers."""
+    fill(experiment, DENSE, [0, 1, 2], 100, validation="1110", test="1100")
+    for name, validation, test in (("ours", "1110", "1011"), ("other", "1100", "1111")):
+        fill(experiment, name, [0, 1, 2], validation=validation, test=test)
+    last = Row("ours", 1, 2)
+    experiment.path(last).unlink()
+    choice(experiment)
+    report, file = write_report(experiment, str(tmp_path / "unfinished")), tmp_path / "unfinished.json"
+    rows = json.loads(file.read_text())["rows"]
+    assert [key for key, row in rows.items() if "test" in row["right"]] == []
+    assert {key for key, row in rows.items() if "sealed" in row["right"]} == {key for key in rows if key[-1] != "0"}
+
+    def taken(*words: str) -> Experiment:
+        copy = Experiment(experiment.file, tmp_path / f"copy{len([*tmp_path.iterdir()])}", experiment.pretrained)
+        problems(copy)
+        assert command(copy, "collect", "--results", *words) == 0
+        return copy
+
+    copy = taken(str(file))
+    assert capsys.readouterr().out == f"17 new rows in {copy.work}\n"
+    assert write_report(copy, str(tmp_path / "again")).splitlines()[0] == report.splitlines()[0]
+    for each in (experiment, copy):
+        record(each, last, {"validation": "1110", "test": "1011"}, 80)
+    full = write_report(experiment, str(tmp_path / "finished"))
+    tested = [line for line in full.splitlines() if line.startswith(("The goal is", "| ours | 4 |"))]
+    assert len(tested) == 2 and set(tested) <= set(write_report(copy, str(tmp_path / "again")).splitlines())
+    copy = taken(str(tmp_path / "finished.json"))
+    assert recipes_tested(copy) == ["ours"] and set(tested) <= set(write_report(copy, str(tmp_path / "r")).splitlines())
+    rows["ours_fold0_seed0"]["settings"] = "others"
+    for changed, problem in (
+        ({"rows": rows}, "ours_fold0_seed0 of the results file was made from another model or corpus"),
+        ({"changes": {"limit": 4}}, "were made with other options (--changes)"),
+        ({"settings": {**json.loads(file.read_text())["settings"], "recipes": {}}}, "other options (other, ours)"),
+    ):
+        (tmp_path / "changed.json").write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+        empty = Experiment(experiment.file, tmp_path / "empty", experiment.pretrained)
+        assert command(empty, "collect", "--results", str(tmp_path / "changed.json")) == 2
+        assert problem in capsys.readouterr().err and not empty.records()
+
+
 def test_fewer_than_three_folds_have_no_interval() -> None:
     rows = {Row("ours", fold, 0): np.array([1.0, -1.0, -1.0, 0.0]) for fold in (0, 1, 2)}
     assert change(Difference(rows, 0.5)) == "-25.00 ± 0.00 points (-25.00 to -25.00)"

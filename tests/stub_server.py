@@ -64,6 +64,7 @@ class Stub:
         self.answered = 0
         self.waiting = 0
         self.size, self.trained_length = 1000, 512  # bytes of its GGUF file, and its context
+        self.defaults: dict[str, Any] = {}  # its own values of settings that a request leaves out
         if self.folder not in _MODELS:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
             _MODELS[self.folder] = (model, AutoTokenizer.from_pretrained(folder))
@@ -137,6 +138,7 @@ class Stub:
         return "" if name in self.silent else name
 
     def complete(self, payload: dict[str, Any], heads: str, chat: bool) -> dict[str, Any]:
+        payload = {**self.defaults, **payload}
         key = json.dumps(
             [self.folder, self.kind, self.length, payload | {"model": 0, "lora": 0}, heads], sort_keys=True
         )
@@ -162,6 +164,9 @@ class Stub:
             limit = min(limit, self.length - len(prompt))
         for _ in range(limit):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
+            penalised = list({*tokens[-self.window(payload) :]})
+            some, penalty = logits[penalised], payload.get(self.penalty, 1.0)
+            logits[penalised] = torch.where(some > 0, some / penalty, some * penalty)
             token = int(logits.argmax())
             if temperature:
                 token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
@@ -191,6 +196,15 @@ class Stub:
             else:
                 choice["logprobs"] = {"tokens": names, "token_logprobs": values[: len(names)]}
         return {"object": "text_completion", "choices": [choice], "usage": {"completion_tokens": count}}
+
+    @property
+    def penalty(self) -> str:
+        """The name of the repetition penalty."""
+        return "repeat_penalty" if self.kind == "llamacpp" else "repetition_penalty"
+
+    def window(self, payload: dict[str, Any]) -> int:
+        """The number of tokens that are penalised."""
+        return payload.get("repeat_last_n", 64) if self.kind == "llamacpp" else 1 << 20
 
     @staticmethod
     def _best(row: torch.Tensor, token: int) -> dict[str, float]:

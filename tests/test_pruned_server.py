@@ -287,7 +287,52 @@ def test_llama_cpp_samples_in_the_order_of_hf(tiny_folder: Path) -> None:
             lm.generate_until([request("generate_until", ("a", settings), 0)])
         warm, greedy = stub.payloads[-2:]
     assert warm["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
-    assert "samplers" not in greedy
+    assert greedy["samplers"] == ["penalties", "temperature"]  # without what the server was started with
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+    """It counts the prompt, is the model's own if the task has none, and never a default of the server."""
+    folder = tmp_path / "tiny-llama"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.1}))
+    prompt = "the cat sat on a mat and " * 5  # longer than llama.cpp's own window
+    asked = [{}, {"repetition_penalty": 1.0}, {"repetition_penalty": 3.0}]
+    instances = [text(prompt, number, max_gen_toks=24, **settings) for number, settings in enumerate(asked)]
+    expected = PrunedHFLM(str(folder), dtype="float64", device="cpu").generate_until(instances)
+    assert len(set(expected)) == 3
+    with Stub(folder, kind=kind) as stub:
+        stub.defaults = {stub.penalty: 9.0, "presence_penalty": 1.0, "frequency_penalty": 1.0, "mirostat": 2}
+        assert served(folder, stub).generate_until(instances) == expected
+    for payload in stub.payloads:
+        sent = {name: payload.get(name) for name in ("presence_penalty", "frequency_penalty", "mirostat")}
+        assert not any(sent.values()) and payload.get("repeat_last_n", 0) <= 512  # of which it allocates memory
+
+
+def test_requests_that_are_too_long_together_get_a_remedy(tiny_folder: Path) -> None:
+    body = json.dumps({"error": {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"}})
+    assert "smaller num_concurrent=" in http_client.Response(500, body.encode(), None).description
+
+
+def test_facts_of_a_server_are_those_of_the_model_that_is_meant(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server, or a proxy of several, can list others before it."""
+    with Stub(tiny_folder) as stub, Stub(tiny_folder, HEADS, "llamacpp") as other:
+        (own,) = stub.models()["data"]
+        listed = [{**own, "id": "first", "max_model_len": 100}, own, {**own, "id": "last", "max_model_len": 50}]
+        monkeypatch.setattr(stub, "models", lambda: {"data": listed})
+        assert served(tiny_folder, stub, model="tiny", probe=False).max_length == 512
+        (own,) = other.models()["data"]
+        first = {**own, "id": "/m/first.gguf", "meta": {"n_params": 9, "size": 9, "n_ctx": 64}}
+        monkeypatch.setattr(other, "models", lambda: {"data": [first, own]})
+        lm = served(tiny_folder, other, model="tiny", probe=False)
+        assert lm.max_length == 512
+        assert lm.identity["served"].startswith("tiny: tiny, ")
+        lm.generate_until([text("a b")])
+        with pytest.raises(InputError, match=r"has 2 models .*; name one with model="):
+            served(tiny_folder, other)
 
 
 def test_the_context_of_a_llama_cpp_is_that_of_one_slot(
@@ -360,9 +405,7 @@ def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path, monkeypat
             served(tiny_folder, stub, other)
         cards = other.models()["data"] * 2
         monkeypatch.setattr(other, "models", lambda: {"data": [cards[0], {**cards[1], "id": "/b/other.gguf"}]})
-        with pytest.raises(
-            InputError, match=r"serve different models .tiny.gguf, [^;]*; tiny.gguf, .* and other.gguf,"
-        ):
+        with pytest.raises(InputError, match=r"serves /b/tiny.gguf, /b/other.gguf, not /a/tiny.gguf"):
             served(tiny_folder, stub, other)
 
 
@@ -836,8 +879,8 @@ def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> N
                 lm.generate_until([text("a", **{name: value})])
         lm.generate_until([text("a", num_beams=1, repetition_penalty=1.5)])
         assert stub.payloads[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.payloads[-1]
-        with pytest.raises(InputError, match=r"repetition_penalty=1.5 cannot be sent to server=llamacpp"):
-            served(tiny_folder, other, probe=False).generate_until([text("a", repetition_penalty=1.5)])
+        with pytest.raises(InputError, match=r"min_tokens=2 cannot be sent to server=llamacpp"):
+            served(tiny_folder, other, probe=False).generate_until([text("a", min_tokens=2)])
         assert not lm.MULTIMODAL
         with pytest.raises(InputError, match="more than a text"):
             lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2}, {"visual": []}), 0)])

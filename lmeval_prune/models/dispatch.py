@@ -221,8 +221,7 @@ class _Run:
         result = parse(job.parse, body)
         if kind.adapter_list:  # answers do not name their adapters: check that the adapter ids are still the same
             current = await list_models(self.session, server.url, kind)
-            if current.roots != listing.roots:
-                raise _another_model(current)
+            self._check_model(server, current)
             if current.adapter_ids != listing.adapter_ids:
                 server.listing = current
                 raise RetryableError("it was restarted with its adapters in another order", Cause.SERVER)
@@ -285,9 +284,14 @@ class _Run:
     async def _check_listing(self, server: Server) -> None:
         """Check that a server still serves the same models; ids of adapters may have changed."""
         listing = await list_models(self.session, server.url, self.dispatcher.kind)
-        if listing.roots != server.listing.roots:
-            raise _another_model(listing)
+        self._check_model(server, listing)
         server.listing = listing
+
+    def _check_model(self, server: Server, listing: Listing) -> None:
+        """Check that a server lists the model that it had at the start."""
+        model = listing.model(self.dispatcher.model)
+        if model.identity != server.listing.model(self.dispatcher.model).identity:
+            raise RetryableError(f"it serves another model now ({model.root})", Cause.SERVER)
 
     async def _trial_job(self, server: Server) -> Job:
         """Take the next job whose variant has not failed on the server; if there is none, any job."""
@@ -322,11 +326,6 @@ def _naming(url: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{url}: {error}") from None
-
-
-def _another_model(listing: Listing) -> RetryableError:
-    models = ", ".join(map(str, listing.roots.values()))
-    return RetryableError(f"it serves another model now ({models})", Cause.SERVER)
 
 
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:

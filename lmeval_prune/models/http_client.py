@@ -66,6 +66,11 @@ class Response(NamedTuple):
             error = body.get("error", body) if isinstance(body, dict) else body
             text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
         hint = "; give the server's key in OPENAI_API_KEY" if self.status in (401, 403) else ""
+        if self.status == 500 and "Context size has been exceeded" in text:  # of llama.cpp, by requests together
+            hint = (
+                "; its slots share one context: give a smaller num_concurrent=, or start it with --no-kv-unified or a "
+                "larger --ctx-size"
+            )
         return f"status {self.status}, {brief(str(text), 200) or 'no message'}{hint}"
 
 

@@ -91,7 +91,7 @@ class ModelIdentity:
     @classmethod
     def of_server(cls, lm: Any) -> Self:
         """Identify the model of a `PrunedServerLM`."""
-        listing = lm.dispatcher.servers[0].listing
+        model = lm.dispatcher.servers[0].listing.model(lm.dispatcher.model)
         return cls(
             config_fingerprint(lm.config),
             tokenizer_fingerprint(lm.tokenizer),
@@ -101,7 +101,7 @@ class ModelIdentity:
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
             # models of one file name in several folders can be several trainings
-            served=": ".join(map(str, next(iter(listing.roots.items())))) if lm.kind.adapter_list else None,
+            served=model.identity if lm.kind.adapter_list else None,
         )
 
     def to_json(self) -> dict[str, Any]:

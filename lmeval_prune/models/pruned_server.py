@@ -192,7 +192,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
-        limits = [server.listing.max_length for server in servers if server.listing.max_length]
+        limits = [length for server in servers if (length := server.listing.model(name).max_length)]
         options["max_length"] = min([self.options.max_length or max_length(self.config, None), *limits])  # for its log
         options["num_concurrent"] = self.options.num_concurrent
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
@@ -236,7 +236,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                     f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
         for server in self.dispatcher.servers if names else ():
-            stored = server.listing.parameter_bytes
+            stored = server.listing.model(self.dispatcher.model).parameter_bytes
             if stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
                 logger.warning(ROUNDED_WARNING, server.url, stored, self.options.adapters, self.dtype)
 

@@ -134,11 +134,11 @@ class ServerClient:
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
         length, is_sampled = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
-        payload: dict[str, Any] = {"max_tokens": length, "stop": until, **self._sampling_settings(options, is_sampled)}
+        sampling = lm.kind.sampling_fields(self._sampling_settings(options, is_sampled), is_sampled, lm.max_length)
+        payload: dict[str, Any] = {"max_tokens": length, "stop": until, **sampling}
         payload["seed"] = lm.seed
         if is_sampled:
             payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
-        payload |= lm.kind.sampling_fields(is_sampled)
         prompt = self._prompt(name, context, length)
 
         def parse(body: dict[str, Any]) -> GeneratedText:

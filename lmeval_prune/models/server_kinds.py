@@ -29,23 +29,43 @@ class ServedVariant:
 DENSE = ServedVariant()
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server says of an unpruned model."""
+
+    name: str = ""
+    root: str | None = None  # path it was loaded from; llama.cpp: name of its file, with its parameters and bytes
+    max_length: int | None = None  # tokens of prompt and answer together
+    parameter_bytes: float | None = None  # of a parameter in the model's file, on average
+
+    @property
+    def identity(self) -> str:
+        """Return the name and the root."""
+        return f"{self.name}: {self.root}"
+
+
 @dataclass
 class Listing:
     """Models and adapters that a server lists."""
 
-    models: list[str] = field(default_factory=list)  # names of unpruned models
-    # unpruned model → path it was loaded from; llama.cpp: name of its file, with the number of its parameters and bytes
-    roots: dict[str, str | None] = field(default_factory=dict)
+    models: dict[str, ServedModel] = field(default_factory=dict)  # unpruned models by name
     parents: dict[str, str] = field(default_factory=dict)  # adapter → its base model
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
-    max_length: int | None = None  # tokens of prompt and answer together
-    parameter_bytes: float | None = None  # of a parameter in the model's file, on average
     software: str | None = None  # the owner of the models: `vllm`, `sglang`, `llamacpp`, or somebody's name
+
+    def model(self, name: str) -> ServedModel:
+        """Return the model of this name; otherwise the first one, which is the only one where names are free."""
+        return self.models.get(name) or next(iter(self.models.values()), ServedModel())
 
 
 _COMMON_SETTINGS = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"}
+    {
+        *("temperature", "top_k", "top_p", "min_p", "ignore_eos", "logit_bias"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    }
 )
+
+_NO_PENALTY = MappingProxyType({"presence_penalty": 0.0, "frequency_penalty": 0.0})
 
 
 class ServerKind:
@@ -69,7 +89,7 @@ class ServerKind:
     adapter_list: str | None = None
     name_option = "--served-model-name"
     logprob_settings: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
-    generation_settings: frozenset[str] = _COMMON_SETTINGS | {"repetition_penalty", "min_tokens", "stop_token_ids"}
+    generation_settings: frozenset[str] = _COMMON_SETTINGS | {"min_tokens", "stop_token_ids"}
 
     def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:
         """Return the request fields that name a variant: in vLLM, an adapter is a model with a name of its own."""
@@ -83,20 +103,23 @@ class ServerKind:
             if card.get("parent"):
                 listing.parents[name] = str(card["parent"])
                 continue
-            listing.models.append(name)
-            listing.roots[name] = card.get("root")
+            length = card.get("max_model_len")
+            limit = None if length is None else whole_number(length, 1)
+            listing.models[name] = ServedModel(name, card.get("root"), limit)
             listing.software = card.get("owned_by")
-            if card.get("max_model_len") is not None:
-                listing.max_length = whole_number(card["max_model_len"], 1)
         return listing
 
     def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:
         """Return the `/tokenize` request for a text without special tokens."""
         return {"model": model, "prompt": text, "add_special_tokens": False}
 
-    def sampling_fields(self, is_sampled: bool) -> dict[str, Any]:
-        """Return the request fields that make a server sample as `hf` does, beside the settings."""
-        return {}
+    def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
+        """Return the request fields for generation settings; `length` is the most tokens of prompt and answer.
+
+        Penalties are always sent: a server applies defaults of its own to what a request leaves out (vLLM and SGLang:
+        those of the served model's generation config; llama.cpp: those of its command).
+        """
+        return {**_NO_PENALTY, "repetition_penalty": 1.0, **settings}
 
 
 class SGLang(ServerKind):
@@ -138,15 +161,15 @@ class LlamaCpp(ServerKind):
         listing = super().parse_listing(models, None)
         for card in models.get("data") or []:
             facts = card.get("meta") or {}
-            root = _path_parts(card["id"])[-1]
+            name, parameter_bytes = str(card["id"]), None
+            root = _path_parts(name)[-1]
             if "n_params" in facts:
                 parameters, size = whole_number(facts["n_params"]), whole_number(facts["size"])
                 root += f", {parameters} parameters in {size} bytes"
-                listing.parameter_bytes = size / max(parameters, 1)
+                parameter_bytes = size / max(parameters, 1)
             # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
-            lengths = [whole_number(facts[name], 1) for name in ("n_ctx", "n_ctx_train") if facts.get(name) is not None]
-            listing.max_length = min(lengths, default=None)
-            listing.roots[str(card["id"])] = root
+            lengths = [whole_number(facts[key], 1) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
+            listing.models[name] = ServedModel(name, root, min(lengths, default=None), parameter_bytes)
         for adapter in adapters or []:
             path = _path_parts(adapter["path"])
             name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
@@ -159,10 +182,16 @@ class LlamaCpp(ServerKind):
         """Return the `/tokenize` request for a text without special tokens."""
         return {"content": text, "add_special": False}
 
-    def sampling_fields(self, is_sampled: bool) -> dict[str, Any]:
-        """Return the order of `hf`; llama.cpp's own has the temperature last, and so draws from other tokens."""
-        order = ["penalties", "temperature", "top_k", "top_p", "min_p"]
-        return {"samplers": order} if is_sampled else {}
+    def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
+        """Return the settings in llama.cpp's names, and the order of `hf`.
+
+        llama.cpp's own order has the temperature last, and so draws from other tokens. Its repetition penalty is that
+        of `hf` if it counts all tokens, for whose number it takes memory.
+        """
+        own = {name: value for name, value in settings.items() if name != "repetition_penalty"}
+        penalty = {"repeat_penalty": settings.get("repetition_penalty", 1.0), "repeat_last_n": length}
+        order = ["penalties", "temperature", *(("top_k", "top_p", "min_p") if is_sampled else ())]
+        return {**_NO_PENALTY, **penalty, "mirostat": 0, "dynatemp_range": 0.0, "samplers": order, **own}
 
 
 def _path_parts(path: Any) -> list[str]:

@@ -66,7 +66,8 @@ def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) ->
             if len(models) != 1:
                 raise InputError(f"{server.url} has {len(models)} models ({first_few(models)}); name one with model=")
             (name,) = models
-        elif name not in models and (is_named or kind.adapter_list is None):  # llama.cpp answers to any name
+        elif name not in models and (is_named or kind.adapter_list is None or len(models) != 1):
+            # a llama.cpp of one model answers to any name
             raise InputError(
                 f"{server.url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with "
                 f"model=, or start the server with {kind.name_option} {name}"
@@ -75,14 +76,15 @@ def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) ->
             if parent != name and parent in models:
                 raise InputError(f"{server.url}: adapter {adapter} belongs to {parent}, not to {name}")
     if kind.adapter_list:  # nothing in its answers says which model gave them
-        _check_same_model(servers)
+        assert name is not None
+        _check_same_model(servers, name)
     assert name is not None
     return name
 
 
-def _check_same_model(servers: Sequence[Server]) -> None:
+def _check_same_model(servers: Sequence[Server], name: str) -> None:
     """Refuse servers whose models have other names of files, or other sizes."""
-    models = [" and ".join(map(str, server.listing.roots.values())) for server in servers]
+    models = [server.listing.model(name).root for server in servers]
     for server, listed in zip(servers, models, strict=True):
         if listed != models[0]:
             raise InputError(
@@ -187,7 +189,12 @@ class Probe:
         """Request the log-probabilities of the probe text under each variant."""
         kind = self.dispatcher.kind
         scored = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
-        payload = {"prompt": self.tokens[:PROMPT_LENGTH], "temperature": 0, **kind.logprob_settings, **scored}
+        settings = {
+            **kind.sampling_fields({"temperature": 0}, False, len(self.tokens)),
+            **kind.logprob_settings,
+            **scored,
+        }
+        payload = {"prompt": self.tokens[:PROMPT_LENGTH], **settings}
         jobs = [
             Job("/v1/completions", lambda: payload, variant, self._parse_signature, "a probe", index)
             for index, variant in enumerate(variants)

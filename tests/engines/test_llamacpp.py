@@ -90,7 +90,7 @@ def test_samples_are_drawn_from_the_tokens_that_hf_draws_from(server: tuple[Serv
     kind = KINDS["llamacpp"]
     payload = {"prompt": tokens, "max_tokens": 1, "logprobs": 40, "n_probs": 40, "post_sampling_probs": True}
     off = [{"id": number, "scale": 0} for number in range(len(HEADS))]
-    content = json.dumps({**payload, **settings, "lora": off, **kind.sampling_fields(True)}).encode()
+    content = json.dumps({**payload, "lora": off, **kind.sampling_fields(settings, True, 512)}).encode()
     asked = urllib.request.Request(f"{server[0].url}/v1/completions", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         (first,) = json.load(answer)["choices"][0]["logprobs"]["content"]

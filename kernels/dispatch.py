@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 KERNELS_ON_CPU = False  # set by tests, with TRITON_INTERPRET=1 before triton is imported
-DISPATCHED: Counter[str] = Counter()  # number of calls by operation and choice, such as `decide: triton`
+DISPATCHED: Counter[str] = Counter()  # calls by operation and choice: `decide and store: triton`
 MAX_HEAD_WIDTH = 256  # a wider head does not fit into the registers of a Triton program
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.decode_attention import compiled
@@ -146,6 +147,22 @@ def test_what_is_not_a_number_is_seen(name: str, number: float, dtype: torch.dty
     assert not expected.isfinite().all()
     torch.testing.assert_close(out[1], expected, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert out[[0, 2]].isfinite().all()
+
+
+def test_scores_of_minus_infinity_alone_attend_to_nothing() -> None:
+    """As in PyTorch's own formula, where NaN stays NaN; a single other score has all of the weight."""
+    query, keys = torch.full((1, 2, 4), -1.0), torch.full((1, 2, 3, 4), math.inf)
+    values, slots, lengths = torch.ones(1, 2, 3, 4), torch.tensor([0]), torch.tensor([3])
+    keys[0, 1, 2] = math.nan
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.nn.functional.scaled_dot_product_attention(query[:, :, None], keys, values, scale=1.0)[:, :, 0]
+    out, lse = compiled.decode(query, keys, values, slots, lengths, 1.0)
+    assert not expected[0, 0].any() and expected[0, 1].isnan().all()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert lse[0, 0] == -math.inf and lse[0, 1].isnan()
+    keys[0, 0, 1] = 1
+    out, lse = compiled.decode(query, keys, values, slots, lengths, 1.0)
+    assert out[0, 0].tolist() == [1] * 4 and lse[0, 0] == -4
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

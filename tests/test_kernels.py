@@ -643,6 +643,18 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
     assert not dispatch.DISPATCHED and not caplog.messages
 
 
+def test_a_fallback_is_counted_once() -> None:
+    key, value = (random(2, 1, 1, 300, dtype=torch.float64) for _ in range(2))
+    store = (*(torch.zeros(2, 1, 4, 300, device=DEVICE, dtype=torch.float64) for _ in range(2)),)
+    numbers = (torch.zeros(2, 4, dtype=torch.long, device=DEVICE), *torch.zeros(2, 2, dtype=torch.long, device=DEVICE))
+    valid = torch.ones(2, 1, dtype=torch.bool, device=DEVICE)
+    dispatch.DISPATCHED.clear()
+    ops.decide_and_store(
+        key, value, valid, fresh(key, value), RULES["kv"], store=(*store, *numbers), position=0, keep_skipped=False
+    )
+    assert dispatch.DISPATCHED == {"decide and store: torch": 1, "decide: torch": 1}
+
+
 def test_empty_batches() -> None:
     keys, none = random(0, 2, 4, 8), torch.zeros(0, dtype=torch.long, device=DEVICE)
     assert attention.decode(random(0, 4, 8), keys, keys, none, 1.0).shape == (0, 4, 8)
@@ -734,6 +746,27 @@ def test_what_is_not_a_number_is_seen(name: str, splits: int) -> None:
     del expected["splits"]
     for out in (attention.decode(**step.arguments), naive_attention.decode(**expected)):
         assert out.isnan().flatten(1).any(1).tolist() == [i == row for i in range(7)]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("stores", [False, True])
+def test_scores_without_a_finite_number_are_those_of_pytorch(stores: bool, splits: int) -> None:
+    """Rows of scores that are all minus infinity, all NaN, and all plus infinity; with and without stored tokens."""
+    query = torch.tensor([-1, math.nan, 1], device=DEVICE)[:, None, None].expand(3, 2, 16)
+    keys, values = torch.full((3, 1, 4, 16), math.inf, device=DEVICE), torch.ones(3, 1, 4, 16, device=DEVICE)
+    new = {"new_key": keys[:, :, 0], "new_value": values[:, :, 0]} if stores else {}
+    count = 0 if stores else 3
+    lengths = torch.full((3,), count, device=DEVICE)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    visible = keys[:, :, : count or 1].expand(-1, 2, -1, -1)
+    expected = sdpa(query[:, :, None], visible, torch.ones_like(visible), scale=1.0)[:, :, 0]
+    assert not expected[0].any() and expected[1:].isnan().all()
+    options = {"query": query, "values": values, "lengths": lengths, "scaling": 1.0, **new}
+    for out in (
+        attention.decode(keys=keys.clone(), splits=splits, **options),
+        naive_attention.decode(keys=keys.clone(), **options),
+    ):
+        torch.testing.assert_close(out, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dimension", ["heads", "tokens"])
@@ -901,7 +934,7 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
         expected, report, lengths = logits(model, filtered, pieces, mask, on_device=False)
         dispatch.DISPATCHED.clear()
         found, by_device, stored_lengths = logits(model, filtered, pieces, mask, on_device=True)
-        assert bool(dispatch.DISPATCHED["decide: triton"]) == (1 in pieces)
+        assert bool(dispatch.DISPATCHED["decide and store: triton"]) == (1 in pieces)
         assert by_device == report and report["realised"] > 0
         assert stored_lengths == lengths
         # gemma2 is eager here, whose weights are in single precision
@@ -937,7 +970,7 @@ def test_a_filter_on_the_device_in_single_precision() -> None:
     expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
     dispatch.DISPATCHED.clear()
     found, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
-    assert set(dispatch.DISPATCHED) == {"decide: triton", "decode attention: triton"}
+    assert set(dispatch.DISPATCHED) == {"decide and store: triton", "decode attention: triton"}
     assert stored_lengths == lengths
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 

@@ -18,44 +18,59 @@ from lmeval_prune.kernels.compilation import njit
 from lmeval_prune.kernels.decode_attention.ops import check_storage
 from lmeval_prune.kernels.dispatch import check_tensors, needs_gradients
 
-LOWEST = np.float32(-3e38)
 # Permissions of the compiler, without those to suppose that no number is NaN or infinite: NaN has to reach the output.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 LARGE = 2**20  # elements of keys from which ending PyTorch's waiting threads (0.1 ms) pays
+MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float32 without its sign
 
 
-@njit(nogil=True, fastmath=True)  # otherwise it does not use vector instructions; of NaN, any number is right here
-def _largest(scores: Any, begin: int, end: int) -> Any:
-    largest = LOWEST
+@njit(nogil=True)
+def _largest(bits: Any, begin: int, end: int) -> Any:
+    """Return the largest of float32 numbers, as their bits: minus infinity if there are none, NaN if one is NaN.
+
+    With the lower bits of negative numbers inverted, bits are in the order of the numbers. The compiler uses vector
+    instructions for integers, and for floats only if it may suppose that none is NaN.
+    """
+    largest = np.int32(-0x7F800001)  # of minus infinity
     for j in range(begin, end):
-        largest = max(largest, scores[j])
-    return largest
+        ordered = np.int32(bits[j] ^ ((bits[j] >> np.int32(31)) & MAGNITUDE))
+        if ordered > largest:
+            largest = ordered
+    return largest ^ ((largest >> np.int32(31)) & MAGNITUDE)
 
 
 @njit(nogil=True, fastmath=FAST)
-def _exponentials(scores: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
+def _exponentials(scores: Any, score_bits: Any, begin: int, end: int, weights: Any, bits: Any) -> Any:
     """Write exp(score - largest score) to `weights`, which shares memory with `bits`; return the largest and the sum.
 
     exp(x) = 2^t exp(r), with t = round(x / log 2), and a polynomial of degree 7 for exp(r). The compiler uses vector
-    instructions for it, but not for its own `exp`.
+    instructions for it, but not for its own `exp`. If all scores are minus infinity, the weights are 0, the sum is 1.
     """
-    largest = _largest(scores, begin, end)
-    for j in range(begin, end):
-        x = scores[j] - largest
-        x = np.float32(-87) if x < np.float32(-87) else x  # exp(-87) is the smallest normal number; NaN stays
-        t = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-        r = x - t * np.float32(0.693359375) + t * np.float32(2.1219444e-4)  # log 2 in two parts
-        p = np.float32(1 / 5040) * r + np.float32(1 / 720)
-        p = p * r + np.float32(1 / 120)
-        p = p * r + np.float32(1 / 24)
-        p = p * r + np.float32(1 / 6)
-        p = p * r + np.float32(1 / 2)
-        weights[j] = p * r * r + r + np.float32(1)
-        bits[j] += np.int32(t) << np.int32(23)  # adds t to the exponent
+    if begin == end:
+        return np.float32(-np.inf), np.float32(1)
+    bits[begin] = _largest(score_bits, begin, end)
+    largest = weights[begin]
+    if largest == -np.inf:  # of each score that is a number
+        for j in range(begin, end):
+            weights[j] = np.float32(0) if scores[j] == largest else scores[j]
+    else:
+        for j in range(begin, end):
+            x = scores[j] - largest
+            x = np.float32(-87) if x < np.float32(-87) else x  # exp(-87) is the smallest normal number; NaN stays
+            t = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+            r = x - t * np.float32(0.693359375) + t * np.float32(2.1219444e-4)  # log 2 in two parts
+            p = np.float32(1 / 5040) * r + np.float32(1 / 720)
+            p = p * r + np.float32(1 / 120)
+            p = p * r + np.float32(1 / 24)
+            p = p * r + np.float32(1 / 6)
+            p = p * r + np.float32(1 / 2)
+            weights[j] = p * r * r + r + np.float32(1)
+            exponent = t if t == t else np.float32(0)  # of NaN, an integer is undefined
+            bits[j] += np.int32(exponent) << np.int32(23)
     total = np.float32(0)
     for j in range(begin, end):
         total += weights[j]
-    return largest, total
+    return largest, np.float32(1) if total == 0 else total
 
 
 @njit(nogil=True)
@@ -88,7 +103,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
         lse: Any,
     ) -> None:
         scores, weights = np.empty((group, keys.shape[2]), np.float32), np.empty((group, keys.shape[2]), np.float32)
-        bits, sums = weights.view(np.int32), np.empty((group, width_v), np.float32)
+        score_bits, bits, sums = scores.view(np.int32), weights.view(np.int32), np.empty((group, width_v), np.float32)
         buffer = np.empty(max(width, width_v), np.float32)
         buffer_bits = buffer.view(np.int32)
         for row in range(first, last):
@@ -105,7 +120,7 @@ def _decode_rows(group: int, width: int, width_v: int, is_half: bool) -> Any:
                         scores[g, j] = score * scaling
                 sums[:] = 0
                 for g in range(group):
-                    largest, total = _exponentials(scores[g], begin, end, weights[g], bits[g])
+                    largest, total = _exponentials(scores[g], score_bits[g], begin, end, weights[g], bits[g])
                     for j in range(begin, end):
                         weights[g, j] /= total
                     lse[row, kv_head * group + g] = largest + np.log(total)

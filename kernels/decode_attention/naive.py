@@ -50,8 +50,8 @@ def decode(
     scores = query.to(dtype).unflatten(1, (k.shape[1], -1)) @ k.mT * scaling  # (rows, key-value heads, G, tokens)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    hidden = ~visible[:, None, None]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)  # rows without keys: NaN to 0
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    weights = scores.softmax(-1).masked_fill(scores == -torch.inf, 0)  # of rows without another score: NaN to 0
     out = (weights @ v).flatten(1, 2).to(query.dtype)
     return out if keep is None or masks is None else out * keep[masks.long()][..., None].to(out.dtype)
 

@@ -156,8 +156,8 @@ def _decode_kernel(
         tl.store(values + end_of_slot * stride_value + dv, new_v, mask=dv < tl.where(writes, WIDTH_V, 0))
         score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         maximum = tl.where(is_first, _capped(score, softcap, SOFTCAP), float("-inf"))
-        total = tl.where(is_first, 1.0, total)
-        sums += new_v.to(tl.float32)[None, :]
+        total = tl.exp2(maximum - tl.where(maximum == float("-inf"), 0.0, maximum))  # 1, 0 of no score, or NaN
+        sums += total[:, None] * new_v.to(tl.float32)[None, :]
     for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = block + tl.arange(0, BLOCK_N)
         visible, offsets = n < end, n.to(tl.int64)

@@ -103,7 +103,7 @@ def decide_and_store(
     _check(key, value, valid, memory, len(keys))
     _check_store(key, value, store, position, slots, ends)
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
-    if len(key) and use_kernel("decide", key, _too_large(key, value), types, needs_gradients(key, value)):
+    if len(key) and use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
         return _launch(key, value, valid, memory, rule, store, position, keep_skipped, slots, ends)
     skipped = _decide_in_slots(key, value, valid, memory, rule, slots)
     rows = torch.arange(len(key), device=key.device) if slots is None else slots.long()

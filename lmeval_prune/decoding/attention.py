@@ -65,7 +65,8 @@ class AttentionOptions:
             return cast(Attention, attend(q, k, v, attn_mask=mask, scale=self.scaling))
         scores = self._scores(q, k, mask)
         lse = scores.logsumexp(-1)
-        return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+        base = lse.clamp(min=torch.finfo(lse.dtype).min)  # scores that are all minus infinity have weights of 0
+        return (scores - base[..., None]).exp().to(v.dtype) @ v, lse
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the scores in float32 or float64."""
@@ -82,7 +83,8 @@ def join_attention(parts: Sequence[Attention]) -> torch.Tensor:
     Args:
         parts: attention, (…, width), and log-sum-exp, (…). Minus infinity stands for no keys.
     """
-    weights = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
+    sums = torch.stack([lse for _, lse in parts])
+    weights = sums.softmax(0).masked_fill(sums == -torch.inf, 0)[..., None]
     joined = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
     return cast(torch.Tensor, joined).to(parts[0][0].dtype)
 

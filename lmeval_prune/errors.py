@@ -117,9 +117,11 @@ def first_line(error: BaseException, length: int = 150) -> str:
 
 def _place_of(error: BaseException) -> str:
     """Return the line of a user's own code that an exception comes from; empty if only installed packages ran."""
-    installed = {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent)}
+    installed = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename).is_absolute() and not frame.filename.startswith(tuple(installed)):
+        file = Path(frame.filename)  # packages can be those of a user or of another environment
+        is_package = {"site-packages", "dist-packages"} & set(file.parts) or frame.filename.startswith(installed)
+        if file.is_absolute() and not is_package:
             return f"line {frame.lineno} of {frame.filename}"
     return ""
 

@@ -207,8 +207,8 @@ def check_scorers(task: Any) -> None:
     read: set[str] = set()  # kinds that filters read
     compares_numbers = False
     try:
-        for step in (step for pipeline in filters(task) for step in pipeline.filters):
-            if getattr(step, "func", None) is AnswerFilter:
+        for step in (partial(step) for pipeline in filters(task) for step in pipeline.filters):
+            if step.func is AnswerFilter:
                 _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
                 step().read_gold(task.eval_docs[0])
                 read.add(step.keywords.get("kind", "number"))

@@ -29,6 +29,7 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
 from lmeval_prune.settings import resolve_device
+from lmeval_prune.tasks.compat import HAS_SCORERS
 from tests.conftest import ROOT
 from tests.test_own_answers import task_file
 
@@ -261,6 +262,8 @@ def test_a_task_that_cannot_be_loaded_is_one_line(
     tiny_folder: Path, tmp_path: Path, command: str, line: str, by_name: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its YAML, its functions or its data: by the name of its file, and by its own name with its folder."""
+    if HAS_SCORERS and command == "run" and "!function" in line and not by_name:
+        pytest.skip("lm-eval 0.5.0.dev1 imports no functions of a file that is named by its path; 0.4.13 does")
     (tmp_path / "utils.py").write_text("def fails(docs):\n    return docs.map(lambda doc: {'a': doc['gone']})\n")
     path = task_file(tmp_path, task="mine")
     settings = yaml.safe_dump(json.loads(Path(path).read_text()), sort_keys=True)

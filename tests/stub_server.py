@@ -59,6 +59,7 @@ class Stub:
     ) -> None:
         self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
         self.silent, self.leaks, self.delay = silent, leaks, delay
+        self.root = self.folder  # that it lists; another path on another machine
         self.wait, self.length = "0.05", 512  # its `Retry-After` header, and the tokens of its context
         self.payloads: list[dict[str, Any]] = []  # payloads of completions
         self.answered = 0
@@ -111,7 +112,7 @@ class Stub:
             facts["n_ctx_train"] = self.trained_length
             return {"object": "list", "data": [{"id": self.name, "owned_by": self.kind, "meta": facts}]}
         cards: list[dict[str, Any]] = [
-            {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length, "owned_by": self.kind}
+            {"id": self.name, "root": self.root, "parent": None, "max_model_len": self.length, "owned_by": self.kind}
         ]
         if self.kind == "vllm":
             cards += [{"id": each, "root": f"/adapters/{each}", "parent": self.name} for each in self.adapters]

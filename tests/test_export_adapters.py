@@ -325,9 +325,11 @@ def test_two_exports_do_not_write_to_one_folder(tiny_folder: Path, tmp_path: Pat
     assert list(second.run()) == [("L0H0", False), ("L0H1", False)]
 
 
-def gguf_base(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama", width: int = 32) -> Path:
-    """A file with output projections, and nothing else."""
-    writer = gguf.GGUFWriter(str(path), architecture)
+def gguf_base(
+    path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama", width: int = 32, per_file: int = 0
+) -> Path:
+    """A file with output projections, and nothing else; in several files of `per_file` tensors."""
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=per_file)
     for layer in range(2):
         array = gguf.quants.quantize(np.ones((32, width), np.float32), kind)
         writer.add_tensor(f"blk.{layer}.attn_output.weight", array, raw_dtype=kind)
@@ -370,6 +372,12 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     assert "of shape [32, 32]: it is another model" in error_for(
         (tmp_path / "wide.gguf").rename(tmp_path / "sha256-1f")
     )
+    gguf_base(tmp_path / "split.gguf", kinds.F16, per_file=1)
+    first, second = sorted(tmp_path.glob("split-*"))
+    assert "other weights in blk.0.attn_output.weight" in error_for(first)  # and none that it lacks
+    assert f"{second} is part 2 of 2; name the first" in error_for(second)
+    second.unlink()
+    assert f"there is no file {second}" in error_for(first)
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     assert "not a complete GGUF file" in error_for(tmp_path / "broken.gguf")
     assert "other weights in blk.0.attn_output.weight" in error_for(gguf_base(tmp_path / "ones.gguf", kinds.F16))

@@ -31,6 +31,7 @@ from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
 from lmeval_prune.models.server_client import sampling_seed
 from lmeval_prune.models.server_kinds import DENSE, KINDS, ServedVariant
 from lmeval_prune.models.server_probe import Probe, server_tokens
+from lmeval_prune.models.server_record import ServerRecord
 from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.stub_server import MISBEHAVIOURS, Stub
@@ -798,7 +799,7 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
 
     class Noisy(Probe):
         def __init__(self) -> None:
-            pass
+            self.record = ServerRecord(None, [], "", False)
 
         def _check_tokenizer(self, server: Any) -> None:
             pass

@@ -21,6 +21,7 @@ from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.models.server_record import RECORD
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -71,7 +72,7 @@ def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, 
     every = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
     for local, remote in zip(*every, strict=True):
         assert {**local, "tokens": None, "answer": None} == {**remote, "tokens": None, "answer": None}
-    assert sorted(path.name for path in (tmp_path / "here").glob("[a-z]*")) == sorted(before)
+    assert {RECORD, *(path.name for path in (tmp_path / "here").glob("[a-z]*"))} == {*before}
     model = served.model
     assert (model["server"], model["dtype"]) == ("vllm", "float32") and set(model["adapters"]) == set(HEADS)
     assert model["adapters"]["L0H1"] == json.loads((adapters / "L0H1" / MANIFEST).read_text())["hash"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -34,18 +35,9 @@ def write_gguf_adapter(path: Path, architecture: str, name: str, updates: Iterab
 
 def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: torch.dtype) -> None:
     """Refuse a GGUF model file whose output projections differ from the adapter's in type or shape."""
-    if not path.is_file():
-        raise InputError(
-            f"there is no file {path}, so its types cannot be checked; name the file that the server loads"
-        )
-    try:
-        file = GGUFReader(path)
-        file_architecture = file.fields["general.architecture"].contents()
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path} is not a complete GGUF file ({first_line(error)})") from error
+    file_architecture, tensors = _read(path)
     if file_architecture != architecture:
         raise InputError(f"{path} is a {file_architecture} model, and the adapter is for {architecture}")
-    tensors = {tensor.name: tensor for tensor in file.tensors}
     for layer in model_map.attention:
         name = output_projection(layer.index)
         shape = [in_features(layer.o_proj), out_features(layer.o_proj)]
@@ -67,7 +59,7 @@ def check_gguf_weights(path: Path, weights: Iterable[tuple[int, Tensor]]) -> Non
         path: a file that passed `check_gguf_base`.
         weights: number of a layer, and its output projection in the file's type.
     """
-    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    _, tensors = _read(path)
     for number, weight in weights:
         stored = tensors[output_projection(number)]
         values = torch.tensor(dequantize(stored.data, stored.tensor_type))  # copied: torch warns of read-only memory
@@ -76,3 +68,32 @@ def check_gguf_weights(path: Path, weights: Iterable[tuple[int, Tensor]]) -> Non
                 f"{path} has other weights in {stored.name} than the model that the adapters are made for, so that "
                 f"they would not prune it; name its own file: `lmeval-prune export model --format gguf` writes it"
             )
+
+
+def _read(path: Path) -> tuple[str, dict[str, ReaderTensor]]:
+    """Return the architecture and the tensors of a GGUF model file; of one that is split, those of all its parts."""
+    architecture = ""
+    tensors: dict[str, ReaderTensor] = {}
+    for part in _parts(path):
+        if not part.is_file():
+            raise InputError(
+                f"there is no file {part}, so its types cannot be checked; name the file that the server loads"
+            )
+        try:
+            file = GGUFReader(part)
+            architecture = architecture or file.fields["general.architecture"].contents()
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise InputError(f"{part} is not a complete GGUF file ({first_line(error)})") from error
+        tensors |= {tensor.name: tensor for tensor in file.tensors}
+    return architecture, tensors
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files of a model that is split as by `llama-gguf-split`, which is named by its first part."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if not match:
+        return [path]
+    prefix, number, count = match[1], int(match[2]), int(match[3])
+    if number != 1:
+        raise InputError(f"{path} is part {number} of {count}; name the first, which llama.cpp loads with the others")
+    return [path.with_name(f"{prefix}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]

@@ -266,7 +266,8 @@ def _computation(
 ) -> dict[str, Any]:
     """Identify the settings of the computation that can change answers."""
     if variant.served:
-        return {"computation": {"server": engine, **_adapters(variant, arguments, checkpoint)}}
+        named = {"model": str(variant.model_args["model"])} if "model" in variant.model_args else {}
+        return {"computation": {"server": engine, **named, **_adapters(variant, arguments, checkpoint)}}
     computation: dict[str, Any] = {}
     if engine == "batched" and variant.model_args.get("deterministic") is not None and not arguments.deterministic:
         computation = {"deterministic": False}

@@ -8,6 +8,7 @@
     prepared/KEY/               result of a preparation
     measures/KEY.json           costs of a variant
     distances/KEY.parquet       distances of a cell's variant from a dense model, by text
+    answers/answers.servers.json  log-probabilities by which servers are known again
     answers/NAME/               answers of a model on a task, stored one by one, so that a killed cell can resume
     locks/KEY.lock              lock of a cell, a preparation or a measurement
 
@@ -29,6 +30,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.answer_store import write_table
+from lmeval_prune.models.server_record import RECORD
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -152,6 +154,11 @@ class GridFolder:
     def answers(self, name: str) -> Path:
         """Return the folder with stored answers of one model on one task; `name` is `Cell.answers`."""
         return self.path / "answers" / file_name(name)
+
+    @property
+    def servers(self) -> Path:
+        """Return the file by which servers of another run are known again."""
+        return self.path / "answers" / RECORD
 
     # ------------------------------------------------------------------ failures and costs
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -102,7 +103,16 @@ class VariantLM(RecordingLM):
 
 
 class ServedLM(PrunedServerLM):
-    """A variant whose answers a server computes."""
+    """A variant whose answers a server computes; `record_path` is of all served variants of a grid."""
+
+    def __init__(self, record_path: Path, **arguments: Any) -> None:
+        self._record_path = record_path
+        super().__init__(**arguments)
+
+    @property
+    def record_path(self) -> Path:
+        """Return the grid's file."""
+        return self._record_path
 
     @property
     def store_rank(self) -> int | None:
@@ -131,10 +141,10 @@ class LoadedModel:
         self._key = key
         return lm
 
-    def connect(self, model_args: dict[str, Any]) -> ServedLM:
+    def connect(self, model_args: dict[str, Any], record_path: Path) -> ServedLM:
         """Connect to the servers of a variant."""
         self.close()
-        self.lm = lm = ServedLM(**model_args)
+        self.lm = lm = ServedLM(record_path, **model_args)
         return lm
 
     def close(self) -> None:
@@ -187,7 +197,7 @@ class Worker:
         torch.manual_seed(cell.variant.seed)
         if cell.variant.served:
             stored = {"responses": responses} if responses else {}
-            return self.loaded.connect({**task.model_args, **computing, **stored})
+            return self.loaded.connect({**task.model_args, **computing, **stored}, self.folder.servers)
         arguments = replace(task.arguments, others={**task.arguments.others, **computing}, responses=responses)
         is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
         return self.loaded.configure(arguments, None if is_prepared else cell.identity["model"])

@@ -9,6 +9,7 @@ other versions are counted in a warning and not used.
     answers.json      schema
     rank-*.jsonl      answers in the order of computation, one file per process; a truncated last line is ignored
     answers.parquet   compacted answers of earlier runs
+    answers.servers.json  of `pruned-server`: log-probabilities by which a server is known again
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import ssl
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lmeval_prune.models.server_client import LogLikelihood, ServerClient
 from lmeval_prune.models.server_kinds import ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_probe import Probe, connect, model_name
+from lmeval_prune.models.server_record import RECORD, ServerRecord
 from lmeval_prune.tasks.compat import max_length
 
 # options that lm-eval's own class takes
@@ -46,6 +48,7 @@ _LM_EVAL_OPTIONS = {
 
 
 logger = logging.getLogger(__name__)
+ROOT_WARNING = "%s serves %s, and its answers are taken for those of pretrained=%s: is it the same model?"
 ROUNDED_WARNING = (
     "%s serves a file of %.3g bytes for each parameter, and the adapters in %s are for %s: heads are not pruned "
     "exactly, unless its output projections are in that type, which `export adapter --served FILE.gguf` checks"
@@ -96,6 +99,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         connection = Connection(self.header, self._certificates(), self.options.timeout)
         servers = connect(self.kind, self.options.urls, connection)
         name = model_name(self.kind, servers, self.options.model)
+        self._check_roots(name, servers)
         self._init_lm_eval(name, servers)
         limits = (self.options.num_concurrent, self.options.max_retries)
         self.dispatcher = Dispatcher(self.kind, name, servers, connection, *limits)
@@ -105,7 +109,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             variants = self.answering.variants()
             self._check_adapters(variants)
             if self.options.probe:
-                Probe(self.dispatcher, self.tokenizer).run(variants)
+                Probe(self.dispatcher, self.tokenizer, self._server_record()).run(variants)
         except BaseException:
             self.answering.close()
             raise
@@ -151,6 +155,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             local = checkpoint_identity(path, self.options.revision)
         except InputError:  # only configuration and tokenizer are here
             local = None
+        self.has_weights = local is not None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
         if len(bases) > 1:
             names = " and ".join(list(bases.values())[:2])
@@ -219,6 +224,33 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         except (OSError, ssl.SSLError) as error:
             raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
+    def _check_roots(self, name: str, servers: Sequence[Server]) -> None:
+        """Refuse a server of other weights, if its folder is here; warn of a folder of another name.
+
+        Adapters name the model that serves them, and llama.cpp lists no folder.
+        """
+        path = Path(self.checkpoint.path)
+        for server in servers if not self.adapters and not self.kind.adapter_list else ():
+            root = server.listing.model(name).root
+            if not root or root == self.options.model:  # its name alone, which a user chose
+                continue
+            if self._has_other_weights(root):
+                raise InputError(
+                    f"{server.url} serves {root}, which has other weights than pretrained={path}: give "
+                    f"pretrained={root}, or the address of another server"
+                )
+            if path.name.lower() not in root.lower() and not Path(root).is_dir():
+                logger.warning(ROOT_WARNING, server.url, root, path)
+
+    def _has_other_weights(self, root: str) -> bool:
+        path = Path(self.checkpoint.path)
+        if not self.has_weights or not Path(root).is_dir() or (path.is_dir() and path.samefile(root)):
+            return False
+        try:
+            return checkpoint_identity(root) != self.base
+        except InputError:  # the folder has no weights
+            return False
+
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
         """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""
         if not self.adapters:
@@ -239,6 +271,19 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             stored = server.listing.model(self.dispatcher.model).parameter_bytes
             if stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
                 logger.warning(ROUNDED_WARNING, server.url, stored, self.options.adapters, self.dtype)
+
+    @property
+    def record_path(self) -> Path | None:
+        """Return the file by which the servers of another run are compared with those of this one."""
+        return Path(self.arguments.responses) / RECORD if self.arguments.responses else None
+
+    def _server_record(self) -> ServerRecord:
+        model = self.dispatcher.servers[0].listing.model(self.dispatcher.model)
+        listed = model.identity if self.kind.adapter_list else self.options.model
+        identity = [self.kind.name, self.dtype, self.base, listed]
+        path, store = self.record_path, self.answering.store
+        is_empty = bool(path and store and store.folder == path.parent and not store.responses)
+        return ServerRecord(path, identity, self.dtype, is_empty)
 
     def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
         """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""

@@ -26,6 +26,7 @@ from lmeval_prune.models.http_client import (
     whole_number,
 )
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant, ServerKind
+from lmeval_prune.models.server_record import ServerRecord, Signature
 
 logger = logging.getLogger(__name__)
 PROBE_TEXT = (
@@ -36,7 +37,6 @@ PROMPT_LENGTH = 64  # tokens of the text in a request
 GENERATED_LENGTH = 12  # tokens to generate, if the server does not score prompts
 BATCH_ADAPTERS = 32  # adapters in one batch
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
-Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities, which identify a variant
 
 
 def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
@@ -111,8 +111,8 @@ def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str
 class Probe:
     """Check each server of a dispatcher with a few requests."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
-        self.dispatcher, self.tokenizer = dispatcher, tokenizer
+    def __init__(self, dispatcher: Dispatcher, tokenizer: Any, record: ServerRecord) -> None:
+        self.dispatcher, self.tokenizer, self.record = dispatcher, tokenizer, record
         self.tokens: list[int] = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[ServedVariant]) -> None:
@@ -133,6 +133,7 @@ class Probe:
         """Check a server's tokenizer, that all variants give different signatures, and that batches do not mix them."""
         self._check_tokenizer(server)
         unpruned = self._signatures(server, [DENSE] * 4, 1)  # repeated to measure the server's noise
+        self.record.check(server.url, unpruned[0])
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
         signatures = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
         for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):

@@ -1,0 +1,90 @@
+"""Log-probabilities by which a served model is known again, in another run or on another server.
+
+Nothing that a server lists tells one training from another: a file can be replaced, and a path on another machine can
+hold other weights.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from lmeval_prune.artefacts import digest, read_artefact, write_artefact
+from lmeval_prune.errors import InputError
+
+RECORD = "answers.servers.json"  # in the folder of an answer store
+SCHEMA, VERSION = "lmeval-prune/servers", 1
+# Largest root mean square difference of log-probabilities that an engine and its hardware explain.
+TOLERANCES = {"float32": 0.02, "float64": 0.02}
+TOLERANCE = 0.15  # in other types; between types it is about 0.08
+Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities
+
+
+class _Signature(TypedDict):
+    tokens: list[str]
+    log_probabilities: list[float]
+
+
+class _Content(TypedDict):
+    signatures: dict[str, _Signature]  # by a digest of what is known of the model otherwise
+
+
+class ServerRecord:
+    """The signature of the unpruned model that answers of a folder come from.
+
+    Args:
+        path: file with signatures; None: of this run alone.
+        identity: what is known of the model otherwise.
+        dtype: type in which the servers compute, or an empty string.
+        is_empty: whether no answers are stored yet, so that a signature in the file does not count.
+    """
+
+    def __init__(self, path: Path | None, identity: Any, dtype: str, is_empty: bool) -> None:
+        self.path, self.key, self.tolerance = path, digest(identity), TOLERANCES.get(dtype, TOLERANCE)
+        self._signatures: dict[str, Signature] = {}
+        self._source = ""
+        if path and path.exists():
+            for key, stored in read_artefact(path, SCHEMA, VERSION, _Content)[0]["signatures"].items():
+                self._signatures[key] = list(zip(stored["tokens"], stored["log_probabilities"], strict=False))
+            self._source = f"the server that gave the answers in {path.parent}"
+            if is_empty:
+                self._signatures.pop(self.key, None)
+
+    def check(self, url: str, signature: Signature) -> None:
+        """Compare a server's signature with the known one, or record it as the first.
+
+        Raises:
+            InputError: it differs by more than rounding.
+        """
+        known = self._signatures.get(self.key)
+        if known is None:
+            self._signatures[self.key], self._source = signature, url
+            if self.path:
+                self._write(self.path)
+        elif (difference := _difference(known, signature)) > self.tolerance:
+            raise InputError(
+                f"{url} gives other log-probabilities than {self._source}: they differ by {difference:.2g}, more than "
+                f"the {self.tolerance:g} of rounding, so it has other weights or another type. Start it with the same "
+                f"model; for another one give another folder (probe=false leaves this check out)"
+            )
+
+    def _write(self, path: Path) -> None:
+        pairs = {key: list(zip(*signature, strict=True)) for key, signature in self._signatures.items()}
+        content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
+        write_artefact(path, SCHEMA, VERSION, {"signatures": content})
+
+
+def _difference(first: Signature, second: Signature) -> float:
+    """Return the root mean square difference of log-probabilities up to the first different token.
+
+    Two tokens that are nearly as probable can change places by rounding, so the tokens themselves do not count.
+    """
+    squares = []
+    for (token, value), (other_token, other_value) in zip(first, second, strict=False):
+        squares.append((value - other_value) ** 2)
+        if token != other_token:
+            break
+    return math.sqrt(sum(squares) / len(squares))

@@ -1,0 +1,125 @@
+"""Which model a server has: names, paths and sizes do not tell one training from another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lmeval_prune import InputError
+from lmeval_prune.grid.cells import cells_of
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.run import run
+from lmeval_prune.models.answer_store import read_answers
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.models.server_record import RECORD, ServerRecord
+from tests.stub_server import Stub
+from tests.test_pruned_server import served, text
+
+
+@pytest.fixture(scope="module")
+def retrained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same shape and tokenizer."""
+    folder = tmp_path_factory.mktemp("retrained") / "tiny-llama"
+    shutil.copytree(tiny_folder, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * weight.std() * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    return folder
+
+
+def remote(folder: Path, kind: str = "vllm") -> Stub:
+    """A server whose model has the same path, name and size, whatever it is."""
+    stub = Stub(folder, kind=kind)
+    stub.root = "/models/tiny-llama"
+    return stub
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_another_training_does_not_go_on_with_stored_answers(
+    tiny_folder: Path, retrained: Path, tmp_path: Path, kind: str
+) -> None:
+    def ask(folder: Path, responses: Path, prompt: str) -> None:
+        with remote(folder, kind) as stub:
+            lm: PrunedServerLM = served(tiny_folder, stub, responses=str(responses))
+            lm.generate_until([text(prompt)])
+            lm.close()
+
+    ask(tiny_folder, tmp_path / "r", "a b")
+    ask(tiny_folder, tmp_path / "r", "c d")
+    message = rf"gives other log-probabilities than the server that gave the answers in {tmp_path}/r: they differ by "
+    with pytest.raises(InputError, match=message):
+        ask(retrained, tmp_path / "r", "a b")
+    assert len(list(read_answers(tmp_path / "r"))) == 2
+    with remote(retrained, kind) as stub:  # no answer was asked for
+        served(tiny_folder, stub, responses=str(tmp_path / "s")).close()
+    ask(tiny_folder, tmp_path / "s", "a b")
+
+
+def test_two_servers_have_one_model(tiny_folder: Path, retrained: Path) -> None:
+    with remote(tiny_folder) as stub, remote(tiny_folder) as same, remote(retrained) as other:
+        served(tiny_folder, stub, same)
+        with pytest.raises(InputError, match=rf"^{other.url} gives other log-probabilities than {stub.url}: "):
+            served(tiny_folder, stub, other)
+
+
+def test_a_grid_has_answers_of_one_model(tiny_folder: Path, retrained: Path, tmp_path: Path) -> None:
+    def evaluate(folder: Path, *tasks: str) -> list[Any]:
+        with remote(folder) as stub:
+            model = {"pretrained": str(tiny_folder), "dtype": "float64", "base_url": stub.url, "server": "vllm"}
+            settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "measure": False}
+            grid = Grid.of({"model": model, "variants": {"served": {}}, "tasks": list(tasks), **settings})
+            return run(grid, str(tmp_path / "grid")).failed
+
+    assert evaluate(tiny_folder, "prune_tiny_words") == []
+    ((_, task, reason),) = evaluate(retrained, "prune_tiny_words", "prune_tiny_words_pass4")
+    assert task == "prune_tiny_words_pass4" and "gives other log-probabilities than" in reason
+    assert (tmp_path / "grid" / "answers" / RECORD).is_file()
+
+
+def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:
+    """A GGUF file has the `pretrained=` of the model that it was made from."""
+    model = {"pretrained": str(tiny_folder), "dtype": "float64", "base_url": "http://127.0.0.1:9", "server": "llamacpp"}
+    settings = {"model": model, "tasks": ["prune_tiny_words"]}
+    named = {"dense": {"model": "dense"}, "cut": {"model": "cut"}}
+    assert len({cell.key for cell in cells_of(Grid.of({**settings, "variants": named}))}) == 2
+    addresses = {"dense": {}, "cut": {"base_url": "http://127.0.0.1:10"}}
+    with pytest.raises(InputError, match="two cells are the same"):
+        cells_of(Grid.of({**settings, "variants": addresses}))
+
+
+def test_rounding_is_no_other_model() -> None:
+    known = [("a", -1.0), ("b", -2.0), ("c", -1.5), ("d", -1.0)]
+    near = [("a", -1.1), ("b", -1.9), ("e", -1.52), ("f", -9.0)]  # c and e are as probable: others follow
+    for dtype, is_other in (("float32", True), ("bfloat16", False), ("", False)):
+        record = ServerRecord(None, [], dtype, False)
+        record.check("http://a", known)
+        if is_other:
+            with pytest.raises(InputError, match=r"differ by 0\.082, more than the 0\.02 of rounding"):
+                record.check("http://b", near)
+        else:
+            record.check("http://b", near)
+
+
+def test_the_folder_that_a_server_names(
+    tiny_folder: Path, retrained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Stub(tiny_folder) as stub:
+        stub.root = str(retrained)
+        with pytest.raises(InputError, match=rf"serves {retrained}, which has other weights than pretrained="):
+            served(tiny_folder, stub, probe=False)
+        stub.root = str(shutil.copytree(tiny_folder, tmp_path / "copy"))  # the same weights
+        served(tiny_folder, stub, probe=False)
+        stub.root = f"/models/{tiny_folder.name}"
+        served(tiny_folder, stub, probe=False)
+        assert "is it the same model" not in caplog.text
+        stub.root = "/models/qwen"
+        served(tiny_folder, stub, probe=False)
+        assert f"serves /models/qwen, and its answers are taken for those of pretrained={tiny_folder}" in caplog.text

@@ -102,7 +102,7 @@ def test_rounding_is_no_other_model() -> None:
         record = ServerRecord(None, [], dtype, False)
         record.check("http://a", known)
         if is_other:
-            with pytest.raises(InputError, match=r"differ by 0\.082, more than the 0\.02 of rounding"):
+            with pytest.raises(InputError, match=r"differ by 0\.082, more than the 0\.01 of rounding"):
                 record.check("http://b", near)
         else:
             record.check("http://b", near)

@@ -110,7 +110,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
                     raise RetryableError(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
             return Response(response.status, bytes(body), parse_retry_after(response.headers.get("Retry-After")))
     except TimeoutError:
-        raise RetryableError(f"no response within {client.timeout.total:g} seconds") from None
+        raise RetryableError(
+            f"no response within {client.timeout.total:g} seconds (timeout= and num_concurrent= decide)"
+        ) from None
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"

@@ -18,8 +18,8 @@ from lmeval_prune.errors import InputError
 RECORD = "answers.servers.json"  # in the folder of an answer store
 SCHEMA, VERSION = "lmeval-prune/servers", 1
 # Largest root mean square difference of log-probabilities that an engine and its hardware explain.
-TOLERANCES = {"float32": 0.02, "float64": 0.02}
-TOLERANCE = 0.15  # in other types; between types it is about 0.08
+TOLERANCES = {"float32": 0.01, "float64": 0.01}
+TOLERANCE = 0.15  # in other types
 Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities
 
 

@@ -216,7 +216,7 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(np.mean(np.concatenate([f.outcomes.z[:, f.outcomes.pool.index(DENSE)] for f in report.folds])))
     figures.pass_at_n(curves, bands, dense, output / "pass_at_n", SAMPLING)
-    figures.pass_at_tokens(curves, output / "pass_at_tokens")
+    figures.pass_at_tokens(curves, output / "pass_at_tokens", SAMPLING)
     by_fold = [
         {"fold": f.choice["fold"], "questions": len(f.outcomes.texts), **fold_figures(f, plan)} for f in report.folds
     ]

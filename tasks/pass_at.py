@@ -31,7 +31,8 @@ class PassAtTask(ScoredTask):
     `algebra`, …). With k = N both estimators are equal.
 
     Raises:
-        InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
+        InputError: `repeats` is not a whole number above 0, or the task has no `process_results` that gives
+            `exact_match`.
     """
 
     @print_input_errors
@@ -50,6 +51,11 @@ class PassAtTask(ScoredTask):
         keep = {"function": "take_first_k", "k": count}
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
+        if self.score not in EQUALITIES and "exact_match" not in self.score(self.eval_docs[0], [""]):
+            raise InputError(
+                f"task {self.config.task}: its process_results gives no exact_match, of which pass@k is computed; "
+                f"return it, 0 or 1"
+            )
 
     @property
     def ks(self) -> list[int]:
@@ -79,14 +85,16 @@ class PassAtTask(ScoredTask):
             raise InputError(f"{needed}, got {len(responses)}")
         scored = [self.score(doc, [text]) for text in responses]
         correct = [bool(score["exact_match"]) for score in scored]
-        answers = [score["extracted"] for score in scored]
-        winner, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
         return {
             **{f"pass@{k}": float(pass_ordered(correct, k)) for k in self.ks},
             **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
-            f"maj@{self.attempts}": float(winner is not None and correct[winner]),
-            "distinct": float(distinct),
-            "extracted": answers,
-            "how": [score["how"] for score in scored],
+            **(self._votes(correct, [score["extracted"] for score in scored]) if "extracted" in scored[0] else {}),
+            **({"how": [score["how"] for score in scored]} if "how" in scored[0] else {}),
             **{name: mean([score[name] for score in scored]) for name in self._failures},
         }
+
+    def _votes(self, correct: list[bool], answers: list[str]) -> Scores:
+        """Return the metrics of extracted answers, which a function that is not of this package may not give."""
+        winner, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
+        right = float(winner is not None and correct[winner])
+        return {f"maj@{self.attempts}": right, "distinct": float(distinct), "extracted": answers}

@@ -31,6 +31,15 @@ def scored_splits(task: Any) -> list[str]:
     return sorted(str(name) for name in names if name)
 
 
+def unnamed_exemplar_split(task: Any) -> str | None:
+    """Return the split from which lm-eval draws the exemplars of a task that does not name one; else None."""
+    config = task.get_config("fewshot_config") or {}
+    values = config if isinstance(config, dict) else vars(config)  # lm-eval 0.4.13 has made it an object
+    if task.get_config("fewshot_split") or values.get("split") or values.get("samples"):
+        return None
+    return task.get_config("training_split") or task.get_config("validation_split")
+
+
 def warn_of_scored_splits(source: str, task: str, splits: Iterable[str], scored: Iterable[str], remedy: str) -> None:
     """Warn, in a line for each, of splits that a task scores and that a source of pruning has questions of.
 

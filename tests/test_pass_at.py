@@ -213,6 +213,28 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
         TaskManager(include_path=str(tmp_path), include_defaults=False).load(["mine_pass3"])
 
 
+def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
+    """It needs `exact_match` alone; with `extracted` there is a vote, too."""
+    path = ROOT / "tasks" / "tiny" / "prune_tiny_words_pass4.yaml"
+    text = f"include: {path}\ntask: mine_pass4\nrepeats: 4\nprocess_results: !function own.score\n"
+    (tmp_path / "mine.yaml").write_text(text)
+
+    def measured(scores: str) -> dict:
+        (tmp_path / "own.py").write_text(f"def score(doc, results): return {scores}\n")
+        with loading.including(str(tmp_path)):
+            return figures(run(Scripted(lambda _, tries: "xy"[tries == 2]), "mine_pass4"), "mine_pass4")
+
+    right = "'exact_match': float(results[0] == 'y')"
+    bare = measured(f"{{{right}}}")
+    assert bare == {
+        **{f"pass@{k}": float(k > 2) for k in (1, 2, 4)},
+        **{f"pass@{k}_unbiased": pass_unbiased(4, 1, k) for k in (1, 2, 4)},
+    }
+    assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
+    with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
+        measured("{'acc': 1.0}")
+
+
 def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
     """transformers adds a cut to the 50 likeliest tokens unless it is told not to."""
     from transformers import AutoModelForCausalLM, GenerationConfig

@@ -18,7 +18,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.reporting.statistics import mean_interval
-from lmeval_prune.sprint import curves, policies
+from lmeval_prune.sprint import curves, figures, policies
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
@@ -39,6 +39,7 @@ def write(
     weights: str = "w",
     pool: tuple = tuple(POOL),
     tasks: dict | None = None,
+    model: dict | None = None,
 ) -> np.ndarray:
     """A store of `count` questions; L5H1 is the best head for algebra, L10H1 for geometry."""
     generator = np.random.default_rng(seed)
@@ -62,7 +63,7 @@ def write(
             good = head == ("L5H1" if subject == "algebra" else "L10H1")
             z[i, j] = generator.random() < (0.8 if good else 0.3)
             cells.append({**where, "attempt": head, "extracted": "", "outcome": bool(z[i, j]), "answer": ""})
-    store.begin({"name": "toy", "weights": weights}, tasks or TASKS, rows, pool)
+    store.begin({"name": "toy", "weights": weights, **(model or {})}, tasks or TASKS, rows, pool)
     store.add(cells)
     return z
 
@@ -136,6 +137,27 @@ def test_names_are_escaped_in_figures(tmp_path: Path, monkeypatch: pytest.Monkey
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**&lt;script&gt;x**" in report and "<script" not in report and "pass@2" in report
     assert "\n'=1+2," in (tmp_path / "out" / "accuracy.csv").read_text()
+
+
+def test_a_policy_has_one_colour_in_both_pictures(
+    stores: tuple[Outcomes, Outcomes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, test = stores
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda drawing, _: drawn.append(drawing))
+    tokens = np.tile(np.arange(1.0, 4), (len(test.texts), 1))
+    drawn_curves = [
+        curves.policy_curve(name, policies.best(train), test, 3) for name in ("router", "weak", "samples", "strong")
+    ]
+    drawn_curves = [replace(each, tokens=None if each.name == "samples" else tokens) for each in drawn_curves]
+    drawn_curves[3] = replace(drawn_curves[3], values=np.ones_like(tokens))
+    figures.pass_at_n(drawn_curves, [mean_interval(each.values, 1.0) for each in drawn_curves], 0.3, tmp_path)
+    figures.pass_at_tokens(drawn_curves, tmp_path)
+    first, second = (
+        {text.get_text(): text.get_color() for text in drawing.axes[0].texts if text.get_text()} for drawing in drawn
+    )
+    assert set(second) == {"router", "weak", "strong"} and second.items() <= first.items()
+    assert len(set(second.values())) == 3
 
 
 def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
@@ -463,7 +485,13 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
         samples(tmp_path / "w.jsonl", test, **wrong)
         report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
     write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
-    report("different settings of toy", train=str(tmp_path / "unlike"))
+    report("the two stores have different settings of toy", train=str(tmp_path / "unlike"))
+    unlike = {"test": str(tmp_path / "unlike"), "router": str(tmp_path / "router")}
+    report(r"test store and the router's outcomes have different settings of toy \(chat_template\)", **unlike)
+    masked = {"interventions": [{"method": "heads", "version": 1, "heads": ["L1H0"]}]}
+    write(tmp_path / "masked", 200, 30, model=masked)
+    for other in ({"train": str(tmp_path / "masked")}, {**unlike, "test": str(tmp_path / "masked")}):
+        report(r"one model under different pruning \(.*heads \(heads=\['L1H0'\]\)", **other)
     report("shortlist .* has 1", shortlist=1)
     report("no such file", samples=[("T", str(tmp_path / "gone.jsonl"))])
     report("not all questions have 'colour'", by="colour")

@@ -14,8 +14,9 @@ import torch
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.scoring.passes import pass_ordered
-from lmeval_prune.sprint.fit import fit_embeddings, mean_passes, split
+from lmeval_prune.sprint.fit import fit, fit_embeddings, mean_passes, split
 from lmeval_prune.sprint.options import FitOptions
+from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers import calibration
 from lmeval_prune.sprint.routers.base import by_coverage, by_probability, standardisation
@@ -24,6 +25,7 @@ from lmeval_prune.sprint.routers.outcome_model import OutcomeModel, quadrature
 from lmeval_prune.sprint.routers.table import ROUTERS
 from tests.conftest import ROOT
 from tests.routers import ROWS, Row
+from tests.swept_outcomes import write_outcomes
 from tests.test_sprint import POOL, random_z, world
 
 BY_NAME = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -181,6 +183,26 @@ def test_a_router_of_other_options_is_not_replaced(tmp_path: Path, capsys: pytes
         assert main([*command, *words]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+
+
+def test_options_of_the_papers_router_have_their_own_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_embeddings(*world(60, 4), POOL[:6], "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")
+    command = ["fit", "--outcomes", str(tmp_path / "none"), "--output", str(tmp_path / "router"), "--epochs", "1"]
+    for words, message in (([], "none is not an outcome store"), (["--lambda", "0"], "(lambda=[0.0, 0.0001, 0.001]);")):
+        assert main([*command, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_cut_off_answers_explain_errors_about_outcomes_alone(tmp_path: Path) -> None:
+    folder = write_outcomes(tmp_path / "s", {"dense": [0, 1] * 5, "L0H0": [1, 0] * 5}, {"name": "toy"})
+    lengths = {"answers": 20, "unknown": 0, "cut_off": 1.0, "mean_tokens": 8.0, "max_gen_toks": 8}
+    outcomes = replace(OutcomeStore(folder).read(), lengths=lengths)
+    with pytest.raises(InputError, match=r"^the sentence encoder .* cannot be loaded"):
+        fit(outcomes, str(tmp_path / "none"))
+    with pytest.raises(InputError, match=r"^100% of the answers were cut off at 8 tokens, .*: none of the 5 questions"):
+        fit(replace(outcomes, z=outcomes.z * 0), "all-minilm-l6-v2", FitOptions(holdout=0.5))
+    with pytest.raises(InputError, match=r"validation=0\.01 of 10 questions is none; give more, or 0"):
+        fit(outcomes, "all-minilm-l6-v2", FitOptions(validation=0.01))
 
 
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:

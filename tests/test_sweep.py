@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -228,6 +230,47 @@ filter_list:
 """
     )
     return str(folder / "mine.yaml")
+
+
+def test_a_question_is_not_its_own_exemplar(tiny_folder: Path, tmp_path: Path) -> None:
+    """lm-eval leaves a question out of its exemplars only where the split of these is named."""
+    task = Path(few_shot(tmp_path))
+    options = {"tasks": (str(task),), "split": "train", "heads": "L0H0", "gen_kwargs": {}, "limit": None}
+    task.write_text(task.read_text().replace("fewshot_split: train", "training_split: train"))
+    with pytest.raises(InputError, match=r"task mine takes its exemplars from train, .* write `fewshot_split: train`"):
+        sweep(tiny_folder, tmp_path / "s", num_fewshot=3, **options)
+    sweep(tiny_folder, tmp_path / "without", **options)
+    task.write_text(task.read_text().replace("training_split: train", "fewshot_split: train"))
+    sweep(tiny_folder, tmp_path / "s", num_fewshot=3, **options)  # of four
+
+
+def test_a_users_folder_of_tasks_may_be_moved(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    task = Path(few_shot(tmp_path / "tasks"))
+    (task.parent / "own.py").write_text("def score(doc, results): return {'exact_match': 1}\n")
+    task.write_text(task.read_text() + "process_results: !function own.score\n")
+    options = {"heads": "L0H0", "gen_kwargs": {}, "limit": 2}
+    first = sweep(tiny_folder, tmp_path / "s", tasks=(str(task),), **options)
+    shutil.copytree(task.parent, tmp_path / "moved")
+    assert (
+        sweep(tiny_folder, tmp_path / "s", tasks=(str(tmp_path / "moved" / task.name),), **options).z == first.z
+    ).all()
+    other = tmp_path / "moved" / task.name
+    other.write_text(other.read_text().replace("own.score", "own.another"))
+    (tmp_path / "moved" / "own.py").write_text("def another(doc, results): return {'exact_match': 1}\n")
+    with pytest.raises(InputError, match=r"another task mine \(scoring: own:score, now own:another\)"):
+        sweep(tiny_folder, tmp_path / "s", tasks=(str(other),), **options)
+
+
+def test_a_summary_names_the_questions_of_a_column_that_has_fewer(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = f"pretrained={tiny_folder},dtype=float64,device=cpu"
+    command = ["sweep", "--model_args", arguments, "--tasks", "prune_tiny_words", "--gen_kwargs", "max_gen_toks=3"]
+    for heads, limit in (("L0H0", "4"), ("L0H1", "2")):
+        assert main([*command, "--heads", heads, "--limit", limit, "--output", str(tmp_path / "s")]) == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines()[-4:] if text.startswith("accuracy")]
+    assert re.search(r"dense 0\.\d{3};.* L0H1 0\.\d{3} \(of 2 questions\)", line) and line.count("of 2 questions") == 1
 
 
 def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
 from lmeval_prune.options import mutually_exclusive, takes_tasks
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
+from lmeval_prune.sprint.routers.table import CONTRASTIVE
 
 
 @takes_tasks
@@ -34,17 +35,28 @@ def sweep(**options: Any) -> int:
         return 130
     if outcomes is None:
         return 0
-    accuracy = dict(zip(outcomes.pool, outcomes.accuracy(), strict=True))
-    highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
-    dense = f"dense {accuracy['dense']:.3f}; " if "dense" in accuracy else ""
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
-    print(f"accuracy: {dense}highest {', '.join(f'{outcomes.label(name)} {accuracy[name]:.3f}' for name in highest)}")
+    print(f"accuracy: {_accuracies(outcomes)}")
     if outcomes.lengths["mean_tokens"] is not None:
         share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
         print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
     if outcomes.cut_off:
         print(f"{outcomes.cut_off}: accuracies depend on the limit; sweep again with more max_gen_toks")
     return 0
+
+
+def _accuracies(outcomes: Any) -> str:
+    """Return the accuracies of the unpruned model and of the best attempts, with the questions if not all have them."""
+    counts = dict(zip(outcomes.pool, outcomes.observed.sum(0).tolist(), strict=True))
+    accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
+
+    def text(name: str) -> str:
+        part = f" (of {counts[name]} questions)" if counts[name] < len(outcomes.questions) else ""
+        return f"{outcomes.label(name)} {accuracy[name]:.3f}{part}"
+
+    highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
+    dense = f"{text('dense')}; " if "dense" in accuracy else ""
+    return f"{dense}highest {', '.join(map(text, highest))}"
 
 
 def fit(
@@ -101,9 +113,17 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
     path = Path(output) / "router.json"
     if path.is_file():
         router = read_json(path)
-        before = {"encoder": router.get("encoder"), **router.get("options", {})}
-        known = {name: value for name, value in json.loads(json.dumps(settings)).items() if name in before}
+        before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
+        known = {name: value for name, value in _by_option(json.loads(json.dumps(settings))).items() if name in before}
         check_same_settings(known, before, Path(output), {})
+
+
+def _by_option(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a router's settings by the names of the options; those of the paper's router are not `options`, too."""
+    own = {FitOptions.label(f"{name}=").rstrip("="): value for name, value in settings.items()}
+    if own.get("router") == CONTRASTIVE:
+        own.pop("options", None)
+    return own
 
 
 def _print_fit(router: Any, output: str) -> None:

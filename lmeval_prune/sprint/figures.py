@@ -21,14 +21,12 @@ def pass_at_n(
 
     The rival is named by `rival`, or is the best of the others.
     """
-    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound and rival in ("", curve.name)]
-    strongest = max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
+    strongest = _strongest(curves, rival)
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
-    others, ends = iter(COLOURS[2:] * len(curves)), []
-    for i, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
+    ends = []
+    for i, (curve, colour, (low, high)) in enumerate(zip(curves, _colours(curves, rival), bands, strict=True)):
         columns = np.flatnonzero(~np.isnan(curve.mean))
         ks, is_main = columns + 1, i in (0, strongest)
-        colour = "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
         style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
         marker = {"marker": "o", "ms": 5, "zorder": 4 if i else 5} if is_main else {}
         axes.plot(ks, curve.mean[columns], **style, **marker)
@@ -45,11 +43,28 @@ def pass_at_n(
     save(drawing, stem)
 
 
-def pass_at_tokens(curves: Sequence[Curve], stem: Path) -> None:
-    """Draw pass@N of all policies against the generated tokens of N tries."""
+def _strongest(curves: Sequence[Curve], rival: str) -> int:
+    """Return the place of the first curve's rival: that of this name, or the best of the others; 0 without others."""
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound and rival in ("", curve.name)]
+    return max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
+
+
+def _colours(curves: Sequence[Curve], rival: str) -> list[str]:
+    """Return the colour of each curve, the same in all pictures: first, rival, the others in turn, grey bounds."""
+    strongest, others = _strongest(curves, rival), iter(COLOURS[2:] * len(curves))
+    return [
+        "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
+        for i, curve in enumerate(curves)
+    ]
+
+
+def pass_at_tokens(curves: Sequence[Curve], stem: Path, rival: str = "") -> None:
+    """Draw pass@N of all policies against the generated tokens of N tries, in the colours of `pass_at_n`."""
     drawing, axes = figure(8.2, 4.6, f"pass@N by generated tokens, {len(curves[0].values)} questions (dots: N)")
     ends = []
-    for curve, colour in zip([each for each in curves if each.tokens is not None], COLOURS * len(curves), strict=False):
+    for curve, colour in zip(curves, _colours(curves, rival), strict=True):
+        if curve.tokens is None:
+            continue
         columns = np.flatnonzero(~np.isnan(curve.mean))
         tokens = np.asarray(curve.mean_tokens)[columns]
         axes.plot(

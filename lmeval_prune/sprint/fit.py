@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,32 +40,40 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     options = options or FitOptions()
     options.method()  # refuses wrong settings before the questions are embedded
     cut_off = outcomes.cut_off
-    try:
-        outcomes = outcomes.greedy()
-        groups = number_questions(outcomes.texts)
-        _, used = split(groups, options.holdout, [options.seed, 1])
-        outcomes = outcomes.rows(used)
-        dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
-        if not options.dense:
-            outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
+    outcomes = outcomes.greedy()
+    groups = number_questions(outcomes.texts)
+    _, used = split(groups, options.holdout, [options.seed, 1])
+    outcomes = outcomes.rows(used)
+    dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
+    if not options.dense:
+        outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
+    with _naming(cut_off):
         _check_outcomes(outcomes)
-        z = torch.from_numpy(outcomes.z)
-        x, fingerprint = _embed(encoder, outcomes)
-        about = {
-            "encoder_fingerprint": fingerprint,
-            "model": outcomes.model,
-            "tasks": outcomes.tasks,
-            "variants": dict(outcomes.variants),
-            **({} if outcomes.origin is None else {"origin": outcomes.origin}),
-            "questions": len(z),
-            "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
-            "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
-            "answers": outcomes.lengths,
-            "unknown_cells": int(z.isnan().sum()),
-            "held_out": len(groups) - len(used),
-            "seen": sorted({digest(text) for text in outcomes.texts}),
-        }
+    z = torch.from_numpy(outcomes.z)
+    x, fingerprint = _embed(encoder, outcomes)
+    about = {
+        "encoder_fingerprint": fingerprint,
+        "model": outcomes.model,
+        "tasks": outcomes.tasks,
+        "variants": dict(outcomes.variants),
+        **({} if outcomes.origin is None else {"origin": outcomes.origin}),
+        "questions": len(z),
+        "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
+        "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
+        "answers": outcomes.lengths,
+        "unknown_cells": int(z.isnan().sum()),
+        "held_out": len(groups) - len(used),
+        "seen": sorted({digest(text) for text in outcomes.texts}),
+    }
+    with _naming(cut_off):
         return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts), dense)
+
+
+@contextmanager
+def _naming(cut_off: str) -> Iterator[None]:
+    """Say in an error about outcomes that answers were cut off, a likely cause."""
+    try:
+        yield
     except InputError as error:
         if not cut_off:
             raise
@@ -118,6 +127,8 @@ def fit_embeddings(
     if dense is None and DENSE in pool:
         dense = z[:, pool.index(DENSE)]
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
+    if options.validation and not validation:
+        raise InputError(f"validation={options.validation:g} of {len(z)} questions is none; give more, or 0")
     if options.validation and not (z[validation] == 1).any():
         raise InputError("no validation question is solved by any head; sweep more questions, or set validation to 0")
     if not (z[training] == 1).any():

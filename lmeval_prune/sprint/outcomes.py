@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,12 @@ class TaskSettings(TypedDict, total=False):
     """Settings of a task; the outcomes depend on all others, which are any JSON."""
 
     scored_splits: list[str]  # what the task scores, see `tasks/splits.py`
+
+
+def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a task's settings without the folder of a user's own scoring function, which may be moved."""
+    scoring = settings.get("scoring")
+    return {**settings, "scoring": scoring.rpartition("/")[2]} if scoring else dict(settings)
 
 
 class StoreContents(TypedDict):
@@ -290,7 +296,7 @@ class OutcomeStore:
             for task in content["tasks"].keys() & tasks.keys():
                 added = {key: tasks[task].get(key) for key in LATER_SETTINGS}
                 before = {**added, **content["tasks"][task]}
-                _refuse_difference(self.folder, f"task {task}", before, tasks[task])
+                _refuse_difference(self.folder, f"task {task}", comparable(before), comparable(tasks[task]))
             tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
             records = {**content.get("variants", {}), **records}
             origin = origin or content.get("origin", origin)

@@ -35,9 +35,10 @@ from lmeval_prune.sprint.curves import (
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore
+from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore, comparable
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routing import describe_interventions
 
 ROUTER = "SPRINT router"  # name of the router's curve
 
@@ -171,7 +172,9 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     if train:
         check_disjoint(test.texts, train.texts)
-        _check_same_settings(test, train)
+        _check_same_settings(test, train.tasks, "the two stores")
+    if router:
+        _check_same_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
     _check_sizes(options, test, train, router)
     return test, train, router
 
@@ -191,9 +194,15 @@ def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> t
 
 
 def _check_models(models: dict[str, dict[str, Any]]) -> None:
+    """Refuse different models, or one model under different pruning of its own."""
     identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
     if len(set(identities.values())) > 1:
         raise InputError(f"stores and router are of different models ({', '.join(identities)}); use the same model")
+    if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
+        under = ", ".join(
+            f"{name}: {describe_interventions(models[name].get('interventions', []))}" for name in identities
+        )
+        raise InputError(f"stores and router are of one model under different pruning ({under}); use the same")
 
 
 def check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
@@ -205,14 +214,15 @@ def check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
         )
 
 
-def _check_same_settings(test: Outcomes, train: Outcomes) -> None:
-    for task in sorted(test.tasks.keys() & train.tasks.keys()):
-        settings, others = test.tasks[task], train.tasks[task]
+def _check_same_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> None:
+    """Refuse other settings of the same task than the test store's."""
+    for task in sorted(test.tasks.keys() & tasks.keys()):
+        settings, others = comparable(test.tasks[task]), comparable(tasks[task])
         for key in sorted(settings.keys() | others.keys()):
             if settings.get(key) != others.get(key) and not (
                 key in LATER_SETTINGS and None in (settings.get(key), others.get(key))
             ):
-                raise InputError(f"the two stores have different settings of {task} ({key}); sweep both alike")
+                raise InputError(f"{subject} have different settings of {task} ({key}); sweep both alike")
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:

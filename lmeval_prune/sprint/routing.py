@@ -116,7 +116,8 @@ class Routing(HeadRouter):
             expected = self.model.get("interventions", [])
             if expected != interventions:
                 raise InputError(
-                    f"{subject} {name or 'a model'} under {_describe(expected)}, not {_describe(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {describe_interventions(expected)}, not "
+                    f"{describe_interventions(interventions)}; {fix}"
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
@@ -209,7 +210,7 @@ class Routing(HeadRouter):
         return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note, **seen}
 
 
-def _describe(interventions: list[Any]) -> str:
+def describe_interventions(interventions: list[Any]) -> str:
     """Describe interventions for a message. A string among them is the digest of the model's layers."""
     words = []
     for identity in interventions:

@@ -34,7 +34,7 @@ from lmeval_prune.sprint.pools import SweepPool
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
-from lmeval_prune.tasks.splits import scored_splits, split_names
+from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -120,7 +120,7 @@ class Sweep:
             if task.question_field not in task.eval_docs[0]:
                 raise InputError(
                     f"task {name} has no question field {task.question_field!r}; its documents have "
-                    f"{', '.join(task.eval_docs[0])}: choose a field with --question-field"
+                    f"{', '.join(task.eval_docs[0])}: choose a field with --question_field"
                 )
         return swept_tasks
 
@@ -137,12 +137,18 @@ class Sweep:
         split = self.options.split
         if not split:
             return
+        shots = self.options.num_fewshot
+        shots = task.get_config("num_fewshot") if shots is None else shots
         if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # this package's tasks have read data_split
-            shots = self.options.num_fewshot
-            shots = task.get_config("num_fewshot") if shots is None else shots
             if shots and task.get_config("fewshot_split") in split_names(split):
                 raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
         elif split in task.dataset:
+            if shots and unnamed_exemplar_split(task) == split:
+                raise InputError(
+                    f"task {name} takes its exemplars from {split}, and lm-eval leaves a question out of its own "
+                    f"exemplars only if the task's file names their split: write `fewshot_split: {split}` in it, or "
+                    f"use another split, or no exemplars"
+                )
             task.set_config(key="test_split", value=split)
         else:
             raise InputError(f"task {name} has no split {split!r}; it has {', '.join(task.dataset)}")

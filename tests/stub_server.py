@@ -301,6 +301,8 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.of.delay + (0.05 if self.of.leaks else 0))
         if fault == "500":
             return self.send(500, {"error": {"message": "the engine stumbled"}})
+        if fault == "full":
+            return self.send(500, {"error": {"message": "Context size has been exceeded."}})
         if fault == "429":
             return self.send(429, {"error": "busy"}, {"Retry-After": self.of.wait})
         if fault == "400":

@@ -311,9 +311,17 @@ def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path,
         assert not any(sent.values()) and payload.get("repeat_last_n", 0) <= 512  # of which it allocates memory
 
 
-def test_requests_that_are_too_long_together_get_a_remedy(tiny_folder: Path) -> None:
-    body = json.dumps({"error": {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"}})
-    assert "smaller num_concurrent=" in http_client.Response(500, body.encode(), None).description
+def test_requests_that_are_too_long_together_are_asked_again(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots of a llama.cpp that share a context: no request is to blame."""
+    instances = [text(f"a {n}", n) for n in range(12)]
+    with Stub(tiny_folder, HEADS, "llamacpp", delay=0.02) as stub:
+        lm = served(tiny_folder, stub, probe=False, max_retries=1)
+        stub.fault = lambda number, payload: "full" if stub.waiting > 1 else None
+        assert len(lm.generate_until(instances)) == 12
+    assert len(stub.payloads) > 12
+    assert len([line for line in caplog.messages if "smaller num_concurrent=" in line]) == 1
 
 
 def test_facts_of_a_server_are_those_of_the_model_that_is_meant(

@@ -142,6 +142,7 @@ class _Run:
         self.failed_jobs: list[tuple[Job, str]] = []  # with the reason
         self.answered_variants: set[ServedVariant] = set()
         self.given_up_variants: dict[ServedVariant, str] = {}
+        self.was_busy = False
 
     async def run(self) -> None:
         """Finish all jobs; raise the first error that ends the run, unless all jobs have finished meanwhile."""
@@ -194,7 +195,9 @@ class _Run:
             server.set_available()
             self._fail(job, f"{server.url}: {error}")
         except RetryableError as failure:
-            logger.info("%s: %s", server.url, failure)
+            is_first = failure.cause is Cause.BUSY and not self.was_busy
+            self.was_busy |= is_first
+            logger.log(logging.WARNING if is_first else logging.INFO, "%s: %s", server.url, failure)
             self._retry(server, job, failure)
             if failure.cause is Cause.INTERNAL_ERROR:
                 server.failed_variants.add(job.variant)
@@ -356,6 +359,8 @@ async def list_models(client: ClientSession, url: str, kind: ServerKind) -> List
 
 def _check_status(server: Server, job: Job, response: Response) -> None:
     status = response.status
+    if response.is_out_of_context:
+        raise RetryableError(response.description, Cause.BUSY)
     if status in (408, 429) or status >= 500:
         cause = {429: Cause.BUSY, 500: Cause.INTERNAL_ERROR}.get(status, Cause.UNKNOWN)
         raise RetryableError(response.description, cause, response.retry_after)

@@ -30,7 +30,7 @@ class Cause(enum.Enum):
 
     UNKNOWN = enum.auto()  # the request or the server
     SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
-    BUSY = enum.auto()  # status 429: neither is to blame
+    BUSY = enum.auto()  # status 429, or a shared context that is full: neither is to blame
     INTERNAL_ERROR = enum.auto()  # status 500: the request, the server or the adapter
 
 
@@ -58,6 +58,11 @@ class Response(NamedTuple):
     retry_after: float | None  # seconds
 
     @property
+    def is_out_of_context(self) -> bool:
+        """Return whether requests together need more than the context that the slots of a llama.cpp share."""
+        return self.status == 500 and b"Context size has been exceeded" in self.body
+
+    @property
     def description(self) -> str:
         """Return the status and the message of an error response in one line."""
         text = self.body.decode(errors="replace")
@@ -66,7 +71,7 @@ class Response(NamedTuple):
             error = body.get("error", body) if isinstance(body, dict) else body
             text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
         hint = "; give the server's key in OPENAI_API_KEY" if self.status in (401, 403) else ""
-        if self.status == 500 and "Context size has been exceeded" in text:  # of llama.cpp, by requests together
+        if self.is_out_of_context:
             hint = (
                 "; its slots share one context: give a smaller num_concurrent=, or start it with --no-kv-unified or a "
                 "larger --ctx-size"

@@ -481,6 +481,8 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
+    report("two curves have the name 'T'", samples=[("T", str(tmp_path / "s.jsonl"))] * 2)
+    report("two curves have the name 'oracle", samples=[("oracle (not a method)", str(tmp_path / "s.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
         report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])

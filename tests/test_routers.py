@@ -20,6 +20,7 @@ from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers import calibration
 from lmeval_prune.sprint.routers.base import by_coverage, by_probability, standardisation
+from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.sprint.routers.knn import Neighbours
 from lmeval_prune.sprint.routers.outcome_model import OutcomeModel, quadrature
 from lmeval_prune.sprint.routers.table import ROUTERS
@@ -80,6 +81,13 @@ def test_orders_are_permutations_and_independent_of_other_questions(row: Row) ->
     if p is not None:
         assert p.shape == (30, 6) and bool(((p > 0) & (p < 1)).all())
         torch.testing.assert_close(torch.cat([router.chances(x[i : i + 1]) for i in range(30)]), p)
+
+
+def test_nearly_equal_distances_do_not_depend_on_other_questions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    theta, heads, x = (torch.randn(*shape, generator=generator) for shape in ((32, 384), (270, 32), (300, 384)))
+    router = NearestHeads(theta / 384**0.5, heads * 0.01)
+    assert torch.equal(router.order(x)[:150], torch.cat([router.order(x[i : i + 1]) for i in range(150)]))
 
 
 @BY_NAME
@@ -191,6 +199,16 @@ def test_options_of_the_papers_router_have_their_own_names(tmp_path: Path, capsy
     for words, message in (([], "none is not an outcome store"), (["--lambda", "0"], "(lambda=[0.0, 0.0001, 0.001]);")):
         assert main([*command, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_columns_of_fewer_questions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column that was asked few questions can have the highest accuracy by luck."""
+    z = {"dense": [0, 1] * 5, "L0H0": [1, 0] * 5, "L1H0": [1, 1]}
+    folder = write_outcomes(tmp_path / "s", z, {"name": "toy"})
+    command = ["fit", "--outcomes", str(folder), "--output", str(tmp_path / "r"), "--router", "knn"]
+    assert main([*command, "--validation", "0", "--options", "k=2,weighting=uniform,prior=1"]) == 0
+    assert "1 of 3 columns have outcomes of fewer questions, e.g. L1H0 of 2 and not 10" in capsys.readouterr().out
+    assert OutcomeStore(folder).read().columns(["dense", "L0H0"]).uneven == ""
 
 
 def test_cut_off_answers_explain_errors_about_outcomes_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_questions_that_a_policy_was_made_from_are_no_test(
         assert [record.getMessage() for record in caplog.records if "no test" in record.getMessage()] == (
             [warned] if count else []
         )
+
+
+def test_a_run_with_other_prompts_than_the_routers_outcomes_says_so(
+    tiny_folder: Path, store: Path, router: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = taught(store)
+    settings = {**outcomes.tasks["prune_tiny_words"], "chat_template": "digest", "generation": {"max_gen_toks": 96}}
+    other = replace(outcomes, tasks={"prune_tiny_words": settings})
+    fit(other, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "other")
+    for source in (router, tmp_path / "other"):
+        evaluate(tiny_folder, router=str(source))
+    warned = [record.getMessage() for record in caplog.records if "sweep and run alike" in record.getMessage()]
+    assert warned == [
+        f"router={tmp_path / 'other'} was made from answers to prompts in the model's chat template and of at most 96 "
+        f"tokens, these are to prompts without the chat template and of at most 8 tokens: its order may not suit them; "
+        f"sweep and run alike"
+    ]
 
 
 def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:

@@ -77,24 +77,36 @@ def lengths_by_task(
     return {task: summarize_lengths(task_endings, largest[task] or None) for task, task_endings in by_task.items()}
 
 
-def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:
-    """Warn of each task that expects a chat but whose prompts do not have the model's chat template."""
+def template_ends(tokenizer: Any) -> tuple[str, str] | None:
+    """Return what a chat template puts before and after a question; None without one, or if it needs other messages."""
     if not getattr(tokenizer, "chat_template", None):
-        return
+        return None
     mark = "\x00"
     chat = [{"role": "user", "content": mark}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except Exception:  # the template requires other messages
-        return
+        return None
     before, _, after = text.partition(mark)
+    return before, after
+
+
+def has_template(prompt: Any, ends: tuple[str, str]) -> bool:
+    """Return whether a prompt is in the chat template of these ends, or is no text."""
+    before, after = ends
+    return not isinstance(prompt, str) or bool(
+        (before and prompt.startswith(before)) or (after and prompt.endswith(after))
+    )
+
+
+def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:
+    """Warn of each task that expects a chat but whose prompts do not have the model's chat template."""
+    if not (ends := template_ends(tokenizer)):
+        return
     for name, request in {str(request.task_name): request for request in requests}.items():
         prompt, until = request.args[0], request.args[1].get("until") or []
         stops = {until} if isinstance(until, str) else set(until)
-        has_template = not isinstance(prompt, str) or bool(
-            (before and prompt.startswith(before)) or (after and prompt.endswith(after))
-        )
-        if stops and stops <= _END_OF_TURN and not has_template:
+        if stops and stops <= _END_OF_TURN and not has_template(prompt, ends):
             logger.warning(
                 "%s expects a chat, but its prompts do not have the model's chat template: many models then stop at "
                 "once and score 0; add --apply_chat_template",

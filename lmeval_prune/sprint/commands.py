@@ -98,6 +98,8 @@ def fit(
     router.save(output)
     _print_fit(router, output)
     details = router.about
+    if uneven := training.greedy().uneven:
+        print(uneven)
     if training.cut_off:
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if details["held_out"]:

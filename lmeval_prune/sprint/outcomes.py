@@ -136,6 +136,19 @@ class Outcomes:
         return ~np.isnan(self.z)
 
     @property
+    def uneven(self) -> str:
+        """A warning if some columns lack outcomes that others have; else empty."""
+        counts = self.observed.sum(0)
+        few = int(counts.argmin())
+        if counts[few] == counts.max():
+            return ""
+        return (
+            f"{(counts < counts.max()).sum()} of {len(self.pool)} columns have outcomes of fewer questions, e.g. "
+            f"{self.label(self.pool[few])} of {counts[few]} and not {counts.max()}: accuracies of different questions "
+            f"are compared; `lmeval-prune sweep` at all questions gives the others"
+        )
+
+    @property
     def texts(self) -> list[str]:
         """Texts of the questions."""
         return [row["question"] for row in self.questions]

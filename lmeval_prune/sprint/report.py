@@ -287,6 +287,7 @@ def _curves(
     if len(pool) >= n:
         bound = "oracle" if len(pool) == len(every) else f"oracle of {columns}"
         wanted.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
+    _check_names([name for name, _ in wanted])
     curves: list[Curve] = []
     missing: dict[str, str] = {}
     for name, curve in wanted:
@@ -298,6 +299,12 @@ def _curves(
     if not curves:
         raise InputError(f"nothing can be reported: {_left_out(options, test, router, missing)}, or give --train")
     return curves, missing
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse two curves of one name: the files of the report have the numbers by name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(f"two curves have the name {twice[0]!r}; give another one to --samples, or each mix once")
 
 
 def _check_asked(entries: Sequence[Entry], missing: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.models.hidden_states import last_hidden_states
+from lmeval_prune.models.lengths import has_template, template_ends
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
@@ -56,6 +57,7 @@ class Routing(HeadRouter):
         self._prompts: dict[str, str] = {}  # digests of their prompts
         self._seen: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what is asked
+        self._settings: list[dict[str, Any]] = []  # of the tasks that these are from
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
         default_field: str | None = None
@@ -84,6 +86,7 @@ class Routing(HeadRouter):
         if self._reads_states:
             router = replace(router, states=lambda questions: torch.stack([self._states[each] for each in questions]))
         self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
+        self._settings = list(router.about.get("tasks", {}).values())
         return question_field(router.about.get("tasks", {}))
 
     def _load_store(self, arguments: Arguments) -> str | None:
@@ -101,7 +104,9 @@ class Routing(HeadRouter):
             policy = {"best": policies.best, "cover": policies.cover, "oracle": policies.oracle}[self.source](outcomes)
         self.policy, self.records = policy, outcomes.variants
         if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
-            self._seen = frozenset(map(digest, outcomes.texts))
+            self._seen, self._settings = frozenset(map(digest, outcomes.texts)), list(outcomes.tasks.values())
+            if outcomes.uneven:
+                logger.warning("%s: %s", arguments.router_store, outcomes.uneven)
         return question_field(outcomes.tasks)
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
@@ -145,6 +150,8 @@ class Routing(HeadRouter):
         questions = list(dict.fromkeys(question for question, _ in new))
         if self._seen:
             self._warn_of_seen(questions, lm)
+        if self._settings and lm.rank == 0:
+            self._warn_of_settings(requests, lm.tokenizer)
         orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
         for question, count in new:
             try:
@@ -166,6 +173,28 @@ class Routing(HeadRouter):
                 "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
                 *(self.source, len(repeated), len(asked)),
             )
+
+    def _warn_of_settings(self, requests: Sequence[Any], tokenizer: Any) -> None:
+        """Warn, once, of prompts in another form, or another limit of tokens, than the policy was made from."""
+        made, asked = [], []
+        templates = {bool(settings.get("chat_template")) for settings in self._settings if "chat_template" in settings}
+        if len(templates) == 1 and (ends := template_ends(tokenizer)):
+            (in_template,) = templates
+            if any(has_template(request.args[0], ends) != in_template for request in requests):
+                words = ["to prompts in the model's chat template", "to prompts without the chat template"]
+                made, asked = [words[not in_template]], [words[in_template]]
+        before, now = (
+            {limit for each in several if (limit := each.get("max_gen_toks"))}
+            for several in ([s.get("generation") or {} for s in self._settings], [each.args[1] for each in requests])
+        )
+        if before and now - before:
+            made.append(f"of at most {max(before)} tokens"), asked.append(f"of at most {max(now - before)} tokens")
+        if made:
+            logger.warning(
+                "router=%s was made from answers %s, these are %s: its order may not suit them; sweep and run alike",
+                *(self.source, " and ".join(made), " and ".join(asked)),
+            )
+            self._settings = []
 
     def _add_states(self, requests: Sequence[Any], lm: Any) -> None:
         """Compute the hidden states of new questions; refuse a question with two prompts, which has two orders."""

@@ -30,14 +30,16 @@ class NearestHeads(Ranker):
     heads: Tensor
 
     def order(self, x: Tensor) -> Tensor:
-        """Return the nearest head first; ties by pool order."""
-        return squared_distances(x @ self.theta.T, self.heads).argsort(dim=1, stable=True)
+        """Return the nearest head first; ties, also those by rounding, by pool order."""
+        distances = squared_distances(x.double() @ self.theta.double().T, self.heads.double())
+        return distances.round(decimals=12).argsort(dim=1, stable=True)
 
 
 @dataclass(frozen=True)
 class Contrastive(ContrastiveOptions, RouterMethod):
     """Minimises eq. 1 over θ and V by AdamW; the epoch is that of the lowest validation loss."""
 
+    version: ClassVar = 2  # 1: distances in float32, whose rounding could depend on the other questions of a batch
     ranker: ClassVar = NearestHeads
     guarded: ClassVar = False  # the paper's router has no such rule
 

@@ -188,7 +188,8 @@ class Routing(HeadRouter):
             for several in ([s.get("generation") or {} for s in self._settings], [each.args[1] for each in requests])
         )
         if before and now - before:
-            made.append(f"of at most {max(before)} tokens"), asked.append(f"of at most {max(now - before)} tokens")
+            made.append(f"of at most {max(before)} tokens")
+            asked.append(f"of at most {max(now - before)} tokens")
         if made:
             logger.warning(
                 "router=%s was made from answers %s, these are %s: its order may not suit them; sweep and run alike",

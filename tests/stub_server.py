@@ -150,8 +150,13 @@ class Stub:
             return json.loads(json.dumps(_KNOWN[key]))
 
     def _complete(self, payload: dict[str, Any], chat: bool) -> dict[str, Any]:
+        beginning = ""
         if chat:
-            text = self.tokenizer.apply_chat_template(payload["messages"], tokenize=False, add_generation_prompt=True)
+            last, how = payload["messages"][-1], {"add_generation_prompt": payload.get("add_generation_prompt", True)}
+            how |= {"continue_final_message": payload.get("continue_final_message", False)}
+            if self.kind == "llamacpp" and last["role"] == "assistant":
+                how, beginning = {"continue_final_message": True}, last["content"]
+            text = self.tokenizer.apply_chat_template(payload["messages"], tokenize=False, **how)
             prompt = self.tokenizer.encode(text)
         else:
             prompt = (
@@ -182,7 +187,7 @@ class Stub:
             if stop in text:
                 text, reason = text.split(stop)[0], "stop"
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice |= {"message": {"role": "assistant", "content": beginning + text}} if chat else {"text": text}
         if payload.get("echo"):
             every = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             own = [None, *(float(every[i, t]) for i, t in enumerate(tokens[1:]))]

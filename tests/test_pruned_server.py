@@ -747,6 +747,22 @@ def text(context: Any, number: int = 0, **settings: Any) -> Any:
     return request("generate_until", (context, {"max_gen_toks": 8, **settings}), number)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_a_chat_that_ends_with_the_beginning_of_the_answer_is_continued(tiny_folder: Path, kind: str) -> None:
+    """As of a task with `gen_prefix`; the answer is what follows."""
+    history = [{"role": "user", "content": "x y"}, {"role": "assistant", "content": "The answer"}]
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu")
+    expected, other = (
+        hf.generate_until([text(hf.apply_chat_template(history, add_generation_prompt=begins))])
+        for begins in (False, True)
+    )
+    assert expected != other
+    with Stub(tiny_folder, kind=kind) as stub:
+        chat = PrunedServerChatLM(stub.url, pretrained=str(tiny_folder), server=kind)
+        context = chat.apply_chat_template(history, add_generation_prompt=False)
+        assert chat.generate_until([text(context)]) == expected
+
+
 @pytest.mark.parametrize("notices", [True, False])
 def test_llama_cpp_started_again_with_its_adapters_in_another_order(tiny_folder: Path, notices: bool) -> None:
     """With or without a failed request in between."""

@@ -148,6 +148,8 @@ class ServerClient:
                     logger.warning(MISSING_TEXT_WARNING, name)
                 self._warned_missing_text = True
                 return MissingText()
+            if lm.kind.repeats_beginning:
+                answer = answer.removeprefix(_beginning(context))
             text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
             text.ending = _parse_ending(body)
             if text.ending and text.ending.cut_off and text.ending.length < length:
@@ -197,6 +199,7 @@ class ServerClient:
                 )
             template = self.lm.options.template_arguments
             extra = {"chat_template_kwargs": template} if template else {}
+            extra |= self.lm.kind.continuation if _beginning(context) else {}
             return lambda: {"messages": json.loads(context.prompt), **extra}
         if not context:
             raise InputError(f"{name}: the prompt is empty")
@@ -267,6 +270,12 @@ class ServerClient:
             context_len=1,
         )
         return list(map(utils.make_disjoint_window, windows))
+
+
+def _beginning(context: Any) -> str:
+    """Return the beginning of the answer (a task's `gen_prefix`) that a chat ends with; empty for other prompts."""
+    last = json.loads(context.prompt)[-1] if isinstance(context, JsonChatStr) else {}
+    return str(last["content"]) if last.get("role") == "assistant" else ""
 
 
 def _first_choices(body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -80,6 +80,8 @@ class ServerKind:
         adapter_list: path that lists the adapters; None where they are listed as models.
         name_option: the server's option for the name of its model.
         logprob_settings: settings that request the log-probabilities of generated tokens.
+        continuation: settings that continue the last message of a chat, if it is the beginning of the answer.
+        repeats_beginning: whether an answer that continues a message begins with it.
         generation_settings: names of supported settings, as in lm-eval.
     """
 
@@ -89,6 +91,8 @@ class ServerKind:
     adapter_list: str | None = None
     name_option = "--served-model-name"
     logprob_settings: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
+    continuation: Mapping[str, Any] = MappingProxyType({"add_generation_prompt": False, "continue_final_message": True})
+    repeats_beginning = False
     generation_settings: frozenset[str] = _COMMON_SETTINGS | {"min_tokens", "stop_token_ids"}
 
     def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:
@@ -138,6 +142,7 @@ class LlamaCpp(ServerKind):
     name, scores_prompts, echoes_model, adapter_list = "llamacpp", False, False, "/lora-adapters"
     name_option = "--alias"
     logprob_settings = MappingProxyType({"logprobs": 1, "n_probs": 1})
+    continuation, repeats_beginning = MappingProxyType({}), True  # it continues without being told
     generation_settings = _COMMON_SETTINGS
 
     def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:

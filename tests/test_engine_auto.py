@@ -177,7 +177,7 @@ def test_families_that_the_engine_does_not_run_are_left_to_hf(
 ) -> None:
     caplog.set_level(logging.INFO)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    network = tiny("bloom", vocab_size=len(tokenizer))
+    network = tiny("bloom", vocab_size=len(tokenizer), dtype=torch.float32)
     requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", i) for i, text in enumerate(PROMPTS)]
     expected = HFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests)
     assert PrunedHFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests) == expected

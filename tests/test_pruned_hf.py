@@ -434,6 +434,12 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
         ({"temperature": "warm"}, "temperature='warm' must be a number"),
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"until": None}, "until=None must be a text or a list of texts"),
+        ({"temperature": -1}, "temperature=-1 must be a number, at least 0"),
+        ({"do_sample": "false", "temperature": 0.7}, "do_sample='false' must be true or false"),
+        ({"max_gen_toks": 600}, "max_gen_toks=600 leaves no room for a prompt in max_length=512"),
+        ({"stop": ["a"]}, "stop is no generation setting; give stop texts as until"),
+        ({"attention_mask": 3}, "attention_mask is no generation setting; leave it out"),
+        ({"assistant_model": "small"}, r"assistant_model|'str' object has no attribute"),
         ({"misspelt": 1}, "misspelt"),
         ({"do_sample": True, "temperature": 1.0, "top_k": -1}, "top_k.*-1"),
     ],
@@ -443,6 +449,13 @@ def test_wrong_generation_settings_are_one_line(tiny_folder: Path, engine: str, 
     with pytest.raises(InputError, match=message) as error:
         model(tiny_folder, engine=engine).generate_until(asked)
     assert "\n" not in str(error.value)
+
+
+def test_a_report_of_generate_instead_of_tokens_changes_nothing(tiny_folder: Path) -> None:
+    lm = model(tiny_folder, engine="generate")
+    settings = {**GENERATE, "return_dict_in_generate": True}
+    asked = [request("generate_until", (prompt, settings), i) for i, prompt in enumerate(PROMPTS)]
+    assert lm.generate_until(asked) == lm.generate_until(requests("generate_until"))
 
 
 @pytest.mark.parametrize("changes", [{"num_beams": "x"}, {"num_beams": 0}, {"eos_token_id": "x"}], ids=str)
@@ -470,6 +483,11 @@ def test_texts_that_cannot_be_answered_are_named(tiny_folder: Path, engine: str)
     for text, count in (("", 0), ("x" * 600, 600)):
         with pytest.raises(InputError, match=f"task toy, document 1: the continuation has {count} tokens"):
             lm.loglikelihood([request("loglikelihood", (f"abc{i}", each), i) for i, each in enumerate(("a", text))])
+    with pytest.raises(InputError, match="task toy, document 3: the context has no tokens"):
+        lm.loglikelihood([request("loglikelihood", ("\n", "a"), 3)])
+    assert model(tiny_folder, engine=engine, add_bos_token=True).loglikelihood(
+        [request("loglikelihood", ("\n", "a"), 3)]
+    )
     with pytest.raises(InputError, match="prompt is empty"):
         lm.generate_until([request("generate_until", ("", dict(GENERATE)), 0)])
 
@@ -479,7 +497,12 @@ def test_texts_that_cannot_be_answered_are_named(tiny_folder: Path, engine: str)
     [
         ("llama", {"truncation": True}, {"truncation_side": "left"}, {"truncation_side": "right"}),
         ("llama", {"truncation": True}, {"model_max_length": 30}, {"model_max_length": 20}),
-        ("bloom", {}, {"model_max_length": 30}, {"model_max_length": 20}),  # its configuration names no length
+        (
+            "bloom",
+            {"dtype": "float32"},
+            {"model_max_length": 30},
+            {"model_max_length": 20},
+        ),  # its configuration names no length
     ],
 )
 def test_what_a_tokenizer_truncates_to_is_part_of_the_identity(
@@ -672,11 +695,28 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
 @pytest.mark.parametrize("engine", ["generate", "batched"])
 def test_an_error_of_the_model_is_not_one_of_the_settings(tiny_folder: Path, engine: str) -> None:
     lm = model(tiny_folder, engine=engine)
-    with torch.no_grad():
-        next(lm.model.parameters()).fill_(torch.nan)
+    lm.model.lm_head.register_forward_pre_hook(lambda *_: torch.ones(2) @ torch.ones(3))
     settings = {"until": [], "do_sample": True, "temperature": 1.0}
-    with pytest.raises(RuntimeError, match="nan"):
+    with pytest.raises(RuntimeError, match="size"):
         lm.generate_until([request("generate_until", ("x", settings), 0)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arguments", [{"engine": "generate"}, {"engine": "batched"}, {"token_filter": 0.5}], ids=str)
+def test_nan_is_no_answer(tiny_folder: Path, arguments: dict, kind: str) -> None:
+    """Greedy decoding would take the first token, and a choice the first one."""
+    lm = model(tiny_folder, **arguments)
+    with torch.no_grad():
+        lm.model.model.norm.weight[3] = torch.nan
+    with pytest.raises(InputError, match="logits are NaN, so they choose no tokens; give another dtype") as error:
+        getattr(lm, kind)(requests(kind))
+    assert "\n" not in str(error.value)
+
+
+def test_padding_that_eager_attention_cannot_read_is_no_answer(tiny_folder: Path) -> None:
+    lm = model(tiny_folder, engine="generate", attn_implementation="eager")
+    with pytest.raises(InputError, match=r"NaN.*attn_implementation=sdpa"):
+        lm.generate_until(requests("generate_until"))
 
 
 # refused when they are read, when processors are made of them, or at the first token

@@ -1,4 +1,4 @@
-"""Keep matrix products of float32 exact where PyTorch may round them to TF32 or bfloat16."""
+"""Keep matrix products of float32 exact where PyTorch may round them to TF32 or bfloat16, and refuse logits of NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Any, TypeVar
 
 import torch
 
+from lmeval_prune.errors import InputError
+
 Item = TypeVar("Item")
+# What to give where a model's numbers are not finite.
+FINITE_REMEDY = "give another dtype, or attn_implementation=sdpa (eager attention in float64 cannot read padding)"
+
+
+def refuse_nan(logits: torch.Tensor) -> None:
+    """Raise an `InputError` for logits that are NaN: the first token would be the largest, without a word.
+
+    A hidden state with a NaN has no other logits, so a single token's logits show it.
+    """
+    if bool(logits.isnan().any()):
+        raise InputError("the model's logits are NaN, so they choose no tokens", remedy=FINITE_REMEDY)
 
 
 @contextmanager

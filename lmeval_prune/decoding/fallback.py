@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
+from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.interventions.row_masks import RowMasks
 
@@ -75,6 +76,7 @@ class Fallback:
                 attention_mask=torch.ones_like(ids),
                 pad_token_id=ends[0] if ends else 0,
                 stopping_criteria=StoppingCriteriaList([_Ended(self.stopping, width, params)]),
+                logits_processor=LogitsProcessorList([RefuseNaN()]),
                 **arguments,
             )
         return [self._cut(answer, params) for answer in out[:, width:].tolist()]

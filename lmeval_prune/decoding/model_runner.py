@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.errors import InputError
@@ -120,7 +121,9 @@ class ModelRunner:
         self.head_tokens += count
         with self._skip.running(self.layers, hidden.unsqueeze(0)):
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
-            return self._logits([0] * count, [mask] * count, positions, range(count))
+            logits = self._logits([0] * count, [mask] * count, positions, range(count))
+        refuse_nan(logits[:, 0])
+        return logits
 
     @property
     def largest_pass(self) -> int:

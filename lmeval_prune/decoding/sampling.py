@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line
@@ -64,6 +65,15 @@ class Warp:
         """Process logits in float32, (rows, vocabulary)."""
         for processor in self.processors:
             scores = processor(None, scores)
+        return scores
+
+
+class RefuseNaN(LogitsProcessor):
+    """Refuse logits of NaN in `generate`, which would take the first token."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the logits, (rows, vocabulary)."""
+        refuse_nan(scores)
         return scores
 
 
@@ -155,7 +165,7 @@ def refused_settings(runs_model: bool = False) -> Iterator[None]:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         reads = any(frame.f_code.co_filename.endswith(_READERS) for frame in frames)
         is_model = any(frame.f_code.co_name == "_call_impl" for frame in frames) or not (
-            reads or isinstance(error, (ValueError, TypeError, ZeroDivisionError, OSError))
+            reads or isinstance(error, (ValueError, TypeError, AttributeError, ZeroDivisionError, ImportError, OSError))
         )
         if isinstance(error, (InputError, torch.OutOfMemoryError)) or (runs_model and is_model):
             raise

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
@@ -341,6 +342,7 @@ class Scheduler:
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
         logits, kept = self.runner.forward(batch, *args)
+        refuse_nan(logits[:, 0])
         for row, inputs in zip(rows, kept, strict=True):
             for layer, hidden in inputs.items():
                 row.group.layer_inputs.setdefault(layer, []).append(hidden)

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.precision import FINITE_REMEDY
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -296,8 +297,8 @@ class Chooser:
         norms = layer.residual.reshape(*real.shape, -1).double().norm(dim=-1).masked_fill(~real, 0)
         if not bool(norms.isfinite().all()):
             raise InputError(
-                f"probe_pruning: the hidden states before {name} are not finite, so they choose no tokens; give "
-                f"another dtype, or attn_implementation=sdpa (eager attention in float64 cannot read padding)"
+                f"probe_pruning: the hidden states before {name} are not finite, so they choose no tokens",
+                remedy=FINITE_REMEDY,
             )
         if self.settings.state == "run":
             return self._choose_for_batch(name, probe, whole.flatten(2), real, norms, tie).expand(len(real), -1)

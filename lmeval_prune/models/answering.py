@@ -329,7 +329,7 @@ class Answering:
         """Answer by lm-eval's `hf`."""
         try:
             return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
-        except AssertionError:  # that names nothing: a continuation is empty or too long
+        except AssertionError:  # that names nothing: a context or continuation is empty, or too long
             if kind != "generate_until":
                 likelihood.token_windows(self.lm, kind, requests, disable_tqdm=True)
             raise

@@ -17,10 +17,11 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.settings import Count, parse_value
+from lmeval_prune.settings import Count, NonNegative, parse_value
 
 Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names
+_NO_SETTINGS = ("stop", "context", "attention_mask")  # arguments that `hf` gives to its own generation
 _SAMPLING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
 )
@@ -33,7 +34,12 @@ def is_sampling(settings: dict[str, Any]) -> bool:
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
-    parse_value("temperature", settings.get("temperature"), float | None)
+    if given := [name for name in _NO_SETTINGS if name in settings]:
+        remedy = "give stop texts as until" if given[0] == "stop" else "leave it out"
+        raise InputError(f"{given[0]} is no generation setting", remedy)
+    parse_value("temperature", settings.get("temperature"), NonNegative | None)
+    if not isinstance(do_sample := settings.get("do_sample"), bool | None):  # `hf` samples by the text 'false'
+        raise InputError(f"do_sample={do_sample!r} must be true or false")
     until = settings.get("until", [])
     if not isinstance(until, str) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):
         raise InputError(f"until={until!r} must be a text or a list of texts")
@@ -124,15 +130,21 @@ def _seed_of(key: list[Any]) -> int:
     return int(digest(key), 16) & (1 << 63) - 1
 
 
+def prompt_room(lm: HFLM, max_new_tokens: int) -> int:
+    """Return how many tokens a prompt can have; `InputError` if none."""
+    room = lm.max_length - max_new_tokens
+    if room <= 0:
+        raise InputError(f"max_gen_toks={max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}")
+    return room
+
+
 def prompt_tokens(lm: HFLM, request: Any, max_new_tokens: int) -> tuple[int, ...]:
     """Return the token ids of a request's prompt, cut from the left where `hf` cuts it.
 
     Raises:
         InputError: the prompt is empty or has no room.
     """
-    room = lm.max_length - max_new_tokens
-    if room <= 0:
-        raise InputError(f"max_gen_toks={max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}")
+    room = prompt_room(lm, max_new_tokens)
     if not request.args[0]:
         raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
     ids, mask = lm.tok_batch_encode([request.args[0]], left_truncate_len=room, truncation=lm.truncation)

@@ -34,7 +34,7 @@ def loglikelihoods(
     `masks` are heads to prune for each request.
 
     Raises:
-        InputError: a continuation is empty or longer than the model's context.
+        InputError: a context is empty, or a continuation is empty or longer than the model's context.
     """
     windows = token_windows(lm, kind, requests, disable_tqdm)
     results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
@@ -75,6 +75,11 @@ def token_windows(
             getattr(HFLM, kind)(lm, [request], disable_tqdm=True)
             windows[key] = []
             for _, context, continuation in collected:
+                if not context:  # lm-eval counts spaces at its end to the continuation
+                    raise InputError(
+                        f"task {request.task_name}, document {request.doc_id}: the context has no tokens; give it a "
+                        f"text that is not space alone, or add_bos_token=true"
+                    )
                 if not 0 < len(continuation) <= lm.max_length:
                     raise InputError(
                         f"task {request.task_name}, document {request.doc_id}: the continuation has "

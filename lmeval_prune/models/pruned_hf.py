@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from lm_eval.models.huggingface import HFLM
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
@@ -25,7 +26,7 @@ from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, rem
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
-from lmeval_prune.decoding.sampling import refused_settings
+from lmeval_prune.decoding.sampling import RefuseNaN, refused_settings
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import METHODS, interventions_on
@@ -34,7 +35,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_argument
 from lmeval_prune.models.engine_choice import EngineChoice
-from lmeval_prune.models.generation import check_settings
+from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
@@ -300,6 +301,8 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
                 check_settings(request.args[1])
+                if self.backend == "causal":
+                    prompt_room(self, answer_limit(request.args[1], self.max_gen_toks))
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
             refuse_identical_repeats(requests)
 
@@ -308,7 +311,9 @@ class PrunedHFLM(AnsweringLM, HFLM):
         settings["max_new_tokens"] = None  # transformers prefers that of the model's generation config to `max_length`
         if not context.shape[1]:
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
+        settings["return_dict_in_generate"] = False
         with refused_settings(runs_model=True):
+            settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
             rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
             own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
             ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
@@ -353,10 +358,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
         mask = self._padding_mask(inps) if self._unpadded and not (args or kwargs) else None
         if mask is None or mask.all():
             logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
-            return logits
-        dtype = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            logits = self.model(inps, attention_mask=mask).logits
+        else:
+            dtype = self.mixed_precision_dtype
+            with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                logits = self.model(inps, attention_mask=mask).logits
+        refuse_nan(logits[..., 0])
         return logits
 
     def _padding_mask(self, inps: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.report import _left_out, write_report
 from lmeval_prune.sprint.router import Router
+from tests.swept_outcomes import write_outcomes
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")
@@ -433,6 +434,17 @@ def test_questions_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert "is a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("split", "note"), [("train", "give lm_eval --metadata data_split=train, or"), ("test", "")])
+def test_questions_of_a_split_that_the_task_does_not_score_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture, split: str, note: str
+) -> None:
+    settings = {"scored_splits": ["test"]}
+    folder = write_outcomes(tmp_path / "s", {DENSE: [0, 1]}, {"name": "toy"}, split=split, settings=settings)
+    assert main(["questions", "--outcomes", str(folder), "--task", "toy_pass8"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"toy_pass8": [0, 1]} and bool(printed.err) == bool(note) and note in printed.err
+
+
 def test_fitted_questions_are_refused_as_test(tmp_path: Path) -> None:
     write(tmp_path / "s", 0, 60)
     write(tmp_path / "elsewhere", 100, 30)
@@ -474,7 +486,9 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
         with pytest.raises(InputError, match=message):
             write_report(ReportOptions(**arguments))
 
-    report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
+    report(
+        r"different models \(test: toy, router: toy\)", test=str(tmp_path / "other"), router=str(tmp_path / "router")
+    )
     report("also training questions", train=str(tmp_path / "overlap"))
     report("the tries of --router are not", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)

@@ -14,6 +14,7 @@ import torch
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.scoring.passes import pass_ordered
+from lmeval_prune.sprint.encoder import load_encoder
 from lmeval_prune.sprint.fit import fit, fit_embeddings, mean_passes, split
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -221,6 +222,21 @@ def test_cut_off_answers_explain_errors_about_outcomes_alone(tmp_path: Path) -> 
         fit(replace(outcomes, z=outcomes.z * 0), "all-minilm-l6-v2", FitOptions(holdout=0.5))
     with pytest.raises(InputError, match=r"validation=0\.01 of 10 questions is none; give more, or 0"):
         fit(outcomes, "all-minilm-l6-v2", FitOptions(validation=0.01))
+
+
+def test_what_an_encoder_does_not_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """all-MiniLM-L6-v2 reads 256 tokens."""
+    folder = write_outcomes(tmp_path / "s", {"dense": [0, 1, 1], "L0H0": [1, 0, 1]}, {"name": "toy"})
+    outcomes = OutcomeStore(folder).read()
+    outcomes.questions[1]["question"] = "word " * 300
+    fit(outcomes, "all-minilm-l6-v2", FitOptions(epochs=1, weights=(0.0,), validation=0))
+    [record] = caplog.records
+    assert "1 of 3 questions are longer than the 256 tokens that the sentence encoder reads" in record.getMessage()
+
+
+def test_a_language_model_as_encoder_is_said_to_be_one(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_encoder(str(tiny_folder))
+    assert "no model of sentence-transformers (no modules.json)" in caplog.text
 
 
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:

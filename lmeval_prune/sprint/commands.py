@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -170,11 +171,19 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
     from lmeval_prune.sprint.router import Router
 
     fitted = set(Router.load(router).about.get("seen", [])) if router else set()
-    rows = [row for row in OutcomeStore(outcomes).read().questions if digest(row["question"]) not in fitted]
+    store = OutcomeStore(outcomes).read()
+    rows = [row for row in store.questions if digest(row["question"]) not in fitted]
     sources = sorted({f"{row['task']} {row['split']}" for row in rows})
     if len(sources) != 1:
         raise InputError(
             f"the questions must come from a single task and split, not from: {', '.join(sources) or 'none'}"
+        )
+    split, scored = rows[0]["split"], store.tasks[rows[0]["task"]].get("scored_splits")
+    if scored and split not in scored:
+        print(
+            f"these are numbers of the split {split}, and the task scores {scored[0]}: give lm_eval --metadata "
+            f"data_split={split}, or, for a task of your own, one with test_split: {split}",
+            file=sys.stderr,
         )
     print(json.dumps({task: [row["doc_id"] for row in rows]}))
     return 0

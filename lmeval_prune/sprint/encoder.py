@@ -16,6 +16,8 @@ from lmeval_prune.artefacts import check_finite
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
+logger = logging.getLogger(__name__)
+
 # embeddings by encoder and text: routers that share an encoder embed the same questions
 _EMBEDDINGS: MutableMapping[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
@@ -33,6 +35,12 @@ def _loaded(folder: str, name: str, files: tuple[tuple[str, int, int], ...]) -> 
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
+    if files and not (Path(folder) / "modules.json").is_file():
+        logger.warning(
+            "%s is no model of sentence-transformers (no modules.json): a text is embedded by the mean of its tokens' "
+            "last hidden states",
+            name,
+        )
     try:
         return SentenceTransformer(folder, device="cpu")
     except Exception as error:  # a download or a damaged folder can raise anything
@@ -55,6 +63,22 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
         check_finite({"vectors": vectors}, "the sentence encoder")
         known.update(zip(new, vectors, strict=True))
     return torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
+
+
+def warn_of_long_texts(encoder: Any, texts: Sequence[str]) -> None:
+    """Warn of texts of which an encoder reads the beginning alone."""
+    from transformers import PreTrainedTokenizerBase
+
+    limit, tokenizer = encoder.max_seq_length, encoder.tokenizer
+    if not limit or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    count = sum(len(ids) > limit for ids in tokenizer(list(texts), verbose=False)["input_ids"])
+    if count:
+        logger.warning(
+            "%d of %d questions are longer than the %d tokens that the sentence encoder reads: it knows their "
+            "beginnings alone; another --encoder, or a shorter --question_field, reads more",
+            *(count, len(texts), limit),
+        )
 
 
 def fingerprint(encoder: Any) -> str:

@@ -85,6 +85,7 @@ def _embed(encoder: str, outcomes: Outcomes) -> tuple[Tensor, str]:
     if encoder == LAST_HIDDEN_STATE:
         return states_of(outcomes), ""
     model = encoders.load_encoder(encoder)
+    encoders.warn_of_long_texts(model, outcomes.texts)
     return encoders.embed(model, outcomes.texts), encoders.fingerprint(model)
 
 

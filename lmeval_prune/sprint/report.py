@@ -197,7 +197,10 @@ def _check_models(models: dict[str, dict[str, Any]]) -> None:
     """Refuse different models, or one model under different pruning of its own."""
     identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
     if len(set(identities.values())) > 1:
-        raise InputError(f"stores and router are of different models ({', '.join(identities)}); use the same model")
+        parts = [
+            " ".join(filter(None, (f"{name}:", models[name].get("name"), _dtype(models[name])))) for name in identities
+        ]
+        raise InputError(f"stores and router are of different models ({', '.join(parts)}); use the same model")
     if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
         under = ", ".join(
             f"{name}: {describe_interventions(models[name].get('interventions', []))}" for name in identities
@@ -240,6 +243,11 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
     """Return the variants of random order and oracle, those that the test store may lack, too."""
     return router.pool if router else test.greedy().pool
+
+
+def _dtype(model: dict[str, Any]) -> str:
+    dtype = str(model.get("dtype", "")).removeprefix("torch.")
+    return f"in {dtype}" if dtype else ""
 
 
 def _model_identity(model: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lmeval_prune.models.server_kinds import KINDS
-from tests.engines.conftest import LOCAL, evaluate, run
+from tests.engines.conftest import LOCAL, TOKENS, evaluate, run
 
 LLAMACPP = os.environ.get("LMEVAL_PRUNE_LLAMACPP", "")
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not LLAMACPP, reason="make test-llamacpp names a llama-server")]
@@ -72,6 +72,13 @@ def test_adapters_compose(server: tuple[Server, Path], tmp_path: Path) -> None:
     both = "heads=L5H0+L15H1"  # no adapter of these two was exported
     here = evaluate("pruned-hf", f"{LOCAL},{both}", "prune_tiny_words", tmp_path)
     assert evaluate("pruned-server", served(server, both), "prune_tiny_words", tmp_path) == here
+
+
+def test_a_repetition_penalty_is_that_of_hf(server: tuple[Server, Path], tmp_path: Path) -> None:
+    """It counts the prompt, which is longer than llama.cpp's own window."""
+    penalty = ["--gen_kwargs", f"max_gen_toks={TOKENS},repetition_penalty=1.3"]
+    here = evaluate("pruned-hf", LOCAL, "prune_tiny_words", tmp_path, *penalty)
+    assert evaluate("pruned-server", served(server), "prune_tiny_words", tmp_path, *penalty) == here
 
 
 def test_samples_are_drawn_from_the_tokens_that_hf_draws_from(server: tuple[Server, Path], model: str) -> None:

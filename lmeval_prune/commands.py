@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +25,13 @@ def run(*words: str) -> int:
         cli_evaluate()
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("Tasks not found"):
+            from lmeval_prune.tasks.loading import broken_file
+
+            folders = [after for word, after in pairwise(words) if word == "--include_path"]
+            folders += [word.partition("=")[2] for word in words if word.startswith("--include_path=")]
             raise InputError(
                 f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them; for your own, add --include_path)"
+                + "".join(map(broken_file, folders))
             ) from error
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_name == "process_tasks":  # lm-eval reads the files of tasks in it

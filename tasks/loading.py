@@ -8,7 +8,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, loading_tasks, unknown_task_error
+import yaml
+
+from lmeval_prune.errors import InputError, loading_tasks, unknown_task_error, yaml_error_text
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -46,7 +48,18 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
     if unknown := [name for name in names if not Path(name).is_file() and name not in manager._index]:
-        raise unknown_task_error(unknown, manager.all_tasks)
+        raise InputError(f"{unknown_task_error(unknown, manager.all_tasks)}{broken_file(included_folder())}")
+
+
+def broken_file(folder: str | None) -> str:
+    """Return the end of a message that names a folder's first YAML file with a mistake: lm-eval leaves it out."""
+    for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
+        try:
+            for _ in yaml.parse(path.read_text(encoding="utf-8"), yaml.SafeLoader):
+                pass
+        except (yaml.YAMLError, ValueError, OSError) as error:  # a ValueError: no text
+            return f"; {path} is left out: {yaml_error_text(error)}"
+    return ""
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:

@@ -283,6 +283,29 @@ def test_a_task_that_cannot_be_loaded_is_one_line(
     )
 
 
+@pytest.mark.parametrize("command", ["prune", "run"])
+@pytest.mark.parametrize("content", [b"task: mine\ntask_alias: [\n", b"task: mine # \xff\n"])
+def test_a_file_of_tasks_that_lm_eval_leaves_out_is_named(
+    tiny_folder: Path, tmp_path: Path, command: str, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    (tmp_path / "other.yaml").write_text("- some list\n")
+    words = {
+        "prune": ["prune", "--pretrained", str(tiny_folder), "--ratio", "0.3", "--method", "flap", "--output",
+                  str(tmp_path / "plan.json"), "--task", "mine", "--include_path", str(tmp_path)],
+        "run": ["run", "run", "--model", "pruned-hf", "--model_args", f"pretrained={tiny_folder}", "--tasks", "mine",
+                f"--include_path={tmp_path}"],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        assert main(words[command]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    reason = "can't decode byte" if b"\xff" in content else "line 3, column 1: expected"
+    assert re.search(
+        rf"error: .*mine.*; .*{re.escape(str(tmp_path / 'mine.yaml'))} is left out: .*{reason}", message
+    ), message
+
+
 def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Path) -> None:
     """Wherever the cache is, of the revision that is asked for; a folder without a model is none."""
     commit = "0" * 40

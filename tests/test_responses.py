@@ -100,7 +100,7 @@ def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_fo
         return output * float("nan") if len(calls) > 1 else output
 
     hook = lm.model.lm_head.register_forward_hook(broken)
-    with pytest.raises(InputError, match=r"^the model's answer to a loglikelihood request[^\n]*NaN"):
+    with pytest.raises(InputError, match=r"^the model's logits are NaN[^\n]*$"):
         lm.loglikelihood(items)
     lm.close()
     hook.remove()

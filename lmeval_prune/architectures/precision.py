@@ -12,7 +12,9 @@ from lmeval_prune.errors import InputError
 
 Item = TypeVar("Item")
 # What to give where a model's numbers are not finite.
-FINITE_REMEDY = "give another dtype, or attn_implementation=sdpa (eager attention in float64 cannot read padding)"
+FINITE_REMEDY = (
+    "give another dtype, attn_implementation=sdpa or batch_size=1 (eager attention in float64 cannot read padding)"
+)
 
 
 def refuse_nan(logits: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ def pytest_collection_finish() -> None:
     """Prepare what all tests share."""
     read_few_tasks()
     read_problems_once()
+    compile_templates_once()
     freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
@@ -91,18 +92,32 @@ def read_few_tasks() -> None:
 
 
 def read_problems_once() -> None:
-    """Keep each split of the real problems, which no test changes; all of Math23K takes a second to read."""
+    """Keep splits of the real problems, which no test changes; all of Math23K takes a second to read."""
     data: Any = sys.modules.get("lmeval_prune.tasks.data")
     if data is None:
         return
-    load = data.load
-    once = functools.cache(load)
+    load, read = data.load, data._all_documents
+    once = functools.cache(lambda name, split: load(name, split, SHARED))
+    read_shared = functools.lru_cache(maxsize=16)(lambda name, split: read(name, data.DATA[name], split, SHARED))
+
+    def are_real(folder: Any) -> bool:
+        return str(folder or os.environ.get("LMEVAL_PRUNE_DATA")) == str(SHARED)
 
     @functools.wraps(load)
     def load_once(name: str, split: str = "test", data_dir: Any = None) -> Any:
-        return once(name, split, str(SHARED)) if str(data_dir) == str(SHARED) else load(name, split, data_dir)
+        return once(name, split) if are_real(data_dir) else load(name, split, data_dir)
 
-    data.load = load_once
+    def read_once(name: str, of: Any, split: str, folder: Any) -> Any:
+        return read_shared(name, split) if of is data.DATA[name] and are_real(folder) else read(name, of, split, folder)
+
+    data.load, data._all_documents = load_once, read_once
+
+
+def compile_templates_once() -> None:
+    """Keep the compiled templates of tasks; lm-eval 0.4 compiles one anew for each field of each question."""
+    utils: Any = sys.modules.get("lm_eval.utils")
+    if hasattr(utils, "env"):
+        utils.env.from_string = functools.cache(utils.env.from_string)
 
 
 def pytest_unconfigure() -> None:

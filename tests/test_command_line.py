@@ -7,16 +7,21 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import hatchling.build
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from lm_eval.__main__ import cli_evaluate
+from lm_eval.api import registry
 from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune import InputError, __version__, preflight
@@ -31,6 +36,7 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.settings import resolve_device
 from lmeval_prune.tasks.compat import HAS_SCORERS
 from tests.conftest import ROOT
+from tests.forks import Fork
 from tests.test_own_answers import task_file
 
 
@@ -62,21 +68,17 @@ def evaluate(
     cwd: Path,
     model: str = "pruned-hf",
     arguments: str = "",
-    launcher: tuple[str, ...] | None = None,
-    python: str = sys.executable,
-    **environment: str,
+    launch: Callable[[list[str], Path], str] | None = None,
 ):
-    """Run a tiny model on `prune_tiny`, in this process or by a launcher; return metrics and pruning of the results."""
+    """Run a tiny model on `prune_tiny`, in this process or as `launch` does; return metrics and pruning of the results."""
     output = cwd / "out"
     command = ["--model", model, "--model_args", f"pretrained={folder},dtype=float64{arguments}"]
     command += ["--tasks", "prune_tiny", "--limit", "6", "--batch_size", "4", "--device", "cpu"]
     command += ["--gen_kwargs", "max_gen_toks=8", "--output_path", str(output), "--log_samples"]
-    if launcher is None:
+    if launch is None:
         assert lm_eval(*command, cwd=cwd) == 0
     else:
-        done = call(*launcher, *command, python=python, cwd=cwd, **environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "prune_tiny_words" in done.stdout
+        assert "prune_tiny_words" in launch(command, cwd)
     (path,) = output.rglob("results_*.json")
     results = json.loads(path.read_text())
     samples = {
@@ -85,6 +87,17 @@ def evaluate(
     }
     assert all(ids == list(range(6)) for ids in samples.values()), samples
     return results["results"], results["config"].get("pruning")
+
+
+def started(python: str, *launcher: str) -> Callable[[list[str], Path], str]:
+    """Return what runs a command in a process of its own and returns its standard output."""
+
+    def launch(command: list[str], cwd: Path) -> str:
+        done = call(*launcher, *command, python=python, cwd=cwd)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return launch
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +111,7 @@ def script(name: str) -> str:
 
 def test_built_in_models_still_work_and_agree_with_no_heads(tiny_folder: Path, tmp_path: Path, dense) -> None:
     """`lm_eval` as it is installed, which finds us by the bridge."""
-    metrics, pruning = evaluate(tiny_folder, tmp_path, launcher=(), python=script("lm_eval"))
+    metrics, pruning = evaluate(tiny_folder, tmp_path, launch=started(script("lm_eval")))
     assert metrics == dense[0]
     assert dense[1] is None and pruning["heads"] == []
 
@@ -114,19 +127,37 @@ def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_pat
     assert "applied: 4 of 8 heads masked: L0H0, L0H1, L0H2, L0H3" in caplog.text
 
 
+def run_as_rank(words: list[str], cwd: Path) -> int:
+    """Run `lmeval_prune run` in a fork, as a process that torchrun started, and without what the bridge did."""
+    registry.model_registry._objs.pop("pruned-hf", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.chdir(cwd)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        return main(["run", *words])
+
+
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     """By `lmeval_prune run`, which needs no bridge."""
     (tmp_path / "single").mkdir()
     (tmp_path / "two").mkdir()
     single = evaluate(tiny_folder, tmp_path / "single", arguments=",heads=L0H1+L1H2,responses=store")
-    two = evaluate(
-        tiny_folder,
-        tmp_path / "two",
-        arguments=",heads=L0H1+L1H2,responses=store",
-        launcher=("-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lmeval_prune", "run"),
-        ACCELERATE_USE_CPU="true",
-        LMEVAL_PRUNE_NO_BRIDGE="1",
-    )
+
+    def run_two(words: list[str], cwd: Path) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        logs = [(cwd / f"{rank}.log").open("w+") for rank in range(2)]
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        ranks = [
+            Fork(lambda: run_as_rank(words, cwd), log, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+            for rank, log in enumerate(logs)
+        ]
+        texts = ["" if rank.wait() else log.seek(0) or log.read() for rank, log in zip(ranks, logs, strict=True)]
+        assert all(texts), [log.seek(0) or log.read()[-3000:] for log in logs]
+        return texts[0]
+
+    two = evaluate(tiny_folder, tmp_path / "two", arguments=",heads=L0H1+L1H2,responses=store", launch=run_two)
     assert single == two and two[1]["heads_pruned"] == 2
     counts = {p.name: len(p.read_text().splitlines()) for p in (tmp_path / "two" / "store").glob("rank-*.jsonl")}
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
@@ -391,8 +422,10 @@ def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> N
     """The listing of all tasks, and accelerate launch."""
     listed = call("ls", "tasks", python=script("lm_eval"), cwd=tmp_path)
     assert "prune_gsm8k" in listed.stdout and "hellaswag" in listed.stdout
-    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "lm_eval")
-    assert evaluate(tiny_folder, tmp_path, arguments=",heads=L0H1", launcher=launcher)[1]["heads"] == ["L0H1"]
+    launch = started(
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "lm_eval"
+    )
+    assert evaluate(tiny_folder, tmp_path, arguments=",heads=L0H1", launch=launch)[1]["heads"] == ["L0H1"]
 
 
 def test_the_source_archive_can_build_the_wheel() -> None:
@@ -442,36 +475,15 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path, capsys:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A virtual environment with our wheel; every other package comes from this one's folder."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    builder = venv.EnvBuilder(with_pip=True, symlinks=True)
-    builder.create(folder / "env")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        wheel = folder / hatchling.build.build_wheel(str(folder))
+    venv.EnvBuilder(symlinks=True).create(folder / "env")
     python = str(folder / "env" / "bin" / "python")
     (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-compile", str(wheel)], check=True, capture_output=True)
     (site / "zz_others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--ignore-installed",
-        str(wheel),
-    ]  # zz_others may hold us
-    subprocess.run(install, check=True, capture_output=True)
     return python, wheel
 
 

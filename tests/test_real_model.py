@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from lmeval_prune import HeadMask
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distance.tokens import Text, token_distances
+from tests.test_command_line import lm_eval
 
 pytestmark = [
     pytest.mark.real,
@@ -87,26 +85,10 @@ def test_ten_masks_are_as_far_from_dense_as_the_definition_says(folder: str) -> 
 
 @pytest.mark.parametrize(("limit", "tokens"), [(2, 8), pytest.param(4, 24, marks=pytest.mark.long)])
 def test_console_command_end_to_end(folder: str, tmp_path: Path, limit: int, tokens: int) -> None:
-    command = [str(Path(sys.executable).parent / "lm_eval"), "--model", "pruned-hf", "--tasks", "prune_tiny"]
-    command += [
-        "--model_args",
-        "pretrained=smollm2-135m,heads=L5H3+L15H0",
-        "--limit",
-        str(limit),
-        "--batch_size",
-        "4",
-    ]
-    command += [
-        "--apply_chat_template",
-        "--gen_kwargs",
-        f"max_gen_toks={tokens}",
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["--model", "pruned-hf", "--tasks", "prune_tiny", "--limit", str(limit), "--batch_size", "4"]
+    command += ["--model_args", "pretrained=smollm2-135m,heads=L5H3+L15H0", "--apply_chat_template"]
+    command += ["--gen_kwargs", f"max_gen_toks={tokens}", "--output_path", str(tmp_path / "out")]
+    assert lm_eval(*command, cwd=tmp_path) == 0
     (path,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(path.read_text())
     assert results["config"]["pruning"]["heads"] == ["L5H3", "L15H0"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import _smaller_estimate
 import pytest
@@ -25,7 +28,7 @@ from _smaller_rows import PROBLEMS, PackedHost, decoded, generated
 from _smaller_run import RowMaker
 from _smaller_scores import Scored
 from _smaller_speed import measured_gains, read_speeds
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from lmeval_prune import InputError, load_pretrained
 from lmeval_prune.artefacts import output_lock
@@ -34,6 +37,7 @@ from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.profiling import costs
 from tests.athena_hosts import quick_training
+from tests.forks import Fork
 from tests.smaller_experiments import command, problems, record, tiny_experiment
 from tests.test_distillation import Killed, killed_at
 
@@ -279,9 +283,18 @@ def test_a_row_without_enough_memory_is_tried_again_after_longer_and_longer(
         maker.make(row)
 
 
-def test_processes_run_the_whole_experiment(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+def forked_script(command: list[str], stdout: IO[str], stderr: int) -> Fork:
+    """Start the script in a fork."""
+    assert command[:2] == [sys.executable, smaller_model.__file__] and stderr == subprocess.STDOUT
+    return Fork(lambda: smaller_model.main(command[2:]), stdout)
+
+
+def test_processes_run_the_whole_experiment(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rows of the choice, the choice, and rows of the verdict; what is there is not made again."""
     words = ("run", "--recipes", "ours", "other", "--no-resume", "--discard")
+    monkeypatch.setattr("_smaller_run.subprocess", SimpleNamespace(Popen=forked_script, STDOUT=subprocess.STDOUT))
     settings = yaml.safe_load(experiment.file.read_text())
     goal = {**settings["goal"], "parameters": 0.05}
     experiment.file.write_text(yaml.safe_dump({**settings, "goal": goal, "folds": [0], "seeds": [1]}))
@@ -435,13 +448,16 @@ def test_an_estimate_of_prompts_reads_few_of_them(
 
 
 def with_prompts(experiment: Experiment, count: int) -> Experiment:
-    """Return the experiment with a recipe whose teacher answers prompts."""
+    """Return the experiment with a recipe whose teacher answers prompts; a fifth of its tokens end its answers."""
+    pretrained = experiment.file.with_name("teacher")
+    shutil.copytree(experiment.pretrained, pretrained)
+    GenerationConfig(eos_token_id=list(range(2, 54))).save_pretrained(pretrained)
     settings = yaml.safe_load(experiment.file.read_text())
     settings["prompts"] = count
     corpus = {"corpus": PROMPTS, "corpus_prompt": "prompt", "corpus_answers": "teacher"}
-    settings["recipes"]["ours"] |= {**corpus, "max_gen_toks": 60, "sample_temperature": 1.5, "samples": 4}
+    settings["recipes"]["ours"] |= {**corpus, "max_gen_toks": 12, "sample_temperature": 1.5, "samples": 4}
     experiment.file.write_text(yaml.safe_dump(settings))
-    return Experiment(experiment.file, experiment.work, experiment.pretrained)
+    return Experiment(experiment.file, experiment.work, str(pretrained))
 
 
 def replace_options(experiment: Experiment, **options: Any) -> Experiment:

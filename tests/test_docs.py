@@ -285,6 +285,12 @@ def test_the_messages_of_the_faq_are_those_of_the_code() -> None:
         assert any(message in text for text in texts), message
 
 
+def test_every_preset_is_in_their_table() -> None:
+    table = (ROOT / "configs/README.md").read_text(encoding="utf-8")
+    presets = {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert {name for name in presets if f"`{name}`" not in table} == set()
+
+
 def test_the_public_names_can_be_seen() -> None:
     assert {"HeadMask", "Plan", "TokenFilter", "cut", "load_pretrained"} <= set(dir(lmeval_prune))
     assert all(hasattr(lmeval_prune, name) for name in dir(lmeval_prune))

@@ -26,7 +26,8 @@ def compare(
         baseline: name or path of a run (default: the first)
         output: folder for the tables and the page
         tasks: tasks and groups to compare (default: all of the baseline)
-        metric: METRIC or METRIC,FILTER to compare where a task has it (default: exact_match or acc, else the first)
+        metric: METRIC or METRIC,FILTER to compare where a task has it (default: exact_match, acc or pass@N, else the
+            first)
         by: columns of the documents; a part for each of their values is compared, too
         allow_different: questions, prompts or settings: compare though they differ
         without_texts: tasks whose questions and answers are left out of the page

@@ -54,6 +54,7 @@ def pytest_collection_finish() -> None:
     read_few_tasks()
     read_problems_once()
     compile_templates_once()
+    prepare_triton_once()
     freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
@@ -118,6 +119,21 @@ def compile_templates_once() -> None:
     utils: Any = sys.modules.get("lm_eval.utils")
     if hasattr(utils, "env"):
         utils.env.from_string = functools.cache(utils.env.from_string)
+
+
+def prepare_triton_once() -> None:
+    """Let triton's interpreter replace its language for each launch, and not again for each function that it calls."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    replace, language = interpreter._patch_lang, interpreter.tl
+
+    def replace_once(function: Any) -> Any:
+        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
+        is_done = not any(language.core.is_builtin(module.load) for module in modules)
+        return interpreter._LangPatchScope() if is_done else replace(function)
+
+    interpreter._patch_lang = replace_once
 
 
 def pytest_unconfigure() -> None:

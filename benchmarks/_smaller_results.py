@@ -25,7 +25,7 @@ def take_results(experiment: Experiment, file: Path) -> tuple[int, int]:
     nothing is written: an `InputError`.
 
     Returns:
-        The numbers of rows that were taken, and of those left without a test.
+        The numbers of rows that were taken, and of those left without a test or without their dense model's answers.
     """
     results: Any = read_json(file)
     if not isinstance(results, dict) or not {"rows", "settings"} <= set(results):
@@ -40,6 +40,8 @@ def take_results(experiment: Experiment, file: Path) -> tuple[int, int]:
             left += 1
         elif row.recipe == DENSE or "dense" in summary:
             taken[row] = _record(experiment, row, rows)
+        else:
+            left += 1
     for row, record in taken.items():
         write_text(experiment.path(row), json.dumps(record) + "\n")
     if taken and not chosen_entries(experiment) and results.get("chosen"):
@@ -54,10 +56,19 @@ def _check_same(experiment: Experiment, results: Any, recipes: set[str], file: P
     own, other = experiment.settings, results["settings"]
     names = [name for name in SAME if own[name] != other.get(name)]
     names += [name for name in sorted(recipes - {DENSE}) if own["recipes"].get(name) != other["recipes"].get(name)]
+    if any("corpus" in own["recipes"].get(name, {}) for name in recipes) and own.get("prompts") != other.get("prompts"):
+        names.append("prompts")
     changes = {name: getattr(experiment, name) for name in ("changes", "recipe_changes")}
     names += [f"--{name}" for name, value in changes.items() if value != results.get(name, {})]
     if names:
         raise InputError(f"the rows of {file} were made with other options ({', '.join(names)}); nothing is taken")
+    dense = [each for each in results["rows"].values() if each["recipe"] == DENSE]
+    if not dense:
+        raise InputError(f"{file} has no dense rows, with which the others are compared; nothing is taken")
+    if any(each["parent"] != experiment.base for each in dense):
+        raise InputError(
+            f"the rows of {file} were made from another model than {experiment.pretrained}; nothing is taken"
+        )
 
 
 def _record(experiment: Experiment, row: Row, rows: dict[Row, Any]) -> dict[str, Any]:
@@ -78,7 +89,10 @@ def _record(experiment: Experiment, row: Row, rows: dict[Row, Any]) -> dict[str,
     record = {name: summary[name] for name in COPIED if name in summary}
     record |= {"settings": experiment.digest(row), **answers(summary["right"])}
     if row.recipe != DENSE:
-        sizes = {each["parameters"][1]: each["parameters"] for other, each in rows.items() if other.recipe == DENSE}
-        parameters = rows.get(row.dense, {}).get("parameters") or next(iter(sizes.values()))
-        record["dense"] = {"weights": summary["parent"], "parameters": parameters, **answers(summary["dense"])}
+        dense = next(each for other, each in rows.items() if other.recipe == DENSE)  # all have one shape
+        record["dense"] = {
+            "weights": summary["parent"],
+            "parameters": dense["parameters"],
+            **answers(summary["dense"]),
+        }
     return record

@@ -193,8 +193,8 @@ def collect(experiment: Experiment, options: argparse.Namespace) -> None:
 
     if options.results:
         rows, left = take_results(experiment, options.results)
-        untested = f"; {left} by seeds of the verdict are left, whose test {options.results} does not have"
-        print(f"{rows} new rows in {options.work}" + (untested if left else ""))
+        lacking = f"; {left} are left: {options.results} lacks their test, or their dense models' answers"
+        print(f"{rows} new rows in {options.work}" + (lacking if left else ""))
         return
     if not options.copy or not options.copy.is_dir():
         raise InputError("name the folder of the records, --copy FOLDER, or a results file, --results FILE")

@@ -43,6 +43,7 @@ class PassAtTask(ScoredTask):
         if not isinstance(count, int) or count < 1:
             raise InputError(f"task {config.get('task')}: repeats must be a whole number above 0, not {count!r}")
         self.attempts = count
+        self._extracts = set[bool]()  # whether answers so far have `extracted`
         self.main = f"pass@{count}"
         self.prefix = f"{self.main}_"  # followed by the name of a subset
         # Keep N responses. With several processes lm-eval may append copies, so that all processes have equally many.
@@ -51,11 +52,6 @@ class PassAtTask(ScoredTask):
         keep = {"function": "take_first_k", "k": count}
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
-        if self.score not in EQUALITIES and "exact_match" not in self.score(self.eval_docs[0], [""]):
-            raise InputError(
-                f"task {self.config.task}: its process_results gives no exact_match, of which pass@k is computed; "
-                f"return it, 0 or 1"
-            )
 
     @property
     def ks(self) -> list[int]:
@@ -84,11 +80,23 @@ class PassAtTask(ScoredTask):
             needed = f"task {self.config.task}: {self.main} needs {self.attempts} responses to a question"
             raise InputError(f"{needed}, got {len(responses)}")
         scored = [self.score(doc, [text]) for text in responses]
+        if not all("exact_match" in score for score in scored):
+            raise InputError(
+                f"task {self.config.task}: its process_results gives no exact_match, of which pass@k is computed; "
+                f"return it, 0 or 1"
+            )
+        extracts = {"extracted" in score for score in scored} | self._extracts
+        self._extracts = extracts
+        if len(extracts) > 1:
+            raise InputError(
+                f"task {self.config.task}: its process_results gives extracted, of which maj@{self.attempts} is "
+                f"computed, for some answers alone; return it for all, empty where nothing is found"
+            )
         correct = [bool(score["exact_match"]) for score in scored]
         return {
             **{f"pass@{k}": float(pass_ordered(correct, k)) for k in self.ks},
             **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
-            **(self._votes(correct, [score["extracted"] for score in scored]) if "extracted" in scored[0] else {}),
+            **(self._votes(correct, [score["extracted"] for score in scored]) if extracts == {True} else {}),
             **({"how": [score["how"] for score in scored]} if "how" in scored[0] else {}),
             **{name: mean([score[name] for score in scored]) for name in self._failures},
         }

@@ -124,7 +124,7 @@ def compile_templates_once() -> None:
 def prepare_triton_once() -> None:
     """Let triton's interpreter replace its language for each launch, and not again for each function that it calls."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_LangPatchScope"):
+    if not all(hasattr(interpreter, name) for name in ("_LangPatchScope", "_patch_lang", "tl")):
         return
     replace, language = interpreter._patch_lang, interpreter.tl
 

@@ -36,6 +36,8 @@ class Fork(Process):
         return self.exitcode  # type: ignore[no-any-return]
 
     def wait(self) -> int | None:
-        """Wait for the end and return the exit status."""
-        self.join()
+        """Wait for the end and return the exit status; None if the program had to be killed."""
+        self.join(timeout=300)
+        if self.is_alive():
+            self.kill()
         return self.poll()

@@ -8,7 +8,7 @@ from typing import Any
 
 import smaller_model
 import yaml
-from _smaller import Experiment, Row
+from _smaller import DENSE, Experiment, Row
 from _smaller_rows import PROBLEMS
 
 from tests.athena_hosts import data_folder
@@ -90,7 +90,8 @@ def record(experiment: Experiment, row: Row, right: dict[str, str], parameters: 
     sampled = [{"id": each["id"], "answers": ["none", each["answer"]]} for each in answers["validation"]]
     content = {
         **{"recipe": row.recipe, "fold": row.fold, "seed": row.seed, "device": "here", "seconds": 1.0},
-        **{"settings": experiment.digest(row), "weights": f"of {row.key}", "parent": f"of {row.dense.key}"},
+        **{"settings": experiment.digest(row), "weights": f"of {row.key}"},
+        "parent": experiment.base if row.recipe == DENSE else f"of {row.dense.key}",
         **{"parameters": [parameters, parameters], "plans": [], "stages": [{"stage": 1}], **answers},
         "sampled": sampled,
     }

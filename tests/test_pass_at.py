@@ -233,6 +233,8 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
     assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
     with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
         measured("{'acc': 1.0}")
+    with pytest.raises(InputError, match="gives extracted, of which maj@4 is computed, for some answers alone"):
+        measured(f"{{{right}, **({{'extracted': 'y'}} if results[0] == 'y' else {{}})}}")
 
 
 def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -321,7 +322,8 @@ def test_requests_that_are_too_long_together_are_asked_again(
         stub.fault = lambda number, payload: "full" if stub.waiting > 1 else None
         assert len(lm.generate_until(instances)) == 12
     assert len(stub.payloads) > 12
-    assert len([line for line in caplog.messages if "smaller num_concurrent=" in line]) == 1
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([record for record in warnings if "smaller num_concurrent=" in record.getMessage()]) == 1
 
 
 def test_facts_of_a_server_are_those_of_the_model_that_is_meant(

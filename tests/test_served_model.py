@@ -63,6 +63,35 @@ def test_another_training_does_not_go_on_with_stored_answers(
     ask(tiny_folder, tmp_path / "s", "a b")
 
 
+def test_answers_of_one_folder_are_of_one_model_whatever_names_it(
+    tiny_folder: Path, retrained: Path, tmp_path: Path
+) -> None:
+    """Stored answers do not depend on a served model's name, so that its training is compared under any."""
+    with remote(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, responses=str(tmp_path))
+        lm.generate_until([text("a b")])
+        lm.close()
+    with remote(retrained) as stub, pytest.raises(InputError, match="gives other log-probabilities than"):
+        served(tiny_folder, stub, responses=str(tmp_path), model="tiny")
+
+
+def test_processes_share_a_record(tmp_path: Path) -> None:
+    """Nothing is written before all checks have passed; nobody's entry is lost, and the first one counts."""
+    path, one, other = tmp_path / "new" / RECORD, [("a", -1.0), ("b", -2.0)], [("a", -3.0), ("b", -2.0)]
+    records = [ServerRecord(path, [key], "float32", True) for key in (1, 2, 1)]
+    for record, signature in zip(records, (one, one, other), strict=True):
+        record.check("http://a", signature)
+    assert not path.exists()
+    for record in records[:2]:
+        record.save()
+    with pytest.raises(InputError, match="http://a gives other log-probabilities than"):
+        records[2].save()
+    for key in (1, 2):
+        ServerRecord(path, [key], "float32", False).check("http://b", one)
+        with pytest.raises(InputError, match=rf"or delete {path} if no answers are stored"):
+            ServerRecord(path, [key], "float32", False).check("http://b", other)
+
+
 def test_two_servers_have_one_model(tiny_folder: Path, retrained: Path) -> None:
     with remote(tiny_folder) as stub, remote(tiny_folder) as same, remote(retrained) as other:
         served(tiny_folder, stub, same)
@@ -117,6 +146,8 @@ def test_the_folder_that_a_server_names(
             served(tiny_folder, stub, probe=False)
         stub.root = str(shutil.copytree(tiny_folder, tmp_path / "copy"))  # the same weights
         served(tiny_folder, stub, probe=False)
+        shutil.move(tmp_path / "copy" / "model.safetensors", tmp_path / "copy" / "model-00001-of-00001.safetensors")
+        served(tiny_folder, stub, probe=False)  # divided in another way: nothing is known
         stub.root = f"/models/{tiny_folder.name}"
         served(tiny_folder, stub, probe=False)
         assert "is it the same model" not in caplog.text

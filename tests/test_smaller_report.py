@@ -226,6 +226,11 @@ def test_rows_of_a_results_file_are_taken_back(
     rows["ours_fold0_seed0"]["settings"] = "others"
     for changed, problem in (
         ({"rows": rows}, "ours_fold0_seed0 of the results file was made from another model or corpus"),
+        ({"rows": {"ours_fold0_seed1": rows["ours_fold0_seed1"]}}, "has no dense rows, with which"),
+        (
+            {"rows": {**rows, "dense_fold0_seed0": {**rows["dense_fold0_seed0"], "parent": "other"}}},
+            "were made from another model than",
+        ),
         ({"changes": {"limit": 4}}, "were made with other options (--changes)"),
         ({"settings": {**json.loads(file.read_text())["settings"], "recipes": {}}}, "other options (other, ours)"),
     ):

@@ -26,7 +26,7 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float32 without its sign
 
 @njit(nogil=True)
 def _largest(bits: Any, begin: int, end: int) -> Any:
-    """Return the largest of float32 numbers, as their bits: minus infinity if there are none, NaN if one is NaN.
+    """Return the largest of float32 numbers, as their bits: minus infinity if there are none; of NaN, any number.
 
     With the lower bits of negative numbers inverted, bits are in the order of the numbers. The compiler uses vector
     instructions for integers, and for floats only if it may suppose that none is NaN.

@@ -73,6 +73,11 @@ class VariantLM(RecordingLM):
     job_masks: tuple[HeadMask | None, ...] = ()
 
     @property
+    def record_key(self) -> Any:
+        """Return what a cell's answers depend on, the name in `model=` too."""
+        return [*super().record_key, self.options.model]
+
+    @property
     def store_rank(self) -> int | None:
         """Return None: each process that writes answers of the grid gets the next free file number."""
         return None

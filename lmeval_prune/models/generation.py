@@ -38,7 +38,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         remedy = "give stop texts as until" if given[0] == "stop" else "leave it out"
         raise InputError(f"{given[0]} is no generation setting", remedy)
     parse_value("temperature", settings.get("temperature"), NonNegative | None)
-    if not isinstance(do_sample := settings.get("do_sample"), bool | None):  # `hf` samples by the text 'false'
+    if (do_sample := settings.get("do_sample")) not in (None, True, False):  # `hf` samples by the text 'false'
         raise InputError(f"do_sample={do_sample!r} must be true or false")
     until = settings.get("until", [])
     if not isinstance(until, str) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):

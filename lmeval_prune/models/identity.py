@@ -33,6 +33,7 @@ _PATH_ARGUMENTS = {"tokenizer", "peft", "delta", "router", "router_store"}
 # Raised whenever the decoding engine, or the way requests are sent to a model or a server, gives other answers than
 # before. (Methods have their own versions.)
 ANSWERING = 1
+SERVED_ANSWERING = 2  # of the requests to servers; 2: they name penalties, and continue the beginning of an answer
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import logging
 import ssl
@@ -155,7 +156,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             local = checkpoint_identity(path, self.options.revision)
         except InputError:  # only configuration and tokenizer are here
             local = None
-        self.has_weights = local is not None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
         if len(bases) > 1:
             names = " and ".join(list(bases.values())[:2])
@@ -243,13 +243,12 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 logger.warning(ROOT_WARNING, server.url, root, path)
 
     def _has_other_weights(self, root: str) -> bool:
-        path = Path(self.checkpoint.path)
-        if not self.has_weights or not Path(root).is_dir() or (path.is_dir() and path.samefile(root)):
+        """Whether both folders have the same weight files, one of them with other contents."""
+        folders = [Path(self.checkpoint.path), Path(root)]
+        names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
+        if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
             return False
-        try:
-            return checkpoint_identity(root) != self.base
-        except InputError:  # the folder has no weights
-            return False
+        return not all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in names[0])
 
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
         """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""
@@ -277,13 +276,16 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return the file by which the servers of another run are compared with those of this one."""
         return Path(self.arguments.responses) / RECORD if self.arguments.responses else None
 
-    def _server_record(self) -> ServerRecord:
+    @property
+    def record_key(self) -> Any:
+        """Return what stored answers depend on of the served model: others have a record of their own."""
         model = self.dispatcher.servers[0].listing.model(self.dispatcher.model)
-        listed = model.identity if self.kind.adapter_list else self.options.model
-        identity = [self.kind.name, self.dtype, self.base, listed]
+        return [self.kind.name, self.dtype, self.base, model.identity if self.kind.adapter_list else None]
+
+    def _server_record(self) -> ServerRecord:
         path, store = self.record_path, self.answering.store
         is_empty = bool(path and store and store.folder == path.parent and not store.responses)
-        return ServerRecord(path, identity, self.dtype, is_empty)
+        return ServerRecord(path, self.record_key, self.dtype, is_empty)
 
     def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
         """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""

@@ -13,7 +13,7 @@ from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.attempts import DENSE as UNPRUNED
 from lmeval_prune.models.attempts import Attempt
-from lmeval_prune.models.identity import code_versions
+from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions
 from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant
 from lmeval_prune.models.variants import Variant
@@ -29,7 +29,7 @@ class ServerAnswering(Answering):
     @property
     def versions(self) -> dict[str, Any]:
         """Return the versions that answers depend on; servers do not use the transformers installed here."""
-        return code_versions("lm_eval")
+        return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         return [sampling_seed(self.lm.seed, str(self.attempt(request, repeat)) if self.router else repeat)]

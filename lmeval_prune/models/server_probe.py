@@ -128,6 +128,7 @@ class Probe:
                     raise
                 logger.warning("%s; continuing without this server", error)
         self.dispatcher.servers = working
+        self.record.save()
 
     def _check(self, server: Server, pruned: Sequence[ServedVariant]) -> None:
         """Check a server's tokenizer, that all variants give different signatures, and that batches do not mix them."""

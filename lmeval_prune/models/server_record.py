@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_artefact, write_artefact
+from lmeval_prune.artefacts import digest, file_lock, lock_path, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 
 RECORD = "answers.servers.json"  # in the folder of an answer store
@@ -44,37 +44,49 @@ class ServerRecord:
 
     def __init__(self, path: Path | None, identity: Any, dtype: str, is_empty: bool) -> None:
         self.path, self.key, self.tolerance = path, digest(identity), TOLERANCES.get(dtype, TOLERANCE)
-        self._signatures: dict[str, Signature] = {}
-        self._source = ""
-        if path and path.exists():
-            for key, stored in read_artefact(path, SCHEMA, VERSION, _Content)[0]["signatures"].items():
-                self._signatures[key] = list(zip(stored["tokens"], stored["log_probabilities"], strict=False))
-            self._source = f"the server that gave the answers in {path.parent}"
-            if is_empty:
-                self._signatures.pop(self.key, None)
+        self._before = self._read().get(self.key)
+        self._known = None if is_empty else self._before
+        self._source = f"the server that gave the answers in {path.parent}" if path else ""
+        self._is_new = self._known is None
 
     def check(self, url: str, signature: Signature) -> None:
-        """Compare a server's signature with the known one, or record it as the first.
+        """Compare a server's signature with the known one, or remember it as the first.
 
         Raises:
             InputError: it differs by more than rounding.
         """
-        known = self._signatures.get(self.key)
-        if known is None:
-            self._signatures[self.key], self._source = signature, url
-            if self.path:
-                self._write(self.path)
-        elif (difference := _difference(known, signature)) > self.tolerance:
+        if self._known is None:
+            self._known, self._source = signature, url
+        elif (difference := _difference(self._known, signature)) > self.tolerance:
+            stored = "" if self._is_new else f", or delete {self.path} if no answers are stored"
             raise InputError(
                 f"{url} gives other log-probabilities than {self._source}: they differ by {difference:.2g}, more than "
                 f"the {self.tolerance:g} of rounding, so it has other weights or another type. Start it with the same "
-                f"model; for another one give another folder (probe=false leaves this check out)"
+                f"model; for another one give another folder{stored} (probe=false leaves this check out)"
             )
 
-    def _write(self, path: Path) -> None:
-        pairs = {key: list(zip(*signature, strict=True)) for key, signature in self._signatures.items()}
-        content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
-        write_artefact(path, SCHEMA, VERSION, {"signatures": content})
+    def save(self) -> None:
+        """Write a new signature, when all checks have passed; that of another process, if it was first, is compared."""
+        if not self.path or not self._is_new or self._known is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(lock_path(self.path)):
+            stored, own = self._read(), self._known
+            if (other := stored.get(self.key)) != self._before:
+                self._known, self._is_new = other, False
+                self.check(self._source, own)
+                return
+            pairs = {key: list(zip(*each, strict=True)) for key, each in {**stored, self.key: own}.items()}
+            content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
+            write_artefact(self.path, SCHEMA, VERSION, {"signatures": content})
+
+    def _read(self) -> dict[str, Signature]:
+        if not self.path or not self.path.exists():
+            return {}
+        signatures = read_artefact(self.path, SCHEMA, VERSION, _Content)[0]["signatures"]
+        return {
+            key: list(zip(each["tokens"], each["log_probabilities"], strict=True)) for key, each in signatures.items()
+        }
 
 
 def _difference(first: Signature, second: Signature) -> float:

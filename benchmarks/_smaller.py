@@ -167,6 +167,10 @@ class Experiment:
         for seed, fold in itertools.product(seeds, folds or self.settings["folds"]):
             yield from (Row(name, fold, seed) for name in (DENSE, *names))
 
+    def rows_of(self, recipe: str, seeds: Sequence[int], folds: Sequence[int] = ()) -> list[Row]:
+        """Return the rows of one recipe, without the dense models that they are made from."""
+        return [row for row in self.rows([recipe], seeds, folds) if row.recipe == recipe]
+
     def check_names(self, recipes: Sequence[str], folds: Sequence[int] = (), seeds: Sequence[int] = ()) -> None:
         """Raise an `InputError` for a recipe, a fold or a seed that does not exist."""
         for name in recipes:

@@ -148,13 +148,13 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> Iterator[Ro
     seeds = options.seeds or experiment.settings["choice_seeds"]
     if options.seeds:
         for name in (DENSE, *(options.recipes or experiment.settings["recipes"])):
-            yield from (row for row in experiment.rows([name], seeds, options.folds) if row.recipe == name)
+            yield from experiment.rows_of(name, seeds, options.folds)
     else:
         yield from _rows_of_choice(experiment, options)
         yield from experiment.rows([DENSE], experiment.settings["seeds"], options.folds)
         yield from planned_rows(experiment, options.recipes, options.folds, ())
     for name in options.then:
-        yield from (row for row in experiment.rows([name], seeds[:1], options.folds) if row.recipe == name)
+        yield from experiment.rows_of(name, seeds[:1], options.folds)
 
 
 def run_processes(experiment: Experiment, options: argparse.Namespace) -> int:

@@ -111,9 +111,10 @@ class Scored:
 
     def pairs(self, recipe: str, seeds: Collection[int]) -> list[Row]:
         """Return a recipe's rows by these seeds on declared folds that are there with answers of their dense models."""
-        rows = [row for row in self.experiment.rows([recipe], list(seeds)) if row.recipe == recipe]
         return [
-            row for row in rows if row in self.records and ("dense" in self.records[row] or row.dense in self.records)
+            row
+            for row in self.experiment.rows_of(recipe, list(seeds))
+            if row in self.records and ("dense" in self.records[row] or row.dense in self.records)
         ]
 
     def difference(self, rows: Collection[Row], split: str) -> Difference:

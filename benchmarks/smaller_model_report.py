@@ -63,8 +63,8 @@ def write_report(experiment: Experiment, name: str) -> str:
 
 def missing(experiment: Experiment, scored: Scored, chosen: str) -> int:
     """Return the number of rows that a recipe lacks for the verdict, with their dense models' answers."""
-    wanted = [row for row in experiment.rows([chosen], experiment.settings["seeds"]) if row.recipe == chosen]
-    return len(wanted) - len(scored.pairs(chosen, experiment.settings["seeds"]))
+    planned = experiment.rows_of(chosen, experiment.settings["seeds"])
+    return len(planned) - len(scored.pairs(chosen, experiment.settings["seeds"]))
 
 
 def conditions(experiment: Experiment, scored: Scored, chosen: str) -> dict[str, tuple[str, bool]]:

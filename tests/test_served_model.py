@@ -77,9 +77,9 @@ def test_answers_of_one_folder_are_of_one_model_whatever_names_it(
 
 def test_processes_share_a_record(tmp_path: Path) -> None:
     """Nothing is written before all checks have passed; nobody's entry is lost, and the first one counts."""
-    path, one, other = tmp_path / "new" / RECORD, [("a", -1.0), ("b", -2.0)], [("a", -3.0), ("b", -2.0)]
+    path, first, other = tmp_path / "new" / RECORD, [("a", -1.0), ("b", -2.0)], [("a", -3.0), ("b", -2.0)]
     records = [ServerRecord(path, [key], "float32", True) for key in (1, 2, 1)]
-    for record, signature in zip(records, (one, one, other), strict=True):
+    for record, signature in zip(records, (first, first, other), strict=True):
         record.check("http://a", signature)
     assert not path.exists()
     for record in records[:2]:
@@ -87,7 +87,7 @@ def test_processes_share_a_record(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="http://a gives other log-probabilities than"):
         records[2].save()
     for key in (1, 2):
-        ServerRecord(path, [key], "float32", False).check("http://b", one)
+        ServerRecord(path, [key], "float32", False).check("http://b", first)
         with pytest.raises(InputError, match=rf"or delete {path} if no answers are stored"):
             ServerRecord(path, [key], "float32", False).check("http://b", other)
 

@@ -34,9 +34,9 @@ def is_sampling(settings: dict[str, Any]) -> bool:
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
-    if given := [name for name in _NO_SETTINGS if name in settings]:
-        remedy = "give stop texts as until" if given[0] == "stop" else "leave it out"
-        raise InputError(f"{given[0]} is no generation setting", remedy)
+    if name := next((name for name in _NO_SETTINGS if name in settings), None):
+        remedy = "give stop texts as until" if name == "stop" else "leave it out"
+        raise InputError(f"{name} is no generation setting", remedy)
     parse_value("temperature", settings.get("temperature"), NonNegative | None)
     if (do_sample := settings.get("do_sample")) not in (None, True, False):  # `hf` samples by the text 'false'
         raise InputError(f"do_sample={do_sample!r} must be true or false")

@@ -176,24 +176,24 @@ class Routing(HeadRouter):
 
     def _warn_of_settings(self, requests: Sequence[Any], tokenizer: Any) -> None:
         """Warn, once, of prompts in another form, or another limit of tokens, than the policy was made from."""
-        made, asked = [], []
+        swept, answered = [], []
         templates = {bool(settings.get("chat_template")) for settings in self._settings if "chat_template" in settings}
         if len(templates) == 1 and (ends := template_ends(tokenizer)):
             (in_template,) = templates
             if any(has_template(request.args[0], ends) != in_template for request in requests):
                 words = ["to prompts in the model's chat template", "to prompts without the chat template"]
-                made, asked = [words[not in_template]], [words[in_template]]
+                swept, answered = [words[not in_template]], [words[in_template]]
         before, now = (
             {limit for each in several if (limit := each.get("max_gen_toks"))}
             for several in ([s.get("generation") or {} for s in self._settings], [each.args[1] for each in requests])
         )
         if before and now - before:
-            made.append(f"of at most {max(before)} tokens")
-            asked.append(f"of at most {max(now - before)} tokens")
-        if made:
+            swept.append(f"of at most {max(before)} tokens")
+            answered.append(f"of at most {max(now - before)} tokens")
+        if swept:
             logger.warning(
                 "router=%s was made from answers %s, these are %s: its order may not suit them; sweep and run alike",
-                *(self.source, " and ".join(made), " and ".join(asked)),
+                *(self.source, " and ".join(swept), " and ".join(answered)),
             )
             self._settings = []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -13,10 +14,18 @@ from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 
 
 def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:
-    """Return lm-eval's prompt of a document with the task's examples, in the chat template of a tokenizer if given."""
+    """Return lm-eval's prompt of a training document, in the chat template of a tokenizer if given.
+
+    The document is not among its own exemplars, which lm-eval sees to for documents of the test alone.
+    """
     shots = task.get_config("num_fewshot") or 0
+    with _other_exemplars(task, document):
+        return str(_context(task, document, shots, tokenizer))
+
+
+def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any) -> Any:
     if tokenizer is None:
-        return str(task.fewshot_context(document, shots))
+        return task.fewshot_context(document, shots)
 
     def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -29,9 +38,37 @@ def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> 
         )
 
     try:
-        return str(task.fewshot_context(document, shots, apply_chat_template=True, chat_template=as_chat))
+        return task.fewshot_context(document, shots, apply_chat_template=True, chat_template=as_chat)
     except TemplateError as error:
         raise InputError(f"the chat template fails ({first_line(error)}); leave the chat template out") from error
+
+
+@contextmanager
+def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
+    """Draw the exemplars again without the document if it is among them, inside the block."""
+    sampler = getattr(task, "sampler", None)
+    if sampler is None:
+        yield
+        return
+
+    def sample(n: int, eval_doc: Any = None, **settings: Any) -> Any:
+        draw = type(sampler).sample
+        drawn = draw(sampler, n, eval_doc=eval_doc, **settings)
+        itself = [each for each in drawn if all(document.get(key) == value for key, value in each.items())]
+        if not itself:
+            return drawn
+        try:
+            return draw(sampler, n, eval_doc=itself[0], **settings)
+        except (ValueError, AssertionError) as error:  # random.sample and lm-eval
+            raise InputError(
+                f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller num_fewshot"
+            ) from error
+
+    sampler.sample = sample
+    try:
+        yield
+    finally:
+        del sampler.sample
 
 
 def exemplars_of(task: Any) -> list[Any]:

@@ -97,6 +97,33 @@ def test_greedy_answers_are_those_of_generate(tiny_folder: Path, sums: str, tmp_
     assert about["own_answers"]["questions"] == 6 and about["own_answers"]["temperature"] == 0
 
 
+@pytest.mark.parametrize("sampler", ["default", "first_n"])
+@pytest.mark.parametrize("further", [{}, {"question_too": 1}])
+def test_a_training_question_is_not_its_own_exemplar(tmp_path: Path, sampler: str, further: dict[str, Any]) -> None:
+    """Also one with further fields; other exemplars are drawn as lm-eval draws them."""
+    name = task_file(tmp_path / "task", num_fewshot=4, fewshot_config={"sampler": sampler})
+    task, documents = training_documents(name)
+    lm_eval_task, _ = training_documents(name)
+    own, changed, equal = [], 0, 0
+    for document in documents:
+        seed = len(own)
+        for each in (task, lm_eval_task):
+            each.sampler.set_rnd(seed)
+        text, expected = prompt_of(task, {**document, **further}), lm_eval_task.fewshot_context(document, 4)
+        own.append(text.count(document["question"]))
+        assert text.count("Asked:") == 5
+        changed += expected.count(document["question"]) == 2
+        equal += text == expected
+    assert set(own) == {1}
+    assert changed and changed + equal == len(documents)
+
+
+def test_too_few_exemplars_beside_the_question_are_refused(tmp_path: Path) -> None:
+    task, documents = training_documents(task_file(tmp_path / "task", num_fewshot=20))
+    with pytest.raises(InputError, match="has fewer than 20 exemplars beside the question itself; give a smaller num_"):
+        prompt_of(task, documents[0])
+
+
 def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     every = own_text(tmp_path / "store", sums, model, tokenizer).of(model)

@@ -53,12 +53,18 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
 
 def broken_file(folder: str | None) -> str:
     """Return the end of a message that names a folder's first YAML file with a mistake: lm-eval leaves it out."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
     for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
         try:
-            for _ in yaml.parse(path.read_text(encoding="utf-8"), yaml.SafeLoader):
-                pass
-        except (yaml.YAMLError, ValueError, OSError) as error:  # a ValueError: no text
-            return f"; {path} is left out: {yaml_error_text(error)}"
+            if isinstance(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), yaml.MappingNode):
+                load_yaml(path, resolve_func=False)  # with the files that it includes
+        except FileNotFoundError as error:
+            return f"; {path} is left out: it includes {error.filename}, which does not exist"
+        except (yaml.YAMLError, ValueError, OSError, TypeError) as error:  # a ValueError: no text, or a circle
+            source = Path(getattr(getattr(error, "problem_mark", None), "name", path))
+            included = f"{source}, " if source.is_file() and source != path else ""
+            return f"; {path} is left out: {included}{yaml_error_text(error)}"
     return ""
 
 

@@ -61,7 +61,8 @@ def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
             return draw(sampler, n, eval_doc=itself[0], **settings)
         except (ValueError, AssertionError) as error:  # random.sample and lm-eval
             raise InputError(
-                f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller num_fewshot"
+                f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller "
+                f"num_fewshot"
             ) from error
 
     sampler.sample = sample

@@ -324,12 +324,24 @@ def test_a_task_that_cannot_be_loaded_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["prune", "run"])
-@pytest.mark.parametrize("content", [b"task: mine\ntask_alias: [\n", b"task: mine # \xff\n"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"task: mine\ntask_alias: [\n", "line 3, column 1: expected"),
+        (b"task: mine # \xff\n", "can't decode byte"),
+        (b"task: mine\ninclude: gone\n", "it includes .*gone, which does not exist"),
+        (b"task: mine\ninclude: [base, gone]\n", "it includes .*gone, which does not exist"),
+        (b"task: mine\ninclude: broken\n", "broken, line 2, column 1: did not find"),
+        (b"task: mine\ninclude: mine.yaml\n", "Include cycle at"),
+    ],
+)
 def test_a_file_of_tasks_that_lm_eval_leaves_out_is_named(
-    tiny_folder: Path, tmp_path: Path, command: str, content: bytes, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, tmp_path: Path, command: str, content: bytes, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
-    (tmp_path / "other.yaml").write_text("- some list\n")
+    (tmp_path / "base").write_text("repeats: 2\ntag: !function gone.tag\n")
+    (tmp_path / "broken").write_text("tag: [\n")
+    (tmp_path / "a_list.yaml").write_text("- some list\n")
     words = {
         "prune": ["prune", "--pretrained", str(tiny_folder), "--ratio", "0.3", "--method", "flap", "--output",
                   str(tmp_path / "plan.json"), "--task", "mine", "--include_path", str(tmp_path)],
@@ -340,7 +352,6 @@ def test_a_file_of_tasks_that_lm_eval_leaves_out_is_named(
         patch.setattr(sys, "argv", sys.argv)
         assert main(words[command]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    reason = "can't decode byte" if b"\xff" in content else "line 3, column 1: expected"
     assert re.search(
         rf"error: .*mine.*; .*{re.escape(str(tmp_path / 'mine.yaml'))} is left out: .*{reason}", message
     ), message

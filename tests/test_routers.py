@@ -250,10 +250,27 @@ def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:
                 Router.load(tmp_path / f"{row.name}{index}")
 
 
-def test_routers_of_earlier_versions_are_read() -> None:
+def test_routers_of_earlier_versions_are_read(caplog: pytest.LogCaptureFixture) -> None:
     router = Router.load(ROOT / "docs" / "results" / "sprint")
+    [record] = caplog.records
+    assert "sprint was fitted by version 1 of contrastive; version 2, which is installed, may" in record.getMessage()
     assert router.method == "contrastive" and router.about["chosen"].keys() == {"p", "lambda"}
     assert not router.dense_first and router.chances(torch.randn(2, router.ranker.theta.shape[1])) is None
+
+
+def test_a_router_of_another_version_of_its_method_is_said_to_be_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in ROWS:
+        fitted(row, 60).save(tmp_path / row.name)
+        Router.load(tmp_path / row.name)
+    assert not caplog.records
+    for row in ROWS:
+        method = ROUTERS.load(row.name)
+        monkeypatch.setattr(method, "version", method.version + 1)
+        assert Router.load(tmp_path / row.name).method == row.name
+    for row, record in zip(ROWS, caplog.records, strict=True):
+        assert f"of {row.name}; version" in record.getMessage()
 
 
 # --------------------------------------------------------------------------- greedy coverage against brute force

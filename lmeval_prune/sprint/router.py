@@ -7,6 +7,7 @@ ranker (`routers/`) orders the pool for the embedding; the i-th try takes the i-
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from lmeval_prune.sprint.routers.base import Ranker
 from lmeval_prune.sprint.routers.calibration import rescale
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
+logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/router"
 FILES = ("router.json", "router.safetensors", "README.md")  # of a router's folder, which may hold other files
 SCHEMA_VERSION = 2  # version 1 had no `router`: all were contrastive, with p and lambda in place of `chosen`
@@ -47,6 +49,7 @@ class RouterContents(TypedDict):
     encoder: str
     tensors_sha256: str
     router: NotRequired[str]
+    method_version: NotRequired[int]  # none: 1
     settings: NotRequired[dict[str, Any]]
     dense_first: NotRequired[bool]
     platt: NotRequired[list[float]]  # slope, offset
@@ -169,7 +172,7 @@ class Router:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
-        """Read a router.
+        """Read a router; a warning says so if its method has another version now.
 
         Raises:
             InputError: the folder is not a router, or its files are inconsistent.
@@ -179,9 +182,17 @@ class Router:
         try:
             content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
             tensors = read_tensors(Path(folder) / "router.safetensors", content.pop("tensors_sha256"))
-            return cls._of(content, tensors, sha256)
+            router = cls._of(content, tensors, sha256)
         except InputError as error:
             raise InputError(f"the router in {folder} cannot be used: {error}; fit it again") from None
+        before, now = router.about.get("method_version", 1), ROUTERS.load(router.method).version
+        if before != now:
+            logger.warning(
+                "the router in %s was fitted by version %s of %s; version %s, which is installed, may order its pool "
+                "in another way: fit it again",
+                folder, before, router.method, now
+            )  # fmt: skip
+        return router
 
     @classmethod
     def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor], sha256: str) -> Router:

@@ -472,6 +472,17 @@ def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: P
     assert 0.5 < best < 0.7 and router < best + 0.05
 
 
+@pytest.mark.parametrize(("first", "second", "warns"), [("a", "b", True), ("a", "a", False), ("a", None, False)])
+def test_stores_that_other_code_scored_are_compared_with_a_warning(
+    tmp_path: Path, first: str, second: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, start, code in (("train", 0, first), ("test", 200, second)):
+        write(tmp_path / name, start, 30, tasks={"toy": {**TASKS["toy"], **({"code": code} if code else {})}})
+    options = ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), train=str(tmp_path / "train"), n=2)
+    write_report(options)
+    assert ("the code of toy has changed between sweeps" in caplog.text) == warns
+
+
 def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
     fit(train, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -260,6 +261,35 @@ def test_a_users_folder_of_tasks_may_be_moved(tiny_folder: Path, tmp_path: Path)
     (tmp_path / "moved" / "own.py").write_text("def another(doc, results): return {'exact_match': 1}\n")
     with pytest.raises(InputError, match=r"another task mine \(scoring: own:score, now own:another\)"):
         sweep(tiny_folder, tmp_path / "s", tasks=(str(other),), **options)
+
+
+def test_changed_code_of_a_users_task_is_said(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a module beside it; earlier stores did not record it, and tasks of this package have none."""
+    task = Path(few_shot(tmp_path))
+    (tmp_path / "rule.py").write_text("RIGHT = 1\n")
+    code = "import sys; sys.path.insert(0, str(__import__('pathlib').Path(__file__).parent))\nimport rule\n\n\n"
+    (tmp_path / "own.py").write_text(f"{code}def score(doc, results): return {{'exact_match': rule.RIGHT}}\n")
+    task.write_text(task.read_text() + "process_results: !function own.score\n")
+    options = {"tasks": (str(task), "prune_tiny_words"), "heads": "L0H0", "gen_kwargs": {}, "limit": 2}
+    tasks = sweep(tiny_folder, tmp_path / "s", **options).tasks
+    assert "code" in tasks["mine"] and "code" not in tasks["prune_tiny_words"]
+    sweep(tiny_folder, tmp_path / "s", **options)
+    assert "the code of" not in caplog.text
+    (tmp_path / "rule.py").write_text("RIGHT = 0\n")
+    (tmp_path / "own.py").touch()
+    for _ in range(2):
+        caplog.clear()
+        sweep(tiny_folder, tmp_path / "s", **options)
+        assert "the code of mine has changed between sweeps" in caplog.text
+    caplog.clear()
+    store = tmp_path / "s" / "store.json"
+    content = json.loads(store.read_text())
+    del content["tasks"]["mine"]["code"]
+    store.write_text(json.dumps(content))
+    sweep(tiny_folder, tmp_path / "s", **options)
+    assert "the code of" not in caplog.text
 
 
 def test_a_summary_names_the_questions_of_a_column_that_has_fewer(

@@ -15,11 +15,10 @@ from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
-from lmeval_prune.grid import task_identity
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import data, loading, results, scored
+from lmeval_prune.tasks import code, data, loading, results, scored
+from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.loading import load_task, load_tasks
 from lmeval_prune.tasks.manager import LazyTaskManager
 from tests.conftest import ROOT, task_manager
@@ -424,12 +423,12 @@ def test_a_tasks_code_includes_what_it_imports_from_beside_it(tmp_path: Path, he
     before = code_digest(None, {"process_results": judge})
     (tmp_path / helper).write_text("LIMIT = 2\n")
     (tmp_path / "judging.py").touch()
-    task_identity._with_imports.cache_clear()
+    code._with_imports.cache_clear()
     assert code_digest(None, {"process_results": judge}) != before
 
 
 def test_a_tasks_code_is_the_same_wherever_the_package_is() -> None:
     """In a checkout `lmeval_prune/tasks` is a link, in an installed package a folder: each file counts once."""
-    files = task_identity._with_imports(Path(results.__file__).resolve(), 0)
+    files = code._with_imports(Path(results.__file__).resolve(), 0)
     assert all(file == file.resolve() for file in files)
     assert {"results.py", "scored.py", "prose.py", "en.yaml"} <= {file.name for file in files}

@@ -56,12 +56,24 @@ class TaskSettings(TypedDict, total=False):
     """Settings of a task; the outcomes depend on all others, which are any JSON."""
 
     scored_splits: list[str]  # what the task scores, see `tasks/splits.py`
+    code: str  # digest of the user's own code
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a task's settings without the folder of a user's own scoring function, which may be moved."""
+    """Return a task's settings without a user's own code: its folder may be moved, and not each change matters."""
+    compared = {key: value for key, value in settings.items() if key != "code"}
     scoring = settings.get("scoring")
-    return {**settings, "scoring": scoring.rpartition("/")[2]} if scoring else dict(settings)
+    return {**compared, "scoring": scoring.rpartition("/")[2]} if scoring else compared
+
+
+def warn_of_other_code(task: str, settings: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Warn if outcomes of a task were scored by another state of a user's own code."""
+    if settings.get("code") and others.get("code") and settings["code"] != others["code"]:
+        logger.warning(
+            "the code of %s has changed between sweeps: if scores depend on the change, they cannot be compared; "
+            "sweep again into a new folder",
+            task,
+        )
 
 
 class StoreContents(TypedDict):
@@ -310,6 +322,9 @@ class OutcomeStore:
                 added = {key: tasks[task].get(key) for key in LATER_SETTINGS}
                 before = {**added, **content["tasks"][task]}
                 _refuse_difference(self.folder, f"task {task}", comparable(before), comparable(tasks[task]))
+                warn_of_other_code(task, before, tasks[task])
+                if "code" in before:  # of the first outcomes, so that each later sweep warns
+                    tasks = {**tasks, task: {**tasks[task], "code": before["code"]}}
             tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
             records = {**content.get("variants", {}), **records}
             origin = origin or content.get("origin", origin)

@@ -35,7 +35,7 @@ from lmeval_prune.sprint.curves import (
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore, comparable
+from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore, comparable, warn_of_other_code
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routing import describe_interventions
@@ -226,6 +226,7 @@ def _check_same_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str)
                 key in LATER_SETTINGS and None in (settings.get(key), others.get(key))
             ):
                 raise InputError(f"{subject} have different settings of {task} ({key}); sweep both alike")
+        warn_of_other_code(task, test.tasks[task], tasks[task])
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:

@@ -25,13 +25,13 @@ import torch
 from _record import RESULTS, environment
 from sprint_race_costs import estimate
 from sprint_race_folders import STAGES, LineParser
+from sprint_race_plan import RacePlan
 from sprint_race_stages import Race
 
 from lmeval_prune import preflight
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.quiet import silence_libraries
-from lmeval_prune.sprint.registration import RacePlan
 
 OUTPUT = RESULTS.parent.parent / "docs/results/sprint_race"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sprint_race_choice import LEVEL
 from sprint_race_costs import stored
+from sprint_race_plan import Registration
 
 from lmeval_prune.artefacts import digest, files_digest, read_json, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.outcomes import Outcomes
-from lmeval_prune.sprint.race import LEVEL
-from lmeval_prune.sprint.registration import Registration
 
 
 def plan_identity(race: Any) -> dict[str, str]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sprint_race_plan import RacePlan
+
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint.registration import RacePlan
 
 SWEEPS = ("train", "sampled", "ceiling", "test")  # parts of a race whose cost goes with the number of questions
 

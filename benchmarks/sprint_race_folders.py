@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import sprint_race_choice as race
 from _record import timed
+from sprint_race_plan import RacePlan, code_state
 
 from lmeval_prune.artefacts import digest, output_lock, read_json, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint import race
-from lmeval_prune.sprint.registration import RacePlan, code_state
 from lmeval_prune.tasks import data
 
 STAGES = ("finetune", "plans", "sweep", "orders", "sampled", "choose", "ceiling", "test", "report")

@@ -22,6 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import sprint_race_choice as race
 import sprint_race_claims as claims
 from _record import environment, timed
 from sprint_race_costs import duration, noted, seconds_a_question, stored, training_steps
@@ -32,7 +33,7 @@ from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE, Attempt
 from lmeval_prune.preflight import outline
-from lmeval_prune.sprint import policies, race
+from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore

@@ -11,19 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sprint_race_choice as race
 from datasets import Dataset
 from scipy import stats
 from sprint_race import rehearsal
 from sprint_race_costs import estimate, noted, seconds_a_question
+from sprint_race_plan import RacePlan, Registration
 from sprint_race_stages import Race
 
 from lmeval_prune import InputError
-from lmeval_prune.sprint import policies, race
+from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.curves import policy_curve
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
-from lmeval_prune.sprint.registration import RacePlan, Registration
 from lmeval_prune.tasks import data
 from tests.conftest import ROOT
 from tests.git_folders import make_git_folder

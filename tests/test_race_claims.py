@@ -15,6 +15,8 @@ import pytest
 import sprint_race_claims as claims
 import sprint_race_guesses as guesses
 from scipy import stats
+from sprint_race_choice import Comparison, fixed_policy, solved_only, test_comparisons
+from sprint_race_plan import RacePlan, code_state
 from sprint_race_report import (
     CHOSEN,
     SAMPLING,
@@ -31,8 +33,6 @@ from sprint_race_stages import Race
 from lmeval_prune import InputError
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
-from lmeval_prune.sprint.race import Comparison, fixed_policy, solved_only, test_comparisons
-from lmeval_prune.sprint.registration import RacePlan, code_state
 from tests.conftest import ROOT
 from tests.git_folders import make_git_folder
 

@@ -33,19 +33,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import sprint_race_choice as race  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from sprint_race_costs import duration  # noqa: E402
 from sprint_race_folders import STAGES, LineParser  # noqa: E402
+from sprint_race_plan import RacePlan  # noqa: E402
 from sprint_race_stages import Race  # noqa: E402
 
 from lmeval_prune import preflight  # noqa: E402
 from lmeval_prune.artefacts import write_text  # noqa: E402
 from lmeval_prune.errors import InputError, check_exists  # noqa: E402
 from lmeval_prune.reporting.quiet import silence_libraries  # noqa: E402
-from lmeval_prune.sprint import race  # noqa: E402
 from lmeval_prune.sprint.options import SweepOptions  # noqa: E402
-from lmeval_prune.sprint.registration import RacePlan  # noqa: E402
 from lmeval_prune.sprint.report import check_disjoint  # noqa: E402
 from lmeval_prune.tasks import data  # noqa: E402
 from lmeval_prune.tasks.loading import load_task, task_manager  # noqa: E402

@@ -4,7 +4,7 @@ For each fold of the questions there is a model, a fold that chooses, and a test
 candidate, an order of variants with a mix, is fitted on a part of the questions and evaluated on the rest (cross
 fitting); the one with the highest pass@N is fitted on all of them and tested. Its rival is sampling, with or without
 the greedy answer first, in the form and at the temperature with the highest pass@N on the same questions.
-`registration.py` has the plan that fixes this before the test run.
+`sprint_race_plan.py` has the plan that fixes this before the test run.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from lmeval_prune.decoding.attention_layout import Layout, Part
-from lmeval_prune.interventions.attention_call import AttentionCall
+from lmeval_prune.interventions.attention_call import AttentionCall, additive_mask
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
@@ -29,13 +29,12 @@ class AttentionOptions:
     @classmethod
     def of(cls, call: AttentionCall) -> AttentionOptions:
         """Read the options of a call; refuse unsupported ones."""
-        module: Any = call.module
         options, window = call.options, call.options.get("sliding_window")
         for name, reason in _UNKNOWN_OPTIONS.items():
             if options.get(name) is not None:
                 raise UnsupportedAttention(reason)
-        layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-        if layer_types and layer_types[module.layer_idx] == "sliding_attention" and window is None:
+        layer_types = getattr(getattr(call.module, "config", None), "layer_types", None)
+        if layer_types and layer_types[call.module.layer_idx] == "sliding_attention" and window is None:
             raise UnsupportedAttention("window")
         if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
             raise UnsupportedAttention("mask")
@@ -89,13 +88,6 @@ def join_attention(parts: Sequence[Attention]) -> torch.Tensor:
     return cast(torch.Tensor, joined).to(parts[0][0].dtype)
 
 
-def attend_slots(
-    options: AttentionOptions, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
-    return _attend_slots(options, layout, query, keys, values, with_lse=False)[0]
-
-
 def attend_with_prefixes(
     options: AttentionOptions,
     layout: Layout,
@@ -105,15 +97,14 @@ def attend_with_prefixes(
     layer: int,
 ) -> torch.Tensor:
     """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
-    own = _attend_slots(options, layout, query, keys, values, with_lse=True)
+    own = attend_slots(options, layout, query, keys, values, with_lse=True)
     out, lse = torch.zeros_like(own[0]), torch.full_like(own[1], -torch.inf)
     for prefix, tokens in layout.prefix_parts(layer):
         q = query[:, tokens].reshape(1, keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
         mask = None
         if options.window is not None:
             hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
-            mask = mask.masked_fill_(hidden, torch.finfo(q.dtype).min).repeat(q.shape[2] // len(tokens), 1)
+            mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
         k, v = prefix.keys[layer][None], prefix.values[layer][None]
         attended, sums = options.attend_with_lse(q, k, v, mask)
         out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
@@ -121,15 +112,19 @@ def attend_with_prefixes(
     return join_attention([own, (out, lse)])
 
 
-def _attend_slots(
+def attend_slots(
     options: AttentionOptions,
     layout: Layout,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention over the slots and, if requested, its log-sum-exp, (tokens, heads); else no numbers."""
+    with_lse: bool = False,
+) -> Attention:
+    """Compute the attention of queries (heads, tokens, width) over the slots.
+
+    Returns:
+        (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
+    """
     heads = query.shape[0]
     is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
     is_compiled &= options.window is None or layout.stored_positions is None
@@ -161,7 +156,7 @@ def _attend_part(
     values: torch.Tensor,
     with_lse: bool,
 ) -> Attention:
-    """Compute the attention of a part, as `_attend_slots`."""
+    """Compute the attention of a part, as `attend_slots`."""
     heads, kv_heads = query.shape[0], keys.shape[1]
     group = heads // kv_heads
 

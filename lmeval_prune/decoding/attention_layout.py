@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.interventions.attention_call import additive_mask
+
 
 @dataclass(frozen=True)
 class Part:
@@ -104,8 +106,7 @@ class Layout:
             hidden = offsets > query
             if window is not None:
                 hidden |= key_positions <= position - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
-            mask.masked_fill_(hidden, torch.finfo(dtype).min)
+            mask = additive_mask(hidden, dtype)
             if part.tokens > 1:
                 mask = mask.repeat(1, group, 1)
             self._masks[key] = mask.unsqueeze(1)

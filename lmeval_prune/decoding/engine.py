@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ from lmeval_prune.decoding.static_scheduler import StaticScheduler
 from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions import Intervention, interventions_on
+from lmeval_prune.interventions import interventions_on
 
 logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
@@ -104,10 +104,8 @@ class Engine:
         self.context = context or int(positions or 1 << 30)
         self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
         self.deterministic, self.progress, self.min_rows = deterministic, progress, 1
-        self._reasons: dict[tuple[Intervention, ...], str | None] = {}
+        self._reasons: dict[Any, str | None] = {}  # results of checks, by check and interventions
         self._logged: set[str | None] = set()  # reasons for which the engine fell back
-        self._score_reasons: dict[tuple[Intervention, ...], str | None] = {}
-        self._eager_reasons: dict[tuple[tuple[Intervention, ...], bool], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         """Decode requests; yield each answer as soon as it is complete, in any order.
@@ -130,9 +128,7 @@ class Engine:
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        # by identity: equal masks may differ in `allow_empty_layer`
-        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
-            mask.fit_to(self.model_map)
+        self._check_masks(requests)
         if not requests:
             return
         progress = Progress(requests, self.progress)
@@ -196,14 +192,19 @@ class Engine:
 
     def _check_texts(self, requests: Sequence[LikelihoodRequest]) -> None:
         """Refuse masks and texts that do not fit the model, and a model that the engine cannot run."""
-        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
-            mask.fit_to(self.model_map)
+        self._check_masks(requests)
         self._check_tokens(request.context + request.continuation for request in requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
         if requests and (reason := self.unscored):
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
+
+    def _check_masks(self, requests: Sequence[Request] | Sequence[LikelihoodRequest]) -> None:
+        """Refuse masks that do not fit the model."""
+        # by identity: equal masks may differ in `allow_empty_layer`
+        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
+            mask.fit_to(self.model_map)
 
     def _score(self, run: LikelihoodRun) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield the results of a run, and count its work."""
@@ -259,7 +260,8 @@ class Engine:
             schedule = replace(schedule, follow=0, drafts=0, copied_prefix=self.context)  # its attention reads slots
         if schedule.compile and not schedule.static:
             logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
-        schedule = replace(schedule, compile=bool(schedule.static and schedule.compile and self._is_compilable))
+        compiles = schedule.static and schedule.compile and self._checked(why_not_static, True) is None
+        schedule = replace(schedule, compile=bool(compiles))
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0, prefix=0)
         if not schedule.share:
@@ -289,38 +291,29 @@ class Engine:
     @property
     def unsupported(self) -> str | None:
         """The reason why this model with its interventions falls back to `generate`; None if the engine runs it."""
-        applied = interventions_on(self.model)
-        if applied not in self._reasons:
-            self._reasons[applied] = why_unsupported(self.model_map)
-        return self._reasons[applied]
+        return self._checked(why_unsupported)
 
     @property
     def unscored(self) -> str | None:
         """The reason why `score` refuses this model with its interventions; None if it does not."""
-        applied = interventions_on(self.model)
-        if applied not in self._score_reasons:
-            names = [type(each).__name__ for each in applied if not each.tokenwise]
-            reason = f"the effect of {names[0]} on a token depends on other tokens" if names else None
-            self._score_reasons[applied] = reason or self.unsupported or why_unscored(self.model_map)
-        return self._score_reasons[applied]
+        for each in interventions_on(self.model):
+            if not each.tokenwise:
+                return f"the effect of {type(each).__name__} on a token depends on other tokens"
+        return self.unsupported or self._checked(why_unscored)
 
     @property
     def is_static(self) -> bool:
         """Return whether the engine decodes in a static step, see `Schedule.static`."""
         if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
             return False
-        return self._eager_reason(compiled=False) is None
+        return self._checked(why_not_static, False) is None
 
-    @property
-    def _is_compilable(self) -> bool:
-        return self._eager_reason(compiled=True) is None
-
-    def _eager_reason(self, compiled: bool) -> str | None:
-        """Return why a static step does not work."""
-        key = interventions_on(self.model), compiled
-        if key not in self._eager_reasons:
-            self._eager_reasons[key] = why_not_static(self.model_map, compiled)
-        return self._eager_reasons[key]
+    def _checked(self, check: Callable[..., str | None], *arguments: Any) -> str | None:
+        """Return why the model with its interventions fails a check, which runs once; None if it does not."""
+        key = check, arguments, interventions_on(self.model)
+        if key not in self._reasons:
+            self._reasons[key] = check(self.model_map, *arguments)
+        return self._reasons[key]
 
     def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""

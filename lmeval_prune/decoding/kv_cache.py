@@ -77,8 +77,7 @@ class KVCache:
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
             raise UnsupportedAttention("pass")
-        module: Any = call.module
-        layer, (query, key, value) = int(module.layer_idx), (x[0] for x in (call.query, call.key, call.value))
+        layer, (query, key, value) = call.module.layer_idx, (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             self._allocate(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
@@ -89,14 +88,14 @@ class KVCache:
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
             if layout.prefixes:
                 return attend_with_prefixes(options, layout, query, keys, values, layer).unsqueeze(0), None
-            return attend_slots(options, layout, query, keys, values).unsqueeze(0), None
+            return attend_slots(options, layout, query, keys, values)[0].unsqueeze(0), None
         if layout.prefixes:
             raise UnsupportedAttention("prefix")
         offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
         stored_tokens = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
         values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
-        attended = attend_slots(options, query_layout, query[:, has_query], keys, values)
+        attended, _ = attend_slots(options, query_layout, query[:, has_query], keys, values)
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
@@ -176,8 +175,7 @@ class KVCache:
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; see `Store`."""
-        module: Any = call.module
-        layer: int = module.layer_idx
+        layer = call.module.layer_idx
         if owner not in self.states[layer]:
             self.states[layer][owner] = make()
         state: Any = self.states[layer][owner]
@@ -190,8 +188,7 @@ class KVCache:
 
     def stored_tokens(self, call: AttentionCall) -> StoredTokens:
         """Return the storage of a layer that stores only some tokens."""
-        module: Any = call.module
-        layer: int = module.layer_idx
+        layer = call.module.layer_idx
         return StoredTokens(self.keys[layer], self.values[layer], self.positions[layer], self.lengths[layer])
 
     # ------------------------------------------------------------------ slots

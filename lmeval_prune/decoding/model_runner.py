@@ -144,14 +144,8 @@ class ModelRunner:
 
     def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
         """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""
-        length = len(tokens)
-        cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
-        with ExitStack() as stack:
-            replace_attention(self._model_map, cache, stack)
-            stack.enter_context(preserve_state(self._model))
-            stack.enter_context(self._skip.running())
-            layout = stack.enter_context(cache.packing(packed, self.device))
-            return self._logits(list(tokens), [mask] * length, layout.positions, [length - 1])[0]
+        with self.storing_in(KVCache(1, len(tokens))), preserve_state(self._model):
+            return self.forward([Chunk(0, 0, mask, tokens, len(tokens) - 1)])[0][0]
 
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]

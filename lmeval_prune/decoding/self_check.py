@@ -113,14 +113,11 @@ def _check(model_map: ModelMap) -> None:
     _check_interventions(model)
     _check_config(model)
     n = _check_length(model_map)
-    tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(n)]
+    tokens = _tokens(model, n)
     (layer,) = middle = frozenset({len(model_map.attention) // 2})
-    device = next(model.parameters()).device
     hidden: list[Any] = []
-    with torch.inference_mode(), ExitStack() as stack:
-        for intervention in interventions_on(model):
-            stack.enter_context(intervention.fixed_decisions())
-        expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
+    with _fixed_decisions(model):
+        expected = _logits(model, tokens)
         cache = KVCache(2, n)
         with ModelRunner.attached(model_map, cache, [None]) as runner:
 
@@ -155,6 +152,27 @@ def _check(model_map: ModelMap) -> None:
     except LogitsDiffer:
         _explain_difference(model_map)
         raise
+
+
+@contextmanager
+def _fixed_decisions(model: nn.Module) -> Iterator[None]:
+    """Fix the decisions of all interventions on a model, and record no gradients, inside the block."""
+    with torch.inference_mode(), ExitStack() as stack:
+        for intervention in interventions_on(model):
+            stack.enter_context(intervention.fixed_decisions())
+        yield
+
+
+def _tokens(model: Any, count: int) -> list[int]:
+    """Return token ids of a text that is compared."""
+    return [7 * i % model.config.get_text_config().vocab_size for i in range(count)]
+
+
+def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the model's own logits of a text, (tokens, vocabulary)."""
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+    return logits.float()
 
 
 def _explain_difference(model_map: ModelMap) -> None:
@@ -203,13 +221,10 @@ def _float32_weights(model: nn.Module) -> Iterator[None]:
 def _check_likelihoods(model_map: ModelMap) -> None:
     """Refuse a model with other log-probabilities in several passes over a tree of texts."""
     model: Any = model_map.model
-    size, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    texts = [tuple(7 * i % size for i in range(12)), (*(7 * i % size for i in range(5)), 3, 1, 2)]
-    requests = [LikelihoodRequest(text[:1], text[1:], tag=number) for number, text in enumerate(texts)]
-    with torch.inference_mode(), ExitStack() as stack:
-        for intervention in interventions_on(model):
-            stack.enter_context(intervention.fixed_decisions())
-        logits = [model(torch.tensor([text], device=device), use_cache=False).logits[0].float() for text in texts]
+    texts = [_tokens(model, 12), [*_tokens(model, 5), 3, 1, 2]]
+    requests = [LikelihoodRequest(tuple(text[:1]), tuple(text[1:]), tag=number) for number, text in enumerate(texts)]
+    with _fixed_decisions(model):
+        logits = [_logits(model, text) for text in texts]
         differences = []
         for request, result in LikelihoodRun(model_map, requests, memory=1, most_tokens=4).results():
             expected = logits[request.tag][:-1].log_softmax(-1).cpu()
@@ -234,17 +249,14 @@ def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
     for intervention in interventions_on(model):
         if not intervention.capturable:
             raise UnsupportedAttention("not_capturable", method=type(intervention).__name__)
-    device = next(model.parameters()).device
-    tokens = [7 * i % model.config.get_text_config().vocab_size for i in range(12)]
+    tokens = _tokens(model, 12)
     pruned = HeadMask("+".join(f"{layer.label}H0" for layer in model_map.attention if layer.heads > 1))
     masks, slots, lengths = [None, pruned], [2, 0], np.array([8, 5])
     expected, differences = [], []
-    with torch.inference_mode(), ExitStack() as stack:
-        for intervention in interventions_on(model):
-            stack.enter_context(intervention.fixed_decisions())
+    with _fixed_decisions(model), ExitStack() as stack:
         for mask in masks:
             with mask.applied_to(model, model_map) if mask else nullcontext():
-                expected.append(model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float())
+                expected.append(_logits(model, tokens))
         cache = KVCache(4, 12, block=None)
         runner = stack.enter_context(ModelRunner.attached(model_map, cache, masks))
         step = StaticStep(model_map, cache, runner.masks, 1, compiled=compiled)

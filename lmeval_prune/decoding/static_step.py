@@ -263,8 +263,8 @@ class StaticStep:
     def attend(self, call: AttentionCall) -> Attended:
         """Compute the attention of one token per row, (1, rows, heads, width of values); store it if no handler has."""
         options, rows = AttentionOptions.of(call), cast(StepRows, self.rows)
-        module: Any = call.module
-        keys, values = self.cache.keys[module.layer_idx], self.cache.values[module.layer_idx]
+        layer = call.module.layer_idx
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         keep = self._keep.get((call.layer.stack, call.layer.index))
         decode = partial(
@@ -283,8 +283,7 @@ class StaticStep:
             out = decode(lengths=rows.lengths, new_key=key, new_value=value, skipped=rows.dead)
             return out.unsqueeze(0), None
         skipped = None if call.query_mask is None else ~call.query_mask
-        positions = self.cache.positions[module.layer_idx]
-        return decode(lengths=call.lengths, skipped=skipped, positions=positions).unsqueeze(0), None
+        return decode(lengths=call.lengths, skipped=skipped, positions=self.cache.positions[layer]).unsqueeze(0), None
 
     def _kept_heads(self) -> dict[LayerKey, torch.Tensor]:
         """Return which heads each mask keeps, (masks, heads) by layer; nothing if no mask prunes."""
@@ -298,13 +297,11 @@ class StaticStep:
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; prompt passes have created it."""
-        module: Any = call.module
-        return cast(State, self.cache.states[module.layer_idx][owner])
+        return cast(State, self.cache.states[call.module.layer_idx][owner])
 
     def stored_tokens(self, call: AttentionCall) -> StoredTokens:
         """Return the storage of a layer that stores only some tokens."""
-        module: Any = call.module
-        return replace(self.cache.stored_tokens(call), lengths=self._stored_lengths[module.layer_idx])
+        return replace(self.cache.stored_tokens(call), lengths=self._stored_lengths[call.module.layer_idx])
 
 
 @contextmanager

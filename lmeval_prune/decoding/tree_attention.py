@@ -27,6 +27,7 @@ from lmeval_prune.interventions.attention_call import (
     State,
     StepRows,
     StoredTokens,
+    additive_mask,
 )
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
@@ -82,10 +83,7 @@ class TreeLayout:
             hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
         if window is not None:
             hidden |= key_positions <= positions - window
-        if not hidden.any():
-            return None
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        return additive_mask(hidden, dtype) if hidden.any() else None
 
 
 class TreeCache:
@@ -174,9 +172,8 @@ class TreeCache:
             raise UnsupportedAttention("pass")
         if call.stored_mask is not None or call.query_mask is not None:
             raise UnsupportedAttention("filtered")
-        module: Any = call.module
         query, key, value = (x[0] for x in (call.query, call.key, call.value))
-        stored = self.stored.setdefault(int(module.layer_idx), {})
+        stored = self.stored.setdefault(call.module.layer_idx, {})
         for slot, (start, end) in zip(layout.slots, pairwise(layout.starts), strict=True):
             if self.tree.segments[slot % self.size].end > self.stop:
                 stored[slot] = key[:, start:end].clone(), value[:, start:end].clone()

@@ -117,7 +117,7 @@ class AttentionCall:
     """
 
     layer: AttentionLayer
-    module: nn.Module
+    module: Any
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -194,6 +194,11 @@ def check_attention_calls(model_map: ModelMap) -> None:
     implementation = model.config._attn_implementation
     if implementation not in (NAME, *WRAPPABLE, *map(_intercepted, WRAPPABLE)):
         raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(WRAPPABLE)}")
+
+
+def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask to add to attention scores: the lowest number for hidden keys, and 0 for the others."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def valid_tokens(call: AttentionCall) -> torch.Tensor:

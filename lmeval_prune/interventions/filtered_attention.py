@@ -21,6 +21,7 @@ from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     StepRows,
     Store,
+    additive_mask,
     intercept_attention,
     valid_tokens,
 )
@@ -295,7 +296,7 @@ def _attend_row(
         hidden = positions > query_positions
         if window is not None:
             hidden |= positions <= query_positions - window
-        mask = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)[None, None]
+        mask = additive_mask(hidden, query.dtype)[None, None]
     return attend(replace(call, query=query, key=key, value=value, mask=mask))[0][0]
 
 
@@ -327,5 +328,5 @@ def _and(condition: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
 
 
 def _is_eager(call: AttentionCall) -> bool:
-    module: Any = call.module
-    return str(getattr(module, "config", None) and module.config._attn_implementation).endswith("eager")
+    config = getattr(call.module, "config", None)
+    return str(config and config._attn_implementation).endswith("eager")

@@ -4,7 +4,6 @@ torch is imported only when weights are read.
 """
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
-from lmeval_prune.architectures.caches import cache_argument
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.identity import (
     adapters_of,
@@ -16,7 +15,13 @@ from lmeval_prune.architectures.identity import (
     text_config,
     weights_fingerprint,
 )
-from lmeval_prune.architectures.model_map import ModelMap, map_model, position_limit, takes_logits_to_keep
+from lmeval_prune.architectures.model_map import (
+    ModelMap,
+    cache_argument,
+    map_model,
+    position_limit,
+    takes_logits_to_keep,
+)
 from lmeval_prune.architectures.proof import tiny_model
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.table import FAMILIES, Family

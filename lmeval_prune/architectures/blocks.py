@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # head names work without torch
     from torch import nn
 
 
-def label_of(stack: str, layer: int) -> str:
-    """Return `"L5"`, or `"encoder.L5"` in a model with several stacks."""
+def label_of(stack: str, layer: int | str) -> str:
+    """Return `"L5"`, or `"encoder.L5"` in a model with several stacks; `layer` may be a range, `"5-7"`."""
     return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Iterable
@@ -14,8 +15,9 @@ from lmeval_prune.errors import InputError, check_exists
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
 
+STACK = r"(?:(?P<stack>encoder|decoder|cross)\.)?"  # beginning of the name of a head or block
 _RANGE = r"(?:\*|\d{1,18}(?:-\d{1,18})?)"
-_NAME = re.compile(rf"(?:(?P<stack>encoder|decoder|cross)\.)?L(?P<layer>{_RANGE})H(?P<head>{_RANGE})", re.IGNORECASE)
+_NAME = re.compile(rf"{STACK}L(?P<layer>{_RANGE})H(?P<head>{_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
 
 
@@ -36,11 +38,7 @@ class Head(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Head:
-        """Parse the name of one head, `L5H3` or `encoder.L5H3`, without a model.
-
-        Raises:
-            InputError: the text is not the name of one head.
-        """
+        """Parse the name of one head, `L5H3` or `encoder.L5H3`, without a model."""
         match = _NAME.fullmatch(name)
         if not match or not (match["layer"].isdigit() and match["head"].isdigit()):
             raise InputError(f"{name!r} is not the name of one head, such as L5H3")
@@ -112,10 +110,8 @@ def _normalised(name: str) -> str:
     if not match:
         raise InputError(f"head {name[:60]!r} cannot be read; {_HELP}")
     for numbers in (match["layer"], match["head"]):
-        first, _, last = numbers.partition("-")
-        if last and int(first) > int(last):
-            raise InputError(f"head {name!r}: the range {numbers} runs backwards; {_HELP}")
-    return f"{match['stack'].lower() + '.' if match['stack'] else ''}L{match['layer']}H{match['head']}"
+        check_range(numbers, f"head {name!r}", _HELP)
+    return f"{label_of((match['stack'] or '').lower(), match['layer'])}H{match['head']}"
 
 
 def _expand(name: str, model_map: ModelMap) -> list[Head]:
@@ -137,7 +133,7 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
 
 def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer]) -> list[AttentionLayer]:
     first, last = min(layers), max(layers)
-    begin, end = _bounds(numbers, first, last)
+    begin, end = (first, last) if numbers == "*" else range_bounds(numbers)
     if numbers != "*":
         missing = next((index for index in range(begin, end + 1) if index not in layers), None)
         if missing is not None:
@@ -148,7 +144,7 @@ def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer])
 
 
 def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head]:
-    begin, end = _bounds(numbers, 0, layer.heads - 1)
+    begin, end = (0, layer.heads - 1) if numbers == "*" else range_bounds(numbers)
     if end >= layer.heads:
         raise InputError(
             f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}, counted from 0; "
@@ -157,9 +153,13 @@ def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head
     return [Head(layer.stack, layer.index, head) for head in range(begin, end + 1)]
 
 
-def _bounds(text: str, lowest: int, highest: int) -> tuple[int, int]:
-    """Return the first and last number of `*`, `3` or `3-5`."""
-    if text == "*":
-        return lowest, highest
-    first, _, last = text.partition("-")
+def range_bounds(numbers: str) -> tuple[int, int]:
+    """Return the first and last number of `3` or `3-5`."""
+    first, _, last = numbers.partition("-")
     return int(first), int(last or first)
+
+
+def check_range(numbers: str, subject: str, remedy: str) -> None:
+    """Refuse a range that runs backwards; `subject` and `remedy` begin and end the message."""
+    if "-" in numbers and operator.gt(*range_bounds(numbers)):
+        raise InputError(f"{subject}: the range {numbers} runs backwards; {remedy}")

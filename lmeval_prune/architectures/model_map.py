@@ -185,6 +185,18 @@ def takes_logits_to_keep(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def cache_argument(outputs: Any) -> dict[str, Any]:
+    """Return the cache in the outputs of a model as the keyword argument that the model's next pass takes.
+
+    Its name is `cache`, and in older releases of transformers and own code on the Hub `past_key_values`.
+
+    Args:
+        outputs: a `ModelOutput` of a pass with `use_cache=True`.
+    """
+    name = "cache" if "cache" in outputs else "past_key_values"
+    return {name: outputs[name]}
+
+
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:
     """Build a family, without feed-forward blocks, from a user's description."""
     if path is None or output is None or heads is None:

@@ -72,11 +72,7 @@ class Fit:
 
 
 def recognise(model: Any) -> Fit:
-    """Return the entry of the table that describes the layers of a model whose family is not in the table.
-
-    Raises:
-        InputError: no entry does; the message names the family, the reason, and what to give instead.
-    """
+    """Return the entry of the table that describes the layers of a model whose family is not in the table."""
     config: Any = getattr(model, "config", None)
     text = text_config(model)
     name = getattr(text, "model_type", "") or type(model).__name__

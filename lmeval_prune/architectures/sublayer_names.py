@@ -6,25 +6,22 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmeval_prune.architectures.blocks import has_absent
+from lmeval_prune.architectures.blocks import has_absent, label_of
+from lmeval_prune.architectures.heads import STACK, check_range, range_bounds
 from lmeval_prune.architectures.model_map import ModelMap
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
 from lmeval_prune.errors import InputError
 
 _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 _NAME = re.compile(
-    rf"(?:(?P<stack>encoder|decoder|cross)\.)?L(?P<layers>{_RANGE})(?:\.(?P<kind>{ATTENTION}|{FEED_FORWARD}))?",
+    rf"{STACK}L(?P<layers>{_RANGE})(?:\.(?P<kind>{ATTENTION}|{FEED_FORWARD}))?",
     re.IGNORECASE,
 )
 _HELP = "write blocks as L5, L5-7, L5.attention or L5.feed_forward, joined by +"
 
 
 def block_names(blocks: Any) -> tuple[str, ...]:
-    """Split a user's text or list into normalised names of blocks; needs no model.
-
-    Raises:
-        InputError: a name is malformed.
-    """
+    """Split a user's text or list into normalised names of blocks; needs no model."""
     items = [blocks] if isinstance(blocks, str) else blocks
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise InputError(f"blocks={blocks!r} cannot be read; {_HELP}")
@@ -38,7 +35,7 @@ def compact_names(blocks: Iterable[str]) -> str:
     """
     kinds: dict[tuple[str, int], set[str]] = {}
     for match in filter(None, map(_NAME.fullmatch, blocks)):
-        first, last = _bounds(match["layers"])
+        first, last = range_bounds(match["layers"])
         for layer in range(first, last + 1):
             both = {match["kind"]} if match["kind"] else {ATTENTION, FEED_FORWARD}
             kinds.setdefault((match["stack"] or "", layer), set()).update(both)
@@ -51,7 +48,7 @@ def compact_names(blocks: Iterable[str]) -> str:
             else:
                 runs.append((stack, kind, layer, layer))
     return "+".join(
-        f"{stack}{'.' * bool(stack)}L{first}{f'-{last}' * (last > first)}{'.' * bool(kind)}{kind}"
+        f"{label_of(stack, f'{first}-{last}' if last > first else first)}{'.' * bool(kind)}{kind}"
         for stack, kind, first, last in runs
     )
 
@@ -60,24 +57,13 @@ def _normalised(name: str) -> str:
     match = _NAME.fullmatch(name)
     if not match:
         raise InputError(f"block {name[:60]!r} cannot be read; {_HELP}")
-    first, last = _bounds(match["layers"])
-    if first > last:
-        raise InputError(f"block {name!r}: the range {match['layers']} runs backwards; {_HELP}")
-    stack, kind = (match["stack"] or "").lower(), (match["kind"] or "").lower()
-    return f"{stack}{'.' * bool(stack)}L{match['layers']}{'.' * bool(kind)}{kind}"
-
-
-def _bounds(numbers: str) -> tuple[int, int]:
-    first, _, last = numbers.partition("-")
-    return int(first), int(last or first)
+    check_range(match["layers"], f"block {name!r}", _HELP)
+    kind = (match["kind"] or "").lower()
+    return f"{label_of((match['stack'] or '').lower(), match['layers'])}{'.' * bool(kind)}{kind}"
 
 
 def named_sublayers(names: Iterable[str], model_map: ModelMap) -> list[Sublayer]:
-    """Return the blocks of a model with these names, in order, without duplicates.
-
-    Raises:
-        InputError: a block does not exist, or nothing is known of one in a named layer.
-    """
+    """Return the blocks of a model with these names, in order, without duplicates."""
     chosen = {str(each) for name in names for each in _expanded(name, model_map)}
     return [each for each in model_map.sublayers if str(each) in chosen]
 
@@ -91,7 +77,7 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
     if not in_stack:
         stacks = ", ".join(model_map.stacks) if model_map.stacks != ("",) else "a single one, without a name"
         raise InputError(f"block {name}: this model's stacks are {stacks}")
-    first, last = _bounds(match["layers"])
+    first, last = range_bounds(match["layers"])
     numbers = [each.index for each in in_stack]
     selected = []
     for index in range(first, last + 1):

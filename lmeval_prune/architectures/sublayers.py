@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.blocks import AttentionLayer, Block, FeedForward, has_absent, is_absent
 from lmeval_prune.architectures.layers import layers_in, submodule_at
@@ -40,17 +40,12 @@ def read_sublayers(
     paths = "|".join(filter(None, (own_path, _EXPERTS)))
     for layer in layers_in(model, family):
         own = [each for each in attention if each.name.startswith(f"{layer.name}.")]
-        for each in own:
-            yield Sublayer(each.stack, each.index, each.name, each.module, ATTENTION, layer.name, each.o_proj, each)
+        blocks: list[tuple[Block, str, nn.Module, Any]] = [(each, ATTENTION, each.o_proj, each) for each in own]
         if block := dense.get((layer.stack, layer.index)):
-            yield Sublayer(*_place(block), FEED_FORWARD, layer.name, block.down, block)
-        elif (
-            (own or has_absent(layer.module))
-            and (experts := submodule_at(layer, paths))
-            and not is_absent(experts.module)
-        ):
-            yield Sublayer(*_place(experts), FEED_FORWARD, layer.name, experts.module, None)
-
-
-def _place(block: Block) -> tuple[str, int, str, nn.Module]:
-    return block.stack, block.index, block.name, block.module
+            blocks.append((block, FEED_FORWARD, block.down, block))
+        elif own or has_absent(layer.module):
+            experts = submodule_at(layer, paths)
+            if experts and not is_absent(experts.module):
+                blocks.append((experts, FEED_FORWARD, experts.module, None))
+        for at, kind, output, known in blocks:
+            yield Sublayer(at.stack, at.index, at.name, at.module, kind, layer.name, output, known)

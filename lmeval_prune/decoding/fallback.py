@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.sampling import RefuseNaN
@@ -53,7 +53,8 @@ class Fallback:
             own_batch = number if request.params.do_sample else -1
             batches.setdefault((request.params, len(request.prompt), own_batch), []).append(request)
         model, masks = self.model_map.model, RowMasks()
-        with lock_model(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
+        plain = replaced(model, generation_config=GenerationConfig())  # not with settings of the model's own
+        with lock_model(self.model_map), masks.applied_to(model, self.model_map), plain:
             for (params, *_), group in batches.items():
                 for begin in range(0, len(group), self.rows):
                     batch = group[begin : begin + self.rows]
@@ -84,14 +85,3 @@ class Fallback:
     def _cut(self, answer: list[int], params: SamplingParams) -> list[int]:
         lengths = range(1, len(answer) + 1)
         return next((answer[:n] for n in lengths if self.stopping.ended(answer[:n], params)), answer)
-
-
-@contextmanager
-def _plain_generation(model: Any) -> Iterator[None]:
-    """Ignore the model's own generation config inside the block."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import AttentionOptions, attend_slots, attend_with_prefixes
 from lmeval_prune.decoding.attention_layout import Layout, Part, Prefix, neighbouring_parts, padded_parts
 from lmeval_prune.interventions.attention_call import (
@@ -166,12 +167,10 @@ class KVCache:
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
         """Set the packed batch of the forward passes in this context."""
-        self.packed, self.layout = packed, self._layout(packed, device)
+        layout = self._layout(packed, device)
         self._reset_states.clear()
-        try:
-            yield self.layout
-        finally:
-            self.layout = None
+        with replaced(self, packed=packed, layout=layout):
+            yield layout
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; see `Store`."""

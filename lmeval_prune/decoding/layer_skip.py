@@ -12,6 +12,7 @@ from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.architectures.blocks import has_absent
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 
 
@@ -26,8 +27,8 @@ class PartialPass:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Place of a decoder layer: layers whose attention was cut out count with the attention layer before them."""
+class _Position:
+    """Position of a decoder layer: layers whose attention was cut out count with the attention layer before them."""
 
     number: int  # of the attention layer
     is_first: bool  # of the layers with this number
@@ -37,10 +38,10 @@ class _Place:
 class _SkippableLayer(nn.Module):
     """A decoder layer that runs only if the current pass includes it."""
 
-    def __init__(self, layer: nn.Module, place: _Place, skip: LayerSkip) -> None:
+    def __init__(self, layer: nn.Module, position: _Position, skip: LayerSkip) -> None:
         super().__init__()
         self.layer = layer
-        self._place = place
+        self._position = position
         self._skip = [skip]  # in a list, so that it is no submodule
         self._tuple = False
 
@@ -51,19 +52,19 @@ class _SkippableLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # `attention_type` and the like
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        skip, place = self._skip[0], self._place
+        skip, position = self._skip[0], self._position
         current = skip.current
-        if place.is_first and place.number == current.start and current.hidden is not None:
+        if position.is_first and position.number == current.start and current.hidden is not None:
             hidden_states = current.hidden
-        if place.number >= current.start:
-            if place.is_first and place.number in current.keep:
-                current.kept[place.number] = hidden_states
+        if position.number >= current.start:
+            if position.is_first and position.number in current.keep:
+                current.kept[position.number] = hidden_states
             out = self.layer(hidden_states, *args, **kwargs)
             self._tuple = isinstance(out, tuple)
         else:
-            passed = current.hidden if place.is_last and skip.count == current.start else hidden_states
+            passed = current.hidden if position.is_last and skip.count == current.start else hidden_states
             out = (passed,) if self._tuple else passed
-        if place.is_last and skip.count in current.keep:
+        if position.is_last and skip.count in current.keep:
             current.kept[skip.count] = out[0] if self._tuple else out
         return out
 
@@ -85,7 +86,7 @@ class LayerSkip:
         holder = modules[next(iter(entries))[0]]
         self._list = holder if isinstance(holder, nn.ModuleList) else nn.ModuleList()
         with_attention = {index for _, index in entries}
-        self._places = self._places_of(with_attention)
+        self._positions = self._positions_of(with_attention)
         gaps = [layer for index, layer in enumerate(self._list) if index not in with_attention]
         if len({name for name, _ in entries}) > 1 or not len(self._list) or not all(map(has_absent, gaps)):
             raise InputError("the model has decoder layers without attention, or several stacks of layers")
@@ -93,21 +94,21 @@ class LayerSkip:
         if gaps and numbers != [*range(self.count)]:
             raise InputError("the model has layers of several types, and lacks the attention of some")
 
-    def _places_of(self, with_attention: set[int]) -> list[_Place]:
-        places: list[_Place] = []
+    def _positions_of(self, with_attention: set[int]) -> list[_Position]:
+        positions: list[_Position] = []
         for index in range(len(self._list)):
             before = sum(other < index for other in with_attention)
             number = before if index in with_attention else max(0, before - 1)
-            is_first = not places or number > places[-1].number
-            places.append(_Place(number, is_first, index == len(self._list) - 1))
-        return places
+            is_first = not positions or number > positions[-1].number
+            positions.append(_Position(number, is_first, index == len(self._list) - 1))
+        return positions
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the decoder layers inside the block."""
         layers = list(self._list)
         for index, layer in enumerate(layers):
-            self._list[index] = _SkippableLayer(layer, self._places[index], self)
+            self._list[index] = _SkippableLayer(layer, self._positions[index], self)
         try:
             yield
         finally:
@@ -119,9 +120,5 @@ class LayerSkip:
         self, start: int = 0, hidden: torch.Tensor | None = None, keep: Iterable[int] = ()
     ) -> Iterator[PartialPass]:
         """Set the layers of the forward passes inside the block; see `PartialPass`."""
-        before = self.current
-        self.current = PartialPass(start, hidden, frozenset(keep))
-        try:
+        with replaced(self, current=PartialPass(start, hidden, frozenset(keep))):
             yield self.current
-        finally:
-            self.current = before

@@ -15,6 +15,7 @@ from torch import nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.precision import refuse_nan
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.errors import InputError
@@ -133,14 +134,9 @@ class ModelRunner:
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:
         """Store keys and values in another cache inside the block."""
-        before = self.cache
-        with ExitStack() as stack:
+        with replaced(self, cache=cache), ExitStack() as stack:
             replace_attention(self._model_map, cache, stack)
-            self.cache = cache
-            try:
-                yield
-            finally:
-                self.cache = before
+            yield
 
     def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
         """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""

@@ -47,9 +47,8 @@ class PromptGroup:
     followers: deque[Sequence]  # not started, by first pruned layer, highest first
     unanswered: int  # number of requests without an answer
     prefix: SharedPrefix | None = None
-    leader_tokens: list[int] = field(
-        default_factory=list
-    )  # the prompt and answer to check (if `follow=0`: the prompt); set for followers
+    # The prompt and answer to check (if `follow=0`: the prompt); set for followers.
+    leader_tokens: list[int] = field(default_factory=list)
     # Inputs of `kept_layers` of the leader at its tokens, in pieces (tokens, width).
     layer_inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     # The leader's keys and values in the layers below the highest `first_layer` of a follower.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.token_tree import TokenTree
 from lmeval_prune.interventions.attention_call import (
@@ -113,11 +114,9 @@ class TreeCache:
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[TreeLayout]:
         """Set the packed batch of the forward passes in this context."""
-        self.packed, self.layout = packed, self._layout(packed, device)
-        try:
-            yield self.layout
-        finally:
-            self.layout = None
+        layout = self._layout(packed, device)
+        with replaced(self, packed=packed, layout=layout):
+            yield layout
 
     def _layout(self, packed: Packed, device: torch.device) -> TreeLayout:
         """Lay out segments in the order of their slots."""

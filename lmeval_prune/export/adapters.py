@@ -57,9 +57,6 @@ class AdapterExport:
         dtype: type in which the server computes; default: the type of the weights.
         format: `peft`, or `gguf` for llama.cpp.
         served: name of the model on the server; default `pretrained`.
-
-    Raises:
-        InputError: a mask does not fit the model, or adapters cannot prune this model.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import content_digest, digest, file_name, read_artefact, read_json
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.lora import check_initialisation
+from lmeval_prune.interventions.lora import read_lora_config
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
@@ -64,15 +64,7 @@ def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
     file = Path(path).expanduser().resolve()
     if file.is_file() and file.suffix == ".gguf":
         return {file.parent.name if file.stem == "adapter" else file.stem: content_digest(file)}
-    config = file / "adapter_config.json"
-    if not config.is_file():
-        raise InputError(
-            f"lora={path} is no LoRA adapter: there is no {config.name} in it; name its folder or its GGUF file"
-        )
-    settings = read_json(config)
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise InputError(f"lora={path} is an adapter of type {kind}, which servers do not take; give a LoRA adapter")
-    check_initialisation(file, settings)
+    read_lora_config(file)
     return {file.name: content_digest(file)}
 
 

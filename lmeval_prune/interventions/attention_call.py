@@ -166,9 +166,6 @@ def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack)
 
     The handler may change the call, skip `attend`, or change its result: attention outputs (batch, tokens, heads,
     width), and weights or None.
-
-    Raises:
-        InputError: the model's attention cannot be intercepted.
     """
     check_attention_calls(model_map)
     wiring = _wiring_of(model_map)
@@ -182,11 +179,7 @@ def replace_attention(model_map: ModelMap, store: Store, stack: ExitStack) -> No
 
 
 def check_attention_calls(model_map: ModelMap) -> None:
-    """Refuse a model whose attention cannot be intercepted; works on a model without weights, too.
-
-    Raises:
-        InputError: naming the reason.
-    """
+    """Refuse a model whose attention cannot be intercepted; works on a model without weights, too."""
     model: Any = model_map.model
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT
     if not type(model)._can_set_attn_implementation():

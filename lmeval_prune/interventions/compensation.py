@@ -23,11 +23,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def find_projection(name: str, model_map: ModelMap) -> nn.Module:
-    """Return the projection of a compensation, named as in `Plan.compensation`.
-
-    Raises:
-        InputError: the model has no such projection.
-    """
+    """Return the projection of a compensation, named as in `Plan.compensation`."""
     projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
     projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
     projection, _, kind = name.rpartition(".")
@@ -44,7 +40,7 @@ def check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
         raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
 
 
-class _DeviceCopies:
+class DeviceCopies:
     """A tensor with a cached copy for each device and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -59,7 +55,7 @@ class _DeviceCopies:
         return self.copies[key]
 
 
-class AddBias(_DeviceCopies):
+class AddBias(DeviceCopies):
     """Hook that adds a bias to a projection's output."""
 
     def register(self, projection: nn.Module) -> RemovableHandle:
@@ -71,7 +67,7 @@ class AddBias(_DeviceCopies):
         return output + self.like(output)
 
 
-class ReplaceWeight(_DeviceCopies):
+class ReplaceWeight(DeviceCopies):
     """Hook that computes a projection's output with another weight.
 
     It runs before the projection's other hooks, so that adapters and biases are added to its output. Of several, the

@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -114,15 +115,12 @@ class FilteredAttention:
     @contextmanager
     def skipping(self) -> Iterator[None]:
         """Skip tokens 5 and 10 (from 0) of each sequence, and no others up to 11, unless all tokens are equal."""
-        rule = self.rule
         # The threshold starts far below all similarities, so token 5 skips. Each step then adds `step_size` × (share of
         # skipped tokens − `share`): the sum of these differences, and with it the threshold, is far above 0 until token
         # 9, and far below 0 at token 10.
-        self.rule = replace(rule, share=0.1325, step_size=1e12, warmup=5, initial=-1e9)
-        try:
+        rule = replace(self.rule, share=0.1325, step_size=1e12, warmup=5, initial=-1e9)
+        with replaced(self, rule=rule):
             yield
-        finally:
-            self.rule = rule
 
     # ------------------------------------------------------------------ hooks on the model
 

@@ -30,9 +30,6 @@ class HeadMask(Intervention):
         heads: names `L5H3` and ranges `L5H0-3`, `L5H*`, joined by `+`; or a list of names or of `[layer, head]`. Stored
             as a tuple of names.
         allow_empty_layer: allow a layer to lose all its heads.
-
-    Raises:
-        InputError: a name is malformed.
     """
 
     tokenwise = capturable = True

@@ -22,7 +22,7 @@ from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import ArtefactContents, Intervention
-from lmeval_prune.interventions.compensation import tensors_digest
+from lmeval_prune.interventions.compensation import DeviceCopies, tensors_digest
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
 _REWRITES = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that change the model's own weights
@@ -51,9 +51,6 @@ class Lora(Intervention):
         adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
         sha256: digest of the adapter's matrices and scaling, computed from the folder.
         updates: by the projection's module name.
-
-    Raises:
-        InputError: the folder is no LoRA adapter, or one of a kind that is not supported.
     """
 
     contents: ClassVar[Any] = LoraContents
@@ -123,31 +120,20 @@ class _Add:
     """Hook that adds an update to a projection's output, computed in at least float32."""
 
     def __init__(self, update: Update) -> None:
-        self.update = update
-        self.copies: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.a, self.b, self.scaling = DeviceCopies(update.a), DeviceCopies(update.b), update.scaling
 
     def __call__(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        dtype = torch.promote_types(output.dtype, torch.float32)
-        key = (output.device, dtype)
-        if key not in self.copies:
-            self.copies[key] = self.update.a.to(*key), self.update.b.to(*key)
-        a, b = self.copies[key]
-        added = nn.functional.linear(nn.functional.linear(inputs[0].to(dtype), a), b) * self.update.scaling
+        x = inputs[0].to(torch.promote_types(output.dtype, torch.float32))
+        added = nn.functional.linear(nn.functional.linear(x, self.a.like(x)), self.b.like(x)) * self.scaling
         return (output + added).to(output.dtype)
 
 
 def _read(folder: Path) -> dict[str, Update]:
     """Read an adapter's updates by module."""
-    config_file = folder / "adapter_config.json"
-    if not config_file.is_file():
-        raise InputError(f"lora={folder} is no LoRA adapter: there is no {config_file.name} in it; name its folder")
-    config = read_json(config_file)
-    if (kind := config.get("peft_type")) != "LORA":
-        raise InputError(f"lora={folder} is an adapter of type {kind}; give a LoRA adapter")
+    config = read_lora_config(folder, "load it by peft=, or ")
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":
         raise InputError(f"lora={folder} has {(unsupported or ['bias'])[0]}, which is not supported; load it by peft=")
-    check_initialisation(folder, config, "load it by peft=, or ")
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
         match = _NAME.fullmatch(name)
@@ -161,13 +147,26 @@ def _read(folder: Path) -> dict[str, Update]:
     }
 
 
-def check_initialisation(folder: Path, config: Mapping[str, Any], remedy: str = "") -> None:
-    """Raise an `InputError` for an adapter of weights that its initialisation changed; `remedy` precedes another."""
+def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
+    """Read the configuration of a LoRA adapter; refuse other adapters.
+
+    `remedy` precedes another one for an adapter of weights that its initialisation changed.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        raise InputError(
+            f"lora={folder} is no LoRA adapter: there is no {file.name} in it; name its folder, or on a server "
+            "its GGUF file"
+        )
+    config: dict[str, Any] = read_json(file)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise InputError(f"lora={folder} is an adapter of type {kind}; give a LoRA adapter")
     if (start := str(config.get("init_lora_weights"))).lower().startswith(_REWRITES):
         raise InputError(
             f"lora={folder} was trained on weights that init_lora_weights={start} had changed; {remedy}save it again "
             f"with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"
         )
+    return config
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:

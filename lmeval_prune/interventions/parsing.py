@@ -22,9 +22,6 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
         name: a method of the table, or `mask` for an artefact of any method.
         value: value of the method's first field, a dictionary of its fields, or the file of an artefact.
         allowances: values of `ALLOWANCES` for methods that have these fields.
-
-    Raises:
-        InputError: the value is malformed, or the file is another method's.
     """
     if name == "mask":
         return with_allowances(load_intervention(value, bool(allowances.get("allow_other_model"))), allowances)

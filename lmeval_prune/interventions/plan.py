@@ -96,9 +96,6 @@ class Plan(Intervention):
             `L0.o_proj.weight` and `L0.down.weight` replace its weight, (outputs, inputs before the cut).
         scores: importance by name, `heads.L0` or `channels.L0`, of each head (or of its columns) or channel.
         provenance: method and its options, calibration text, ratio, unit, stages.
-
-    Raises:
-        InputError: a field is malformed.
     """
 
     contents: ClassVar[Any] = PlanContents

@@ -65,9 +65,6 @@ class ProbePruning(Intervention):
         smoothing: for `state=run`, weight of the earlier batches in the moving average.
         skip_first: number of first layers that are never pruned.
         chooser: the state of an applied intervention: hooks, counters and history.
-
-    Raises:
-        InputError: a value has another type or is out of range.
     """
 
     ratio: ShareBelowOne

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, change_input
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
@@ -117,12 +118,8 @@ class RowMasks(Intervention):
         if not used or index.dim() not in (1, 2) or min(used) < 0 or max(used) >= table.count:
             raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
         layers = frozenset(layer for layer, pruning in table.pruning.items() if pruning & used)
-        before = self._state.block
-        self._state.block = _Block(table, layers, index.long().repeat_interleave(repeats, dim=0))
-        try:
+        with replaced(self._state, block=_Block(table, layers, index.long().repeat_interleave(repeats, dim=0))):
             yield
-        finally:
-            self._state.block = before
 
     def _applied_map(self) -> ModelMap:
         """Return the map of the model that these RowMasks are applied to; refuse to work without one."""

@@ -15,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from lmeval_prune.artefacts import digest
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.memory import InsufficientMemoryError
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name
@@ -45,9 +46,6 @@ class Answering:
         store: the answer store, or None.
         router: the `HeadRouter`, or None.
         lengths: lengths of the texts that were generated last, by task; see `models/lengths.py`.
-
-    Raises:
-        InputError: the router's variants do not fit the model, or answers cannot be stored.
     """
 
     def __init__(self, lm: Any, store: AnswerStore | None = None) -> None:
@@ -135,11 +133,8 @@ class Answering:
         """Read the interventions once for a block, in which the engine applies its own masks."""
         self._refresh()
         self._model_digest = digest(self.lm.identity) if self.store else ""
-        self._is_frozen = True
-        try:
+        with replaced(self, _is_frozen=True):
             yield
-        finally:
-            self._is_frozen = False
 
     # ------------------------------------------------------------------ keys
 
@@ -337,9 +332,8 @@ class Answering:
     def _compute_in_parts(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf` in parts, so that answers are stored soon and sampled by seeds of their own."""
         lm, kind, requests = self.lm, pending.kind, pending.requests
-        before = lm.batch_schedule, lm.batch_size_per_gpu
-        lm.batch_schedule = min(lm.batch_schedule, len(requests))  # lm-eval divides the requests by it
-        try:
+        schedule = min(lm.batch_schedule, len(requests))  # lm-eval divides the requests by it
+        with replaced(lm, batch_schedule=schedule, batch_size_per_gpu=lm.batch_size_per_gpu):
             if kind == "generate_until":
                 return self._generate_in_groups(pending, disable_tqdm)
             size = len(requests)
@@ -347,8 +341,6 @@ class Answering:
                 size = 4 * lm.batch_size  # lm-eval reports rolling requests only at the end of a call
             parts = [requests[i : i + size] for i in range(0, len(requests), size)]
             return [response for part in parts for response in self._compute(kind, part, disable_tqdm)]
-        finally:
-            lm.batch_schedule, lm.batch_size_per_gpu = before
 
     def _generate_in_groups(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
         """Generate texts: greedy ones together, sampled ones in groups that are seeded by the keys of the group."""

@@ -39,6 +39,8 @@ class AthenaLM(CheckedArgumentsLM):
         InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
 
+    why_no_cache = "--use_cache would mix the answers of differently pruned models; leave it out"
+
     @print_input_errors
     def __init__(
         self,
@@ -86,11 +88,7 @@ class AthenaLM(CheckedArgumentsLM):
 
     @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        r"""Return `\boxed{expression}` for each request's document, or an empty text if it has no numbers.
-
-        Raises:
-            InputError: a document lacks the field with the question.
-        """
+        r"""Return `\boxed{expression}` for each request's document, or an empty text if it has no numbers."""
         problems = []
         for request in requests:
             if not isinstance(request.doc, dict) or self.field not in request.doc:
@@ -129,13 +127,6 @@ class AthenaLM(CheckedArgumentsLM):
     def tokenizer_name(self) -> str:
         """Refuse chat templates, which alone read this property: there is no prompt."""
         raise InputError("--model athena reads the question without a prompt; leave out --apply_chat_template")
-
-    @print_input_errors
-    def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache`, whose keys do not include the interventions."""
-        if getattr(cache_hook, "dbdict", None) is not None:
-            raise InputError("--use_cache would mix the answers of differently pruned models; leave it out")
-        super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the model's training and a section `pruning` for the results file."""

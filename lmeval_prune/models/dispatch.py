@@ -332,11 +332,7 @@ def _naming(url: str) -> Iterator[None]:
 
 
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
-    """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does.
-
-    Raises:
-        InputError: it says that it is of another kind.
-    """
+    """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does."""
     bodies: list[Any] = []
     for path in filter(None, ("/v1/models", kind.adapter_list)):
         try:

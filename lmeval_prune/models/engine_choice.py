@@ -30,9 +30,6 @@ class EngineChoice:
 
     Attributes:
         engine: the decoding engine; None if it answers no request.
-
-    Raises:
-        InputError: `engine=batched` for an encoder-decoder.
     """
 
     def __init__(self, lm: Any) -> None:

@@ -95,9 +95,6 @@ def generate_until(
     The random numbers of a request depend on `seed`, its task, document and repeat. `masks` are heads to prune for each
     request. `attempts` replace the requests' sampling settings; the random numbers then depend on `seed`, the prompt
     and the attempt.
-
-    Raises:
-        InputError: the engine does not support a generation setting, or a prompt is empty or has no room.
     """
     prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
     prompts: list[Request] = []
@@ -130,7 +127,7 @@ def _seed_of(key: list[Any]) -> int:
     return int(digest(key), 16) & (1 << 63) - 1
 
 
-def prompt_room(lm: HFLM, max_new_tokens: int) -> int:
+def prompt_room(lm: Any, max_new_tokens: int) -> int:
     """Return how many tokens a prompt can have; `InputError` if none."""
     room = lm.max_length - max_new_tokens
     if room <= 0:
@@ -139,11 +136,7 @@ def prompt_room(lm: HFLM, max_new_tokens: int) -> int:
 
 
 def prompt_tokens(lm: HFLM, request: Any, max_new_tokens: int) -> tuple[int, ...]:
-    """Return the token ids of a request's prompt, cut from the left where `hf` cuts it.
-
-    Raises:
-        InputError: the prompt is empty or has no room.
-    """
+    """Return the token ids of a request's prompt, cut from the left where `hf` cuts it."""
     room = prompt_room(lm, max_new_tokens)
     if not request.args[0]:
         raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
@@ -152,11 +145,7 @@ def prompt_tokens(lm: HFLM, request: Any, max_new_tokens: int) -> tuple[int, ...
 
 
 def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-    """Return the engine's settings (lm-eval's override the model's generation config) and the stop strings.
-
-    Raises:
-        InputError: the engine does not support a setting.
-    """
+    """Return the engine's settings (lm-eval's override the model's generation config) and the stop strings."""
     check_settings(settings)
     options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)

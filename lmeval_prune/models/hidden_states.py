@@ -36,9 +36,6 @@ def last_hidden_states(lm: Any, requests: Sequence[Any]) -> Iterator[torch.Tenso
     Args:
         lm: a `PrunedHFLM`.
         requests: generation requests of lm-eval.
-
-    Raises:
-        InputError: the model does not give hidden states of prompts, or they are not finite.
     """
     check_hidden_states(lm)
     lengths: dict[str, int] = {}

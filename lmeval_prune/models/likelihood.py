@@ -11,6 +11,7 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -32,9 +33,6 @@ def loglikelihoods(
     """Compute the responses of `hf` to requests of a kind; call `done` for each finished request.
 
     `masks` are heads to prune for each request.
-
-    Raises:
-        InputError: a context is empty, or a continuation is empty or longer than the model's context.
     """
     windows = token_windows(lm, kind, requests, disable_tqdm)
     results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
@@ -103,11 +101,10 @@ def _collecting(lm: Any) -> Iterator[list[Any]]:
         collected.extend(requests)
         return [(0.0, False)] * len(requests)
 
-    before = {name: getattr(lm, name) for name in ("batch_size_per_gpu", "_world_size", "cache_hook")}
     hook = SimpleNamespace(add_partial=lambda *_: None)
-    vars(lm).update(batch_size_per_gpu=1 << 30, _world_size=1, cache_hook=hook, _loglikelihood_tokens=collect)
-    try:
-        yield collected
-    finally:
-        vars(lm).update(before)
-        del lm._loglikelihood_tokens
+    with replaced(lm, batch_size_per_gpu=1 << 30, _world_size=1, cache_hook=hook):
+        lm._loglikelihood_tokens = collect
+        try:
+            yield collected
+        finally:
+            del lm._loglikelihood_tokens

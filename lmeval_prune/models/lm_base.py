@@ -11,11 +11,20 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.utils import handle_arg_string
 
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError, print_input_errors
+
+TWO_STORES = "--use_cache and responses= both store answers; give one of them"
 
 
 class CheckedArgumentsLM(LM):
-    """A model that refuses model_args which repeat an option of lm-eval's command line, such as `--batch_size`."""
+    """A model that refuses model_args which repeat an option of lm-eval's command line, such as `--batch_size`.
+
+    Attributes:
+        why_no_cache: (class variable) why `--use_cache` is refused; empty if it is not.
+    """
+
+    why_no_cache = ""
 
     @classmethod
     @print_input_errors
@@ -30,6 +39,13 @@ class CheckedArgumentsLM(LM):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
         """Create a model from a string of model_args, in which a list is written `[…]`; see `create_from_arg_obj`."""
         return cls.create_from_arg_obj(parse_arguments(arg_string), additional_config)
+
+    @print_input_errors
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Set lm-eval's cache hook; refuse that of `--use_cache` if this model has to."""
+        if self.why_no_cache and getattr(cache_hook, "dbdict", None) is not None:
+            raise InputError(self.why_no_cache)
+        super().set_cache_hook(cache_hook)
 
 
 def parse_arguments(text: str | None) -> dict[str, Any]:
@@ -93,8 +109,5 @@ def report_answers(lm: LM, report: Callable[[str, Any, Any], None]) -> Iterator[
         report(attr, req, res)
         hook.add_partial(attr, req, res)
 
-    lm.cache_hook = SimpleNamespace(add_partial=add_partial)
-    try:
+    with replaced(lm, cache_hook=SimpleNamespace(add_partial=add_partial)):
         yield
-    finally:
-        lm.cache_hook = hook

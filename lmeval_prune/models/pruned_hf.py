@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
+from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
@@ -40,7 +41,7 @@ from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.lm_base import AnsweringLM
+from lmeval_prune.models.lm_base import TWO_STORES, AnsweringLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
@@ -176,16 +177,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
         # checkpoints with layers of different sizes are loaded by this package, not by code in their folder
-        self.AUTO_MODEL_CLASS = CheckedLoader(
-            checkpoint_class(self.config) if has_pruned_layers(self.config) else auto_class
-        )
-        try:
-            with as_input_error(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
-                self._load_weights(*args, gguf_file=gguf_file, **kwargs)
-        finally:
-            self.AUTO_MODEL_CLASS = auto_class
+        kind = checkpoint_class(self.config) if has_pruned_layers(self.config) else self.AUTO_MODEL_CLASS
+        name = args[0] if args else kwargs["pretrained"]
+        with replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)), as_input_error(f"the model {name} cannot be loaded"):
+            self._load_weights(*args, gguf_file=gguf_file, **kwargs)
 
     def _load_weights(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -284,7 +280,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         database = getattr(cache_hook, "dbdict", None)
         if database is not None:
             if self.answering.store:
-                raise InputError("--use_cache and responses= both store answers; give one of them")
+                raise InputError(TWO_STORES)
             if self.arguments.router:
                 raise InputError("--use_cache cannot separate the attempts of a router; use responses=FOLDER instead")
             if any(each.needs_order for each in interventions_on(self.model)):

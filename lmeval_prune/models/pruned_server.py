@@ -74,6 +74,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         InputError: an argument is wrong, or a server does not serve the model and its variants.
     """
 
+    why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
     chat = False
     MULTIMODAL = False
     engine = None
@@ -243,7 +244,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 logger.warning(ROOT_WARNING, server.url, root, path)
 
     def _has_other_weights(self, root: str) -> bool:
-        """Whether both folders have the same weight files, one of them with other contents."""
+        """Return whether both folders have the same weight files, one of them with other contents."""
         folders = [Path(self.checkpoint.path), Path(root)]
         names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
         if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
@@ -360,13 +361,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     # ------------------------------------------------------------------ answering
-
-    @print_input_errors
-    def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache`, whose keys do not depend on the variant."""
-        if getattr(cache_hook, "dbdict", None) is not None:
-            raise InputError("--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args")
-        super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""

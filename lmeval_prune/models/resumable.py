@@ -26,6 +26,7 @@ from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
@@ -33,7 +34,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
 from lmeval_prune.models.answering import AUTO_GROUP_SIZE
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
-from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
+from lmeval_prune.models.lm_base import TWO_STORES, AnsweringLM, CheckedArgumentsLM, report_answers
 from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.settings import Count, parse_value
 
@@ -117,18 +118,12 @@ class _Resumable(AnsweringLM):
         model_class: the model's own class, which computes answers.
     """
 
+    why_no_cache = TWO_STORES
     model_class: type[LM]
 
     def close(self) -> None:
         """Release the answer store; garbage collection does the same."""
         self.answering.store.close()
-
-    @print_input_errors
-    def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache` beside the store."""
-        if getattr(cache_hook, "dbdict", None) is not None:
-            raise InputError("--use_cache and responses= both store answers; give one of them")
-        super().set_cache_hook(cache_hook)
 
 
 def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -299,17 +294,15 @@ class StoredAnswering:
             yield
             return
         lm, state = self.lm, (random.getstate(), np.random.get_state())
-        size = getattr(lm, "batch_size_per_gpu", None)
-        with torch.random.fork_rng([lm.device] if getattr(lm.device, "type", None) == "cuda" else []):
+        has_size = getattr(lm, "batch_size_per_gpu", None) is not None
+        sizes = {"batch_size_per_gpu": self._group_size} if has_size else {}
+        devices = [lm.device] if getattr(lm.device, "type", None) == "cuda" else []
+        with torch.random.fork_rng(devices), replaced(lm, **sizes):
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
             torch.manual_seed(seed)
-            if size is not None:
-                lm.batch_size_per_gpu = self._group_size
             try:
                 yield
             finally:
                 random.setstate(state[0])
                 np.random.set_state(state[1])
-                if size is not None:
-                    lm.batch_size_per_gpu = size

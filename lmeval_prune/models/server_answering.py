@@ -41,11 +41,7 @@ class ServerAnswering(Answering):
         return {**parts, "cut": cut, "adapters": adapters}, str(variant)
 
     def variant(self, name: str = UNPRUNED) -> ServedVariant:
-        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter.
-
-        Raises:
-            InputError: the router's variant has other interventions than heads.
-        """
+        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
         for adapter in self.lm.lora:
             return ServedVariant(adapter)
         routed = self.router.variants[name] if self.router else Variant()

@@ -203,9 +203,7 @@ class ServerClient:
             return lambda: {"messages": json.loads(context.prompt), **extra}
         if not context:
             raise InputError(f"{name}: the prompt is empty")
-        room = self.lm.max_length - length
-        if room <= 0:
-            raise InputError(f"max_gen_toks={length} leaves no room for a prompt in max_length={self.lm.max_length}")
+        room = generation.prompt_room(self.lm, length)
 
         def prompt() -> dict[str, Any]:
             tokens = self._encode(context)

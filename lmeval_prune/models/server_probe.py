@@ -7,7 +7,6 @@ unpruned, or a request without an adapter is computed with the adapter of anothe
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
@@ -26,7 +25,7 @@ from lmeval_prune.models.http_client import (
     whole_number,
 )
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant, ServerKind
-from lmeval_prune.models.server_record import ServerRecord, Signature
+from lmeval_prune.models.server_record import ServerRecord, Signature, distance
 
 logger = logging.getLogger(__name__)
 PROBE_TEXT = (
@@ -135,10 +134,10 @@ class Probe:
         self._check_tokenizer(server)
         unpruned = self._signatures(server, [DENSE] * 4, 1)  # repeated to measure the server's noise
         self.record.check(server.url, unpruned[0])
-        noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
+        noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(unpruned, 2)))
         signatures = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
         for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):
-            if distance(signature, other_signature) <= noise:
+            if distance(signature, other_signature, 1) <= noise:
                 raise InputError(
                     f"{server.url} gives the same answers under {variant} as under {other}: both names mean one "
                     f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
@@ -172,11 +171,11 @@ class Probe:
         answers = list(zip(batch, self._signatures(server, batch, len(batch)), strict=True))
         unpruned = [signature for variant, signature in answers if variant == DENSE]
         # the smallest difference: some of the unpruned answers may be wrong
-        rounding = min((distance(*pair) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
+        rounding = min((distance(*pair, 1) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
         for variant, signature in answers:
-            distances = {name: distance(signature, expected[name]) ** 2 for name in (DENSE, *pruned)}
+            distances = {name: distance(signature, expected[name], 1) ** 2 for name in (DENSE, *pruned)}
             other = min(distances, key=distances.__getitem__)
-            separation = distance(expected[other], expected[variant]) ** 2
+            separation = distance(expected[other], expected[variant], 1) ** 2
             is_nearer = distances[variant] - distances[other] > separation / 2
             if not is_nearer or separation <= 4 * rounding:
                 continue
@@ -215,13 +214,3 @@ class Probe:
         if not pairs:
             raise RetryableError("the response has no log-probabilities")
         return [(token, log_probability(value)) for token, value in pairs]
-
-
-def distance(first: Signature, second: Signature) -> float:
-    """Return the root mean square difference of log-probabilities up to the first different token, counted as 1."""
-    squares = []
-    for (token, value), (other_token, other_value) in zip(first, second, strict=False):
-        squares.append(1.0 if token != other_token else (value - other_value) ** 2)
-        if token != other_token:
-            break
-    return math.sqrt(sum(squares) / len(squares))

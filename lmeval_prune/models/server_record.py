@@ -50,14 +50,10 @@ class ServerRecord:
         self._is_new = self._known is None
 
     def check(self, url: str, signature: Signature) -> None:
-        """Compare a server's signature with the known one, or remember it as the first.
-
-        Raises:
-            InputError: it differs by more than rounding.
-        """
+        """Refuse a signature that differs from the known one by more than rounding; remember the first."""
         if self._known is None:
             self._known, self._source = signature, url
-        elif (difference := _difference(self._known, signature)) > self.tolerance:
+        elif (difference := distance(self._known, signature)) > self.tolerance:
             stored = "" if self._is_new else f", or delete {self.path} if no answers are stored"
             raise InputError(
                 f"{url} gives other log-probabilities than {self._source}: they differ by {difference:.2g}, more than "
@@ -89,14 +85,16 @@ class ServerRecord:
         }
 
 
-def _difference(first: Signature, second: Signature) -> float:
+def distance(first: Signature, second: Signature, mismatch: float | None = None) -> float:
     """Return the root mean square difference of log-probabilities up to the first different token.
 
-    Two tokens that are nearly as probable can change places by rounding, so the tokens themselves do not count.
+    `mismatch` is the difference of two tokens. By default that of their log-probabilities: two tokens that are nearly
+    as probable can change places by rounding.
     """
     squares = []
     for (token, value), (other_token, other_value) in zip(first, second, strict=False):
-        squares.append((value - other_value) ** 2)
+        difference = value - other_value if token == other_token or mismatch is None else mismatch
+        squares.append(difference**2)
         if token != other_token:
             break
     return math.sqrt(sum(squares) / len(squares))

@@ -66,9 +66,6 @@ class Variant:
             model_map: the model.
             allowances: see `parse_intervention`.
             label: a short label.
-
-        Raises:
-            InputError: the value is malformed or does not fit the model.
         """
         arguments = variant_arguments(value)
         parsed = [parse_intervention(name, setting, allowances or {}) for name, setting in arguments.items()]

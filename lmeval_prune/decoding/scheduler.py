@@ -63,6 +63,7 @@ class Schedule(Settings):
         copied_prefix: largest number of tokens of a prefix that is copied into the slots of its sequences; longer ones
             are stored once, and their attention is computed separately.
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
+        refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
         drafts: largest number of draft tokens of a row; 0 for none.
         budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
             this many tokens takes twice as long as a step with one token.
@@ -75,6 +76,7 @@ class Schedule(Settings):
     prefix: Natural = 64
     copied_prefix: Natural = 128
     follow: Natural = 16
+    refill: bool = True
     drafts: Natural = 8
     budget: Natural | None = None
     static: bool | None = None
@@ -150,8 +152,8 @@ class Scheduler:
 
     def _starts_requests(self) -> bool:
         """Return whether to run prompts now: beside running rows, a small pass waits for requests that can join it."""
-        if not self.active:
-            return True
+        if not (self.active and self.schedule.refill):
+            return not self.active
         rows = self._next_rows()
         if not rows:
             return bool(self._groups_that_fit())

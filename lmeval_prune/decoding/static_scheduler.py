@@ -84,7 +84,7 @@ class StaticScheduler(Scheduler):
         if not (self.waiting or self.ready):
             return False
         free = self.capacity - len(self.active)
-        return not self.active or free >= max(1, FREE_SHARE * self.capacity)
+        return not self.active or (self.schedule.refill and free >= max(1, FREE_SHARE * self.capacity))
 
     def _free_slot(self) -> int:
         return self._free_slots.pop()

@@ -3,10 +3,12 @@
 import gc
 import inspect
 import itertools
+import math
 import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +23,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
 from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
+from lmeval_prune.decoding.sampling import Sampler, cumulative_distribution, draw, near_tied_argmax
 from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -801,28 +803,82 @@ def test_deterministic_answers_do_not_depend_on_neighbours(seeds: int) -> None:
     assert differing(True) == 0 < differing(False)
 
 
-@pytest.mark.parametrize("draws", [1000, pytest.param(3000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_near_ties_of_draws_are_all_found(temperature: float, draws: int) -> None:
-    """Logits moved by less than they are trusted: where another token is drawn, the draw was a near-tie; few are."""
-    rng = torch.Generator().manual_seed(0)
-    asked = SamplingParams(do_sample=True, temperature=temperature)
-    ties = changed = 0
-    for seed in range(draws):
-        logits = 3 * torch.randn(50, generator=rng)
-        request = Request((1,), params=asked, seed=seed)
-        close = SAMPLER.near_tie(logits, request, [])
-        drawn = SAMPLER.choose(logits, request, [])
-        ties += close
-        for below, others in itertools.product((5e-4, -5e-4), repeat=2):  # the worst that such errors can do
-            for until in (drawn, drawn + 1):
-                error = torch.full((50,), others)
-                error[:until] = below
-                parts = SAMPLER.choose(logits + error, request, []) != drawn
-                changed += parts
-                assert close or not parts
-    assert changed > 0 and 0 < ties < draws / 50
-    assert SAMPLER.near_tie(logits, Request((1,), params=SamplingParams(do_sample=True, top_k=5)), [])
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.3},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.9},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 12, "top_p": 0.8, "min_p": 0.1},
+    {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("draws", [100, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("setting", SAMPLED, ids=str)
+def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits moved by less than they are trusted: where another token is drawn, the draw was a near-tie.
+
+    Half of the random numbers are close to a step of the distribution, and half of the cuts close to a token.
+    """
+    rng = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    history = [3, 4, 5, 6, 7, 8]
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+    def scores_of(logits: torch.Tensor, **changes: Any) -> torch.Tensor:
+        request = Request((3, 4), params=SamplingParams(do_sample=True, **{**setting, **changes}))
+        past = torch.tensor([history]).expand(len(logits), -1)
+        return SAMPLER._processors(request, logits.device)(past, logits.clone())
+
+    found = [0, 0, 0]
+    for number in range(draws):
+        logits, changes = 3 * torch.randn(50, generator=generator), dict[str, Any]()
+        ranked = scores_of(logits[None], **plain)[0].double().sort(descending=True)
+        if number % 2:
+            close = rng.uniform(-3e-3, 3e-3)
+            if "top_p" in setting:
+                kept = ranked.values[: setting.get("top_k", 50)].softmax(-1).cumsum(-1)
+                changes["top_p"] = min(float(kept[rng.randrange(1, 6)]) + close / 10, 0.999)
+            elif "min_p" in setting:
+                changes["min_p"] = math.exp(float(ranked.values[rng.randrange(1, 6)] - ranked.values[0]) - abs(close))
+            elif "top_k" in setting:
+                inside, outside = ranked.indices[setting["top_k"] - 1], ranked.indices[setting["top_k"]]
+                logits[outside] = logits[inside] - abs(close) if inside not in history else logits[outside]
+        uniform = rng.random()
+        if number % 4 < 2:
+            steps = cumulative_distribution(scores_of(logits[None], **changes)[0])
+            uniform = min(max(float(steps[rng.randrange(50)]) + rng.uniform(-1e-3, 1e-3), 0.0), 0.9999)
+        monkeypatch.setattr("lmeval_prune.decoding.sampling.uniforms", lambda *_, u=uniform: numpy.array([u]))
+        request = Request((3, 4), params=SamplingParams(do_sample=True, **{**setting, **changes}))
+        near = SAMPLER.near_tie(logits, request, history[2:])
+        drawn = SAMPLER.choose(logits, request, history[2:])
+        # the worst that such errors can do: tokens up to a place, or up to a rank, against all others
+        places, ranks = torch.arange(50), logits.argsort(descending=True).argsort()
+        splits = [places < drawn, places <= drawn, *(ranks < rank for rank in range(1, 15))]
+        errors = 1e-3 * (torch.stack(splits).float() - 0.5)
+        moved = scores_of(logits + torch.cat([errors, -errors]), **changes)
+        others = draw(cumulative_distribution(moved), torch.full((len(moved), 1), uniform, dtype=torch.float64))
+        changed = bool((others != drawn).any())
+        assert near or not changed, (number, changes, uniform)
+        found = [a + b for a, b in zip(found, (near, changed, not near), strict=True)]
+    assert min(found) > 0.05 * draws, found
+
+
+@pytest.mark.parametrize("setting", [*SAMPLED, {"top_k": 50}, {"top_k": 50, "top_p": 0.95}], ids=str)
+def test_few_draws_are_near_ties(setting: dict[str, Any]) -> None:
+    params = SamplingParams(do_sample=True, **setting)
+    logits = 3 * torch.randn(200, 400, generator=torch.Generator().manual_seed(0))
+    ties = sum(SAMPLER.near_tie(line, Request((1,), params=params, seed=i), []) for i, line in enumerate(logits))
+    assert ties < 0.2 * len(logits)
+
+
+@pytest.mark.parametrize(("kept", "logits"), [(2, [3.0, 2.0, 1.9999, -1.0]), (1, [3.0, 2.9999, 1.0, -1.0])])
+def test_a_cut_between_two_like_logits_is_a_near_tie(kept: int, logits: list[float]) -> None:
+    """Whatever is drawn; the same logits without a cut there are none."""
+    for near, number in ((True, kept), (False, 3)):
+        params = SamplingParams(do_sample=True, temperature=0.5, top_k=number)
+        assert SAMPLER.near_tie(torch.tensor(logits), Request((1,), params=params, seed=1), []) == near
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

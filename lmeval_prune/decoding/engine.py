@@ -66,9 +66,10 @@ class Engine:
             are off if an intervention depends on earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
-            to another token. Each costs a pass over the whole answer. With top-k, top-p or min-p every token counts as
-            a near-tie. Near-ties between a token filter's similarity and its threshold are not detected. Products of
-            float32 are exact then, whatever `torch.set_float32_matmul_precision` says.
+            to another token, or to another set of tokens that top-k, top-p or min-p allow. Each costs a pass over the
+            whole answer. With `others` every token counts as a near-tie. Near-ties between a token filter's similarity
+            and its threshold are not detected. Products of float32 are exact then, whatever
+            `torch.set_float32_matmul_precision` says.
         progress: show a progress bar.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from lmeval_prune.architectures.precision import refuse_nan
-from lmeval_prune.decoding.request import Request
+from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line
 
@@ -42,10 +43,37 @@ def near_tied_draw(
     An error e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
     The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
     """
-    largest = logits.float().abs().amax(-1).double()
-    error = (32 * torch.finfo(logits.dtype).eps * largest).clamp(min=1e-3) / 2
     distance = (cumulative - (uniforms * cumulative[..., -1])[..., None]).abs().amin(-1)
-    return distance < 2 * error * uniforms * (1 - uniforms) * factor
+    return distance < _error_of_differences(logits) * uniforms * (1 - uniforms) * factor
+
+
+def near_tied_cut(logits: torch.Tensor, scores: torch.Tensor, params: SamplingParams, factor: float) -> bool:
+    """Return whether rounding could change which tokens top-k, top-p and min-p allow.
+
+    `scores` are the logits, (vocabulary,), after temperature and repetition penalty. `factor` is by how much these
+    multiply the error of a logit, which is that of `near_tied_draw`.
+    """
+    error = factor * float(_error_of_differences(logits))
+    kept = min(params.top_k or len(scores), len(scores))
+    ordered = scores.double().topk(min(kept + 1, len(scores))).values
+    edges = [kept]
+    distances = [math.inf]
+    if params.top_p < 1:
+        cumulative = ordered[:kept].softmax(-1).cumsum(-1)
+        # at least 1e-5, for `generate` adds up in float32
+        share = params.top_p
+        distances.append(float((cumulative - share).abs().amin()) / max(error * share * (1 - share), 1e-5))
+        kept = min(int((cumulative < share).sum()) + 1, kept)
+        edges.append(kept)
+    if params.min_p:
+        distances.append(float((ordered[:kept] - ordered[0] - math.log(params.min_p)).abs().amin()) / error)
+    distances += [float(ordered[edge - 1] - ordered[edge]) / error for edge in edges if edge < len(ordered)]
+    return min(distances) < 1
+
+
+def _error_of_differences(logits: torch.Tensor) -> torch.Tensor:
+    """Return the assumed error of the difference of two logits, (…,), for logits (…, vocabulary)."""
+    return (32 * torch.finfo(logits.dtype).eps * logits.float().abs().amax(-1).double()).clamp(min=1e-3)
 
 
 @dataclass(frozen=True)
@@ -116,28 +144,34 @@ class Sampler:
         The assumed error of a logit is that of `near_tied_argmax`.
         """
         params = request.params
-        if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
+        if params.others != "{}":
             return True  # rounding may change the set of allowed tokens
         scores = self._scores(logits, request, answer)
         factor = max(params.repetition_penalty, 1 / params.repetition_penalty)
         if params.do_sample:
+            factor /= params.temperature
+            if params.cuts:
+                uncut = self._scores(logits, request, answer, cuts=False)
+                if near_tied_cut(logits, uncut, params, factor):
+                    return True
             uniform = torch.from_numpy(uniforms(request.seed, len(answer), 1)).to(scores.device)[0]
-            return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor / params.temperature))
+            return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor))
         best, second = scores.topk(2).values.tolist()
         return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
 
-    def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> torch.Tensor:
+    def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int], cuts: bool = True) -> torch.Tensor:
         history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)
         as_scores: Any = logits.float().unsqueeze(0)
         with refused_settings():
-            scores: torch.Tensor = self._processors(request, logits.device)(history, as_scores)[0]
+            scores: torch.Tensor = self._processors(request, logits.device, cuts)(history, as_scores)[0]
         return scores
 
-    def _processors(self, request: Request, device: torch.device) -> LogitsProcessorList:
-        """Return the logits processors that `generate` applies to this request."""
+    def _processors(self, request: Request, device: torch.device, cuts: bool = True) -> LogitsProcessorList:
+        """Return the processors that `generate` applies to this request; without `cuts`, not top-k, top-p and min-p."""
         params, prompt = request.params, request.prompt
-        key = (params, prompt if '"encoder_' in params.others else len(prompt), device)
+        key = (params, cuts, prompt if '"encoder_' in params.others else len(prompt), device)
         if key not in self._by_request:
+            params = params if cuts else replace(params, top_k=0, top_p=1.0, min_p=0.0)
             config = GenerationConfig(**params.generation_settings())
             config.max_length = len(prompt) + params.max_new_tokens
             ends = self.stopping.ends(params)

@@ -169,6 +169,8 @@ def test_the_decoding_is_one_sentence_and_the_cut_one_table(output: Path) -> Non
     some = {**results, "answers": {**answers, "identical": answers["texts"] - 1}}
     assert f"{answers['texts'] - 1} of {answers['texts']} texts are equal" in decoding(some)
     assert all(before and after and change for _, before, after, change in costs(results))
+    cut = {**results["cut"], "tokens_per_second": [10.0, 12.0], "speed_ratios": [1.25, 0.9, 1.1]}
+    assert ("speed, tokens a second (rounds)", "10", "12", "+10% (-10% to +25%)") in costs({**results, "cut": cut})
     for file in "printed.txt", "page.html":
         text = " ".join(html.unescape((output / file).read_text()).split())
         assert sentence in text and all(name in text for name, *_ in costs(results))

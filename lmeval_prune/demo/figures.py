@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -122,11 +123,12 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return rows about the cut model: name with its unit, before the cut, after it, and change."""
     cut, dense = results["cut"], results["accuracy"]["dense"]
     (before, after), (slow, fast), (size, smaller) = cut["parameters"], cut["tokens_per_second"], cut["bytes"]
+    least, gain, most = (f"{f(cut['speed_ratios']) - 1:+.0%}" for f in (min, statistics.median, max))
     solved, still = (100 * sum(right) / len(right) for right in (dense, cut["accuracy"]))
     return [
         ("parameters, million", f"{before / 1e6:.1f}", f"{after / 1e6:.1f}", f"{after / before - 1:+.0%}"),
         ("weights in float32, MB", f"{size / 1e6:.0f}", f"{smaller / 1e6:.0f}", f"{smaller / size - 1:+.0%}"),
-        ("speed, tokens a second", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow - 1:+.0%}"),
+        ("speed, tokens a second (rounds)", f"{slow:.0f}", f"{fast:.0f}", f"{gain} ({least} to {most})"),
         ("problems solved, %", f"{solved:.0f}", f"{still:.0f}", f"{still - solved:+.0f} points"),
     ]
 

@@ -358,7 +358,7 @@ def cut_quarter(
     cut = replace(subject, model=smaller, engine=Engine(smaller, subject.tokenizer))
     right = accuracies(cut, {"cut": None}, problems)["cut"]
     steps.advance(0.6)
-    rates = _speeds(subject, smaller)
+    speeds = _speeds(subject, smaller)
     steps.advance(1)
     return {
         "folder": str(folder),
@@ -368,13 +368,18 @@ def cut_quarter(
             sum(parameter.nbytes for parameter in subject.model.parameters()),
             sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         ],
-        "tokens_per_second": rates,
+        **speeds,
         "accuracy": right,
     }
 
 
-def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> list[float]:
-    """Return new tokens a second of both models, through `generate` in a batch: the median of some rounds."""
+def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> dict[str, list[float]]:
+    """Measure the speeds of both models, through `generate` in a batch, in turn in some rounds.
+
+    Returns:
+        `tokens_per_second`: median new tokens a second of the subject and of the smaller model; `speed_ratios`: the
+        smaller model's share of the subject's speed in each round.
+    """
     ids = torch.full((PROMPTS, 32), subject.encode("the")[0])
     rates: list[list[float]] = [[], []]
     with torch.inference_mode():
@@ -383,4 +388,5 @@ def _speeds(subject: Subject, smaller: Any, rounds: int = 3) -> list[float]:
                 measured = generate_rate(model, ids, NEW_TOKENS)
                 if turn:  # the first round is slower
                     rate.append(measured)
-    return [statistics.median(rate) for rate in rates]
+    ratios = [after / before for before, after in zip(*rates, strict=True)]
+    return {"tokens_per_second": [statistics.median(rate) for rate in rates], "speed_ratios": ratios}

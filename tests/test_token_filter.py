@@ -414,6 +414,31 @@ def test_packed_texts_are_refused() -> None:
         model(inputs, position_ids=places, use_cache=False)
 
 
+@pytest.mark.parametrize("length", [5, 12])  # within the window, and beyond it
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_windows_that_only_masks_know_are_refused_where_they_end(length: int, implementation: str) -> None:
+    model = tiny(
+        "qwen2_moe", implementation, use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2
+    )
+    inputs, settings = tokens(rows=1, length=length), {"do_sample": False, "eos_token_id": None}
+    with made(ratio=0.4).applied_to(model):
+        if length < 8:
+            found = [model.generate(inputs, max_new_tokens=3, use_cache=cache, **settings) for cache in (True, False)]
+            assert torch.equal(*found)
+        with pytest.raises(InputError, match=r"L0 of qwen2_moe.* within other windows"):
+            model.generate(inputs, max_new_tokens=6, **settings)
+
+
+def test_masks_that_add_to_scores_are_refused() -> None:
+    model, inputs = tiny("llama", "eager"), tokens(rows=1, length=6)
+    mask = torch.full((6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
+    with made(ratio=0.4).applied_to(model):
+        output(model, inputs, attention_mask=mask[None, None], use_cache=False)
+        mask[3, 1] = -0.5
+        with pytest.raises(InputError, match="L0 of llama"):
+            output(model, inputs, attention_mask=mask[None, None], use_cache=False)
+
+
 def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
     large, small, inputs, one = tiny("llama", num_hidden_layers=4), tiny("llama"), tokens(), made(ratio=0.4)
     with one.applied_to(large):

@@ -200,7 +200,10 @@ def valid_tokens(call: AttentionCall) -> torch.Tensor:
     if call.mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
     visible = call.mask[:, 0, :, -tokens:]
-    visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
+    if visible.dtype != torch.bool:
+        added, visible = visible, visible > torch.finfo(visible.dtype).min / 2
+        if tokens > 1 and (added * visible).any():  # a mask that is more than a mask
+            raise not_causal(call)
     valid = visible.diagonal(dim1=1, dim2=2).expand(rows, tokens)
     if tokens > 1:
         positions = torch.arange(tokens, device=visible.device)
@@ -208,8 +211,17 @@ def valid_tokens(call: AttentionCall) -> torch.Tensor:
         if (window := call.options.get("sliding_window")) is not None:
             causal &= positions > positions[:, None] - window
         if not torch.equal(visible & valid[..., None], causal & valid[..., None]):
-            raise InputError("this method needs causal attention to one text a row; give packed texts row by row")
+            raise not_causal(call)
     return valid
+
+
+def not_causal(call: AttentionCall) -> InputError:
+    """Return the refusal of a layer whose tokens do not attend to all earlier ones, or to those in a known window."""
+    kind = getattr(getattr(call.module, "config", None), "model_type", "this model")
+    return InputError(
+        f"{call.layer.label} of {kind}: this method needs causal attention to one text a row, whole or in a sliding "
+        "window that the attention function is given; give packed texts row by row, and texts within other windows or chunks"
+    )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lmeval_prune.interventions.attention_call import (
     Store,
     additive_mask,
     intercept_attention,
+    not_causal,
     valid_tokens,
 )
 from lmeval_prune.interventions.base import change_output
@@ -200,6 +201,8 @@ class FilteredAttention:
         if call.store is not None:
             return self._attend_in_store(call, call.store, totals, attend)
         cache = self._caches.pop(label, None) or FilteredCacheLayer(DynamicLayer(), self)
+        if call.options.get("sliding_window") is None and cache.tokens + call.key.shape[2] > cache.window:
+            raise not_causal(call)  # a decode step may have no mask that shows it
         cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), self._valid_tokens(call)
         if self._shared_states is not None:
             memory = replace(memory, states=self._shared_states.setdefault(label, fresh_states(1, call.key.device)))

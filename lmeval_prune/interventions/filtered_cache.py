@@ -6,6 +6,7 @@ rotated before they are stored, so rotary positions are those of the text.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class FilteredCacheLayer(CacheLayerMixin):
         positions: text positions of stored tokens, including padding, (rows, capacity).
         lengths: number of stored tokens of each row, (rows,).
         tokens: length of the text so far, including padding.
+        window: largest number of tokens that a mask of the replaced layer lets a token attend to.
     """
 
     keys: torch.Tensor
@@ -41,6 +43,7 @@ class FilteredCacheLayer(CacheLayerMixin):
     def __init__(self, replaced: Any, owner: Any) -> None:
         super().__init__()
         self.replaced, self.owner, self.is_sliding = replaced, owner, replaced.is_sliding
+        self.window = replaced.sliding_window if isinstance(replaced, DynamicSlidingWindowLayer) else math.inf
         self.is_awaited = False
         self.memory: Memory | None = None
         self.tokens = self.longest = 0  # `longest`: upper bound of `lengths`, known without waiting for the device

@@ -11,8 +11,10 @@ from typing import Any
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object inside the block, and restore them after it."""
     before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        vars(owner).update(before)
+        for name, value in before.items():
+            setattr(owner, name, value)

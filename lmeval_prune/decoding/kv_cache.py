@@ -28,7 +28,7 @@ from lmeval_prune.interventions.attention_call import (
     Packed,
     SlotState,
     State,
-    StepRows,
+    Store,
     StoredTokens,
 )
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
@@ -44,8 +44,8 @@ class SlotCopy:
     states: dict[Hashable, Any]  # by handler
 
 
-class KVCache:
-    """Store the keys and values of `count` answers with at most `length` tokens each (implements `Store`).
+class KVCache(Store):
+    """Store the keys and values of `count` answers with at most `length` tokens each.
 
     Attention runs block by block: `block` neighbouring slots with equal numbers of new tokens together, over the length
     of the longest. With `block=None`, for a GPU, slots with similar numbers of new tokens run together.
@@ -60,8 +60,6 @@ class KVCache:
         self.block = block
         self.prefixes: list[Prefix | None] = [None] * count  # tokens before those of each slot
         self.copied = [0] * count  # tokens of a prefix that was copied into each slot
-        self.packed = Packed((), (), ())  # of the running pass
-        self.rows: StepRows | None = None  # not a static step
         self.layout: Layout | None = None  # of the running pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}

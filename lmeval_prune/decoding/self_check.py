@@ -115,21 +115,14 @@ def _check(model_map: ModelMap) -> None:
     n = _check_length(model_map)
     tokens = _tokens(model, n)
     (layer,) = middle = frozenset({len(model_map.attention) // 2})
-    hidden: list[Any] = []
     with _fixed_decisions(model):
         expected = _logits(model, tokens)
         cache = KVCache(2, n)
         with ModelRunner.attached(model_map, cache, [None]) as runner:
-
-            def difference(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> float:
-                batch = [Chunk(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
-                logits, kept = runner.forward(batch, *args)
-                hidden.extend(kept)
-                return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max())
-
+            run = partial(_run_span, runner, tokens, expected)
             # a token filter skips one token of the first pass, and the only token of the third
             try:
-                differences = [difference(0, n - 4, keep=middle)]
+                difference, kept = run(0, n - 4, keep=middle)
             except (UnsupportedAttention, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -138,15 +131,13 @@ def _check(model_map: ModelMap) -> None:
                 raise UnsupportedAttention("interface") from error
             if not cache.keys:
                 raise UnsupportedAttention("interface")
-            differences.append(difference(n - 4, n - 2, 1))
-            differences += [difference(n - 2, n - 1), difference(n - 1, n)]
-            differences.append(difference(0, n - 4, 5, layer, torch.cat([kept[layer] for kept in hidden[:2]])))
+            differences = [difference, *(run(*span)[0] for span in ((n - 4, n - 2, 1), (n - 2, n - 1), (n - 1, n)))]
+            hidden = torch.cat([inputs[layer] for inputs in kept])
+            differences.append(run(0, n - 4, 5, first_layer=layer, hidden=hidden)[0])
             if all(intervention.tokenwise for intervention in interventions_on(model)):
                 prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
                 cache.prefixes[:] = [prefix.for_mask(0, runner)] * 2
-                differences += [
-                    _prefixed_difference(runner, tokens, expected, *span) for span in ((4, n - 4), (n - 4, n - 3))
-                ]
+                differences += [run(*span, prefix=4)[0] for span in ((4, n - 4), (n - 4, n - 3))]
     try:
         _compare(model, differences, [expected])
     except LogitsDiffer:
@@ -184,12 +175,25 @@ def _explain_difference(model_map: ModelMap) -> None:
         raise UnsupportedAttention("positions")
 
 
-def _prefixed_difference(
-    runner: ModelRunner, tokens: list[int], expected: torch.Tensor, start: int, stop: int
-) -> float:
-    """Run a span of tokens in two slots whose first four tokens are a prefix; compare logits."""
-    logits, _ = runner.forward([Chunk(slot, start - 4, 0, tokens[start:stop]) for slot in (0, 1)])
-    return float((logits.unflatten(0, (2, -1)).float() - expected[start:stop]).abs().max())
+def _run_span(
+    runner: ModelRunner,
+    tokens: list[int],
+    expected: torch.Tensor,
+    start: int,
+    stop: int,
+    skip: int = 0,
+    prefix: int = 0,
+    first_layer: int = 0,
+    hidden: torch.Tensor | None = None,
+    keep: frozenset[int] = frozenset(),
+) -> tuple[float, list[dict[int, torch.Tensor]]]:
+    """Run a span of tokens in two slots; return the largest difference of logits, and the inputs of `keep` layers.
+
+    The slots' first `prefix` tokens are a prefix; arguments are those of `Chunk` and `ModelRunner.forward`.
+    """
+    batch = [Chunk(slot, start - prefix, 0, tokens[start:stop], skip, keep) for slot in (0, 1)]
+    logits, kept = runner.forward(batch, first_layer, hidden)
+    return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max()), kept
 
 
 def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:

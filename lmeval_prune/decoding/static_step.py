@@ -36,6 +36,7 @@ from lmeval_prune.interventions.attention_call import (
     Packed,
     State,
     StepRows,
+    Store,
     StoredTokens,
     replace_attention,
 )
@@ -75,8 +76,8 @@ class StepResult:
 
 
 @dataclass
-class StaticStep:
-    """Decode the next token of each row; keys and values are in a cache's slots (implements `Store`).
+class StaticStep(Store):
+    """Decode the next token of each row; keys and values are in a cache's slots.
 
     Row i works in slot `columns[SLOT, i]`. Rows that fill up a bucket are not alive and work in the last slot, which no
     sequence uses.

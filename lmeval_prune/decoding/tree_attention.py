@@ -11,7 +11,7 @@ The attention of a token is computed in parts, joined by their log-sum-exp:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -22,14 +22,7 @@ import torch
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.token_tree import TokenTree
-from lmeval_prune.interventions.attention_call import (
-    AttentionCall,
-    Packed,
-    State,
-    StepRows,
-    StoredTokens,
-    additive_mask,
-)
+from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, additive_mask
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 BLOCK = 128  # tokens of neighbouring subtrees that attend together, with a mask
@@ -87,19 +80,15 @@ class TreeLayout:
         return additive_mask(hidden, dtype) if hidden.any() else None
 
 
-class TreeCache:
-    """Keys and values of the segments of a tree, for several masks (implements `Store`).
+class TreeCache(Store):
+    """Keys and values of the segments of a tree, for several masks.
 
     Slot `n * len(tree.segments) + s` is segment `s` under the mask with number `n`.
     """
 
-    count = 0  # slots of methods' states: none
-    rows: StepRows | None = None  # no static step
-
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
         self.size = len(tree.segments)
-        self.packed = Packed((), (), ())  # of the running pass
         self.layout: TreeLayout | None = None  # of the running pass
         self.stop = self.size  # the segments of the running pass are below this number
         self.stored: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by layer and slot
@@ -191,11 +180,3 @@ class TreeCache:
                 attended, sums = join_attention([before, (attended, sums)]), torch.logaddexp(before[1], sums)
             out[:, :, rows], lse[:, :, rows] = attended, sums
         return out.flatten(0, 1).transpose(0, 1).unsqueeze(0).to(query.dtype), None
-
-    def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """Refuse methods with a state of each sequence."""
-        raise UnsupportedAttention("state")
-
-    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
-        """Refuse: no layer stores only some tokens."""
-        raise UnsupportedAttention("filtered")

@@ -85,8 +85,8 @@ class AdapterExport:
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
             raise InputError(f"the weights are {self.dtype}, which no server supports; give --dtype float32")
-        is_file = format == "gguf" and (served or self.served.endswith(".gguf"))  # files of ollama have other names
-        served_file = Path(self.served) if is_file else None
+        # files of ollama have other names
+        served_file = Path(self.served) if format == "gguf" and (served or self.served.endswith(".gguf")) else None
         if served_file:
             check_gguf_base(served_file, self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer
+from lmeval_prune.architectures.blocks import columns_of
 from lmeval_prune.errors import InputError
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
@@ -28,7 +29,7 @@ class Update:
     @classmethod
     def of(cls, module: str, layer: AttentionLayer, heads: Sequence[int], weight: Tensor, rank: int) -> Update:
         """Return the update that prunes heads of a layer; `weight` has shape (outputs, inputs)."""
-        columns = [c for head in heads for c in range(layer.columns(head).start, layer.columns(head).stop)]
+        columns = columns_of(layer, heads)
         if not weight.isfinite().all():
             kind = str(weight.dtype).removeprefix("torch.")
             raise InputError(f"{module} has weights outside the range of {kind}; give another --dtype")

@@ -78,11 +78,11 @@ State = TypeVar("State", bound=SlotState)
 
 
 class Store(Protocol):
-    """Keys and values of many sequences, with the attention over them."""
+    """Keys and values of many sequences, with the attention over them; by default without what handlers store."""
 
-    count: int  # number of slots
-    packed: Packed  # the sequences of the running pass
-    rows: StepRows | None  # the rows of a static step; None in other passes
+    count: int = 0  # number of slots
+    packed: Packed = Packed((), (), ())  # the sequences of the running pass
+    rows: StepRows | None = None  # the rows of a static step; None in other passes
 
     def attend(self, call: AttentionCall) -> Attended:
         """Store the keys and values of new tokens, and compute their attention."""
@@ -92,9 +92,11 @@ class Store(Protocol):
 
         Slots of sequences that begin in this pass are reset.
         """
+        raise UnsupportedAttention("state")
 
     def stored_tokens(self, call: AttentionCall) -> StoredTokens:
         """Return the storage of the call's layer, in a static step."""
+        raise UnsupportedAttention("filtered")
 
 
 @dataclass

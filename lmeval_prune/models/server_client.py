@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from lm_eval import utils
@@ -140,26 +140,7 @@ class ServerClient:
         if is_sampled:
             payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
         prompt = self._prompt(name, context, length)
-
-        def parse(body: dict[str, Any]) -> GeneratedText:
-            answer = self._parse_text(body)
-            if answer is None:
-                if not self._warned_missing_text:
-                    logger.warning(MISSING_TEXT_WARNING, name)
-                self._warned_missing_text = True
-                return MissingText()
-            if lm.kind.repeats_beginning:
-                answer = answer.removeprefix(_beginning(context))
-            text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
-            text.ending = _parse_ending(body)
-            if text.ending and text.ending.cut_off and text.ending.length < length:
-                raise RejectedError(
-                    f"it ends its answer after {text.ending.length} of {length} tokens, without an end token: its "
-                    f"context is full, or it has a limit of its own (llama.cpp: --predict); start it with a larger "
-                    f"one, or give a smaller max_length= or max_gen_toks"
-                )
-            return text
-
+        parse = partial(self._parse_generated, name=name, beginning=_beginning(context), until=until, length=length)
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
         variant = lm.answering.variant(attempt.variant)
         return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
@@ -219,6 +200,28 @@ class ServerClient:
             return
         self._warned_cut = True
         logger.warning(CUT_WARNING, name, length, room, self.lm.max_length, self.lm.model_length)
+
+    def _parse_generated(
+        self, body: dict[str, Any], name: str, beginning: str, until: list[str], length: int
+    ) -> GeneratedText:
+        """Read a generated text from a server's response; `length` tokens were requested."""
+        answer = self._parse_text(body)
+        if answer is None:
+            if not self._warned_missing_text:
+                logger.warning(MISSING_TEXT_WARNING, name)
+            self._warned_missing_text = True
+            return MissingText()
+        if self.lm.kind.repeats_beginning:
+            answer = answer.removeprefix(beginning)
+        text = GeneratedText(postprocess_generated_text(answer, until, self.lm.think_end_token))
+        text.ending = _parse_ending(body)
+        if text.ending and text.ending.cut_off and text.ending.length < length:
+            raise RejectedError(
+                f"it ends its answer after {text.ending.length} of {length} tokens, without an end token: its context "
+                f"is full, or it has a limit of its own (llama.cpp: --predict); start it with a larger one, or give a "
+                f"smaller max_length= or max_gen_toks"
+            )
+        return text
 
     def _parse_text(self, body: dict[str, Any]) -> str | None:
         choices = _first_choices(body)

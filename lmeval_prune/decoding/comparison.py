@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun, Texts, Variant
-from lmeval_prune.decoding.model_runner import ModelRunner
+from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun, Variant
 
 CHUNKS = 8  # a chunk of a log-likelihood's logits is divided by this: a reduction needs several tensors of its size
 
@@ -40,26 +39,19 @@ class ComparisonRun(LikelihoodRun):
         self.reduce = reduce
         self.most_rows = max(self.most_rows // CHUNKS, 1)
 
-    def _run_pass(
-        self, runner: ModelRunner, texts: Texts, variants: Sequence[Variant], segments: range
-    ) -> Generator[tuple[LikelihoodRequest, Any]]:
+    def _run_pass(self, variants: Sequence[Variant], segments: range) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Run segments under all masks, reduce their logits, and yield the results that are complete."""
         dense, *others = variants
         with torch.inference_mode():
-            kept = self._forward(runner, texts, dense, segments, frozenset(other.first_layer for other in others))
-            outputs = [kept, *(self._forward(runner, texts, other, segments, frozenset(), kept) for other in others)]
-            self._reduce(runner, texts, variants, outputs)
+            kept = self._forward(dense, segments, frozenset(other.first_layer for other in others))
+            outputs = [kept, *(self._forward(other, segments, frozenset(), kept) for other in others)]
+            self._reduce(variants, outputs)
         for variant in others:
-            yield from self._complete(texts, variant, segments)
+            yield from self._complete(variant, segments)
 
-    def _reduce(
-        self,
-        runner: ModelRunner,
-        texts: Texts,
-        variants: Sequence[Variant],
-        outputs: Sequence[dict[int, dict[int, torch.Tensor]]],
-    ) -> None:
+    def _reduce(self, variants: Sequence[Variant], outputs: Sequence[dict[int, dict[int, torch.Tensor]]]) -> None:
         """Reduce the logits of a pass, given the last layer's outputs by mask and segment."""
+        texts, runner = self.texts, self.runner
         tables = {segment: texts.rows[segment] for segment in outputs[0] if segment in texts.rows}
         if not tables:
             return

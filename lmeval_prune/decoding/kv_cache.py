@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding.attention import AttentionOptions, attend_slots, attend_with_prefixes
+from lmeval_prune.decoding.attention import AttentionOptions, SlotAttention
 from lmeval_prune.decoding.attention_layout import Layout, Part, Prefix, neighbouring_parts, padded_parts
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
@@ -85,16 +85,16 @@ class KVCache(Store):
         if query_mask is None:
             keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
-            if layout.prefixes:
-                return attend_with_prefixes(options, layout, query, keys, values, layer).unsqueeze(0), None
-            return attend_slots(options, layout, query, keys, values)[0].unsqueeze(0), None
+            attention = SlotAttention(options, layout, query, keys, values)
+            attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
+            return attended.unsqueeze(0), None
         if layout.prefixes:
             raise UnsupportedAttention("prefix")
         offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
         stored_tokens = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
         values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
-        attended, _ = attend_slots(options, query_layout, query[:, has_query], keys, values)
+        attended, _ = SlotAttention(options, query_layout, query[:, has_query], keys, values).over_slots()
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None

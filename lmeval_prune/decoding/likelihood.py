@@ -139,6 +139,8 @@ class LikelihoodRun:
 
     leaders: tuple[None, ...] = ()
     kept_inputs = 1
+    texts: Texts  # of the running group of masks
+    runner: ModelRunner
 
     def __init__(
         self,
@@ -165,19 +167,18 @@ class LikelihoodRun:
             by_mask[request.mask].append(request)
         longest = max(len(request.context) + len(request.continuation) for request in self.requests)
         for group in self._groups([(mask, numbers[mask][1]) for mask in masks], longest):
-            texts = Texts((request for mask in group for request in by_mask[mask]), min(SEGMENT, self.most_tokens))
-            cache: Any = TreeCache(texts.tree)
-            with ModelRunner.attached(self.model_map, cache, group) as runner:
-                variants = [
-                    self._variant(texts, number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)
-                ]
+            longest_segment = min(SEGMENT, self.most_tokens)
+            self.texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
+            cache: Any = TreeCache(self.texts.tree)
+            with ModelRunner.attached(self.model_map, cache, group) as self.runner:
+                variants = [self._variant(number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)]
                 try:
-                    for segments in texts.tree.passes(self.most_tokens):
+                    for segments in self.texts.tree.passes(self.most_tokens):
                         cache.start_pass(segments)
-                        yield from self._run_pass(runner, texts, variants, segments)
+                        yield from self._run_pass(variants, segments)
                 finally:
-                    self.layer_tokens += runner.layer_tokens
-                    self.head_tokens += runner.head_tokens
+                    self.layer_tokens += self.runner.layer_tokens
+                    self.head_tokens += self.runner.head_tokens
 
     def _groups(self, masks: Sequence[tuple[HeadMask | None, int]], longest: int) -> list[list[HeadMask | None]]:
         """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
@@ -200,9 +201,9 @@ class LikelihoodRun:
             free -= needed
         return groups
 
-    def _variant(self, texts: Texts, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> Variant:
+    def _variant(self, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> Variant:
         """Return the variant of a mask with its requests."""
-        by_text: dict[int, list[LikelihoodRequest]] = defaultdict(list)
+        texts, by_text = self.texts, defaultdict[int, list[LikelihoodRequest]](list)
         for request in requests:
             by_text[texts.numbers[request.context, request.continuation]].append(request)
         scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
@@ -211,26 +212,21 @@ class LikelihoodRun:
             needs[texts.paths[number]] = True
         return Variant(mask, first_layer, by_text, scored, needs)
 
-    def _run_pass(
-        self, runner: ModelRunner, texts: Texts, variants: Sequence[Variant], segments: range
-    ) -> Generator[tuple[LikelihoodRequest, Any]]:
+    def _run_pass(self, variants: Sequence[Variant], segments: range) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Run segments under each mask that needs them, and yield the results that are complete."""
         first, *others = variants
         with torch.inference_mode():
-            kept = self._forward(runner, texts, first, segments, frozenset(other.first_layer for other in others))
-            self._read(runner, texts, first, kept)
-        yield from self._complete(texts, first, segments)
+            kept = self._forward(first, segments, frozenset(other.first_layer for other in others))
+            self._read(first, kept)
+        yield from self._complete(first, segments)
         for variant in others:
             if needed := [segment for segment in segments if variant.needs[segment]]:
                 with torch.inference_mode():
-                    outputs = self._forward(runner, texts, variant, needed, frozenset(), kept)
-                    self._read(runner, texts, variant, outputs)
-                yield from self._complete(texts, variant, needed)
+                    self._read(variant, self._forward(variant, needed, frozenset(), kept))
+                yield from self._complete(variant, needed)
 
     def _forward(
         self,
-        runner: ModelRunner,
-        texts: Texts,
         variant: Variant,
         segments: Sequence[int],
         keep: frozenset[int],
@@ -241,7 +237,7 @@ class LikelihoodRun:
         With `kept`, start at the mask's first pruned layer with these inputs. Results and `kept` are by segment and
         layer; outputs of the last layer count as inputs of a further one.
         """
-        tree, layers = texts.tree, runner.layers
+        tree = self.texts.tree
         chunks = [
             Chunk(
                 slot=variant.mask * len(tree.segments) + number,
@@ -249,21 +245,20 @@ class LikelihoodRun:
                 mask=variant.mask,
                 tokens=tree.segments[number].tokens,
                 skip=len(tree.segments[number].tokens),
-                keep=keep | {layers},
+                keep=keep | {self.runner.layers},
             )
             for number in segments
         ]
         if kept is None:
-            _, inputs = runner.forward(chunks)
+            _, inputs = self.runner.forward(chunks)
         else:
             start = variant.first_layer
-            _, inputs = runner.forward(chunks, start, torch.cat([kept[number][start] for number in segments]))
+            _, inputs = self.runner.forward(chunks, start, torch.cat([kept[number][start] for number in segments]))
         return dict(zip(segments, inputs, strict=True))
 
-    def _read(
-        self, runner: ModelRunner, texts: Texts, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]
-    ) -> None:
+    def _read(self, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]) -> None:
         """Compute the log-probabilities of a pass from the last layer's outputs."""
+        texts, runner = self.texts, self.runner
         hidden, tables, count = [], [], 0
         for segment, by_layer in outputs.items():
             if (table := texts.rows.get(segment)) is not None:
@@ -286,10 +281,9 @@ class LikelihoodRun:
             variant.logprobs[index] = logprobs[row, token].cpu()
             variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
 
-    def _complete(
-        self, texts: Texts, variant: Variant, segments: Iterable[int]
-    ) -> Generator[tuple[LikelihoodRequest, Any]]:
+    def _complete(self, variant: Variant, segments: Iterable[int]) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield the results of texts that end in some segments."""
+        texts = self.texts
         for segment in segments:
             for number in texts.complete.get(segment, ()):
                 if requests := variant.requests.get(number):

@@ -18,8 +18,6 @@ from safetensors.torch import save
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
-from lmeval_prune.cards.card import Card
-from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
@@ -210,12 +208,7 @@ class AdapterExport:
             "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
         }
         write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
-        self._card(name, mask).write(folder)
-
-    def _card(self, name: str, mask: HeadMask) -> Card:
-        heads = {layer.label: heads for layer, heads in self._layers(mask)}
-        model, origin = self.model_map.model, Origin.of(self.pretrained, self.revision)
-        return adapter_card(name, heads, self.pretrained, origin, model, self.dtype, self.format, self.rank)
+        adapter_card(self, name, {layer.label: heads for layer, heads in self._layers(mask)}).write(folder)
 
     def _peft_config(self, updates: list[Update]) -> dict[str, Any]:
         model = self.model_map.model

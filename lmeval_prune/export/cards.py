@@ -30,35 +30,16 @@ def gguf_card_path(path: str) -> Path:
     return Path(path).with_suffix(GGUF_SUFFIX)
 
 
-def adapter_card(
-    name: str,
-    heads: Mapping[str, Sequence[int]],
-    pretrained: str,
-    origin: Origin,
-    model: Any,
-    dtype: str,
-    format: str,
-    rank: int,
-) -> Card:
-    """Return the card of an adapter.
-
-    Args:
-        name: of the adapter and its folder.
-        heads: removed heads by layer.
-        pretrained: the model as the user named it.
-        origin: what is known of it.
-        model: the model without weights.
-        dtype: type in which a server has to compute.
-        format: `peft` or `gguf`.
-        rank: of the updates.
-    """
+def adapter_card(export: Any, name: str, heads: Mapping[str, Sequence[int]]) -> Card:
+    """Return the card of an adapter of an `AdapterExport`; `heads` are the removed heads by layer."""
+    origin, model = Origin.of(export.pretrained, export.revision), export.model_map.model
     count = sum(map(len, heads.values()))
     rows = [{"layer": label, "heads": ", ".join(map(str, numbers))} for label, numbers in heads.items()]
-    is_gguf = format == "gguf"
-    how = _with_llamacpp(name) if is_gguf else _with_peft(name, pretrained, model, dtype)
+    is_gguf = export.format == "gguf"
+    how = _with_llamacpp(name) if is_gguf else _with_peft(name, export.pretrained, model, export.dtype)
     limits = (
-        f"It fits the weights that it was computed from, in {dtype}, and no others: not a fine-tuned, quantised or "
-        f"converted copy. Merged in that type, the weights of these heads are exactly zero; a server that does not "
+        f"It fits the weights that it was computed from, in {export.dtype}, and no others: not a fine-tuned, quantised "
+        f"or converted copy. Merged in that type, the weights of these heads are exactly zero; a server that does not "
         f"merge leaves rounding errors in 16 bits. Nothing becomes smaller or faster. {UNTRAINED} {INHERITED}"
     )
     return Card(
@@ -69,7 +50,7 @@ def adapter_card(
         ["lora", "pruned"],
         f"A LoRA adapter that prunes {count} attention head{'s' * (count > 1)} of {origin.text}.",
         {
-            "What is pruned": f"{table(rows, 'layer')}\n\nLayers and heads are counted from zero. Rank {rank}.",
+            "What is pruned": f"{table(rows, 'layer')}\n\nLayers and heads are counted from zero. Rank {export.rank}.",
             "How it was made": how_it_was_made(
                 "For the output projection W of a layer and the rows A of the identity that select the inputs of the "
                 "pruned heads, the update is B·A with B = −W·Aᵀ. It was computed, not trained."

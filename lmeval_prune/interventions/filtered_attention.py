@@ -22,6 +22,7 @@ from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     StepRows,
     Store,
+    StoredTokens,
     additive_mask,
     intercept_attention,
     not_causal,
@@ -197,16 +198,15 @@ class FilteredAttention:
         label = call.layer.label
         if label not in self._labels:
             return attend(call)
-        totals = self._totals(label, call.key.device)
         if call.store is not None:
-            return self._attend_in_store(call, call.store, totals, attend)
+            return self._attend_in_store(call, call.store, attend)
         cache = self._caches.pop(label, None) or FilteredCacheLayer(DynamicLayer(), self)
         if call.options.get("sliding_window") is None and cache.tokens + call.key.shape[2] > cache.window:
             raise not_causal(call)  # a decode step may have no mask that shows it
         cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), self._valid_tokens(call)
         if self._shared_states is not None:
             memory = replace(memory, states=self._shared_states.setdefault(label, fresh_states(1, call.key.device)))
-        absent = cache.store(call.key, call.value, valid, self.rule, memory, totals, self.keep_skipped_kv)
+        absent = cache.store(call.key, call.value, valid, memory, self._totals(label, call.key.device))
         self.skipped[label] = self._unprojected[label] = absent & valid
         if valid.shape[1] == 1 and on_device(call.query) and _kernel_supports(call):
             return _decode(call, cache, absent[:, 0]), None
@@ -218,11 +218,12 @@ class FilteredAttention:
             out[row, chosen] = output
         return out, None
 
-    def _attend_in_store(self, call: AttentionCall, store: Store, totals: torch.Tensor, attend: Attend) -> Attended:
+    def _attend_in_store(self, call: AttentionCall, store: Store, attend: Attend) -> Attended:
         """Decide for the packed sequences of the engine, and pass masks of the tokens that stay to its store."""
+        totals = self._totals(call.layer.label, call.key.device)
         memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
         if store.rows is not None:
-            return self._attend_in_step(call, store, store.rows, memory, totals, attend)
+            return self._attend_in_step(call, store.stored_tokens(call), store.rows, memory, attend)
         decisions, start = [], 0
         for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
             slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
@@ -240,16 +241,9 @@ class FilteredAttention:
         return attend(replace(call, stored_mask=stored_mask, query_mask=query_mask))
 
     def _attend_in_step(
-        self,
-        call: AttentionCall,
-        store: Store,
-        rows: StepRows,
-        memory: SlotMemory,
-        totals: torch.Tensor,
-        attend: Attend,
+        self, call: AttentionCall, stored: StoredTokens, rows: StepRows, memory: SlotMemory, attend: Attend
     ) -> Attended:
         """Decide and store in a static step: one token of each row, without waiting for the device."""
-        stored = store.stored_tokens(call)
         lengths = torch.empty_like(rows.lengths)
         absent = token_filter.decide_and_store(
             call.key[0].transpose(0, 1)[:, :, None],
@@ -257,7 +251,7 @@ class FilteredAttention:
             rows.alive[:, None],
             memory,
             self.rule,
-            store=(stored.keys, stored.values, stored.positions, stored.lengths, totals),
+            store=(stored.keys, stored.values, stored.positions, stored.lengths, memory.totals),
             position=rows.lengths,
             keep_skipped=self.keep_skipped_kv,
             slots=rows.slots,

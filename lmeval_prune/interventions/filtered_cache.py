@@ -53,16 +53,15 @@ class FilteredCacheLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         valid: torch.Tensor,
-        rule: Rule,
         memory: Memory,
         totals: torch.Tensor,
-        keep_skipped: bool,
     ) -> torch.Tensor:
         """Decide about new tokens, and store those that later tokens attend to.
 
         `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
         Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
         """
+        rule: Rule = self.owner.rule
         if valid.shape[1] == 1:
             self._reserve(1)
             absent = ops.decide_and_store(
@@ -73,13 +72,13 @@ class FilteredCacheLayer(CacheLayerMixin):
                 rule,
                 store=(self.keys, self.values, self.positions, self.lengths, totals),
                 position=self.tokens,
-                keep_skipped=keep_skipped,
+                keep_skipped=self.owner.keep_skipped_kv,
             )
         else:
             skipped = ops.decide(key, value, valid, memory, rule)
             totals += torch.stack([valid.sum(), skipped.sum()])
             absent = skipped | ~valid
-            self._append(key, value, valid if keep_skipped else ~absent)
+            self._append(key, value, valid if self.owner.keep_skipped_kv else ~absent)
         self.tokens += valid.shape[1]
         return absent
 

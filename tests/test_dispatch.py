@@ -16,7 +16,7 @@ from lmeval_prune import InputError
 from lmeval_prune.models import dispatch
 from lmeval_prune.models.dispatch import Dispatcher, Job, Server
 from lmeval_prune.models.http_client import Cause, Connection, RejectedError, RetryableError
-from lmeval_prune.models.server_kinds import DENSE, KINDS, Listing, ServedVariant
+from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, Listing, ServedVariant
 
 BROKEN = ServedVariant("L9H9", ("L9H9",))
 CAUSES = list(Cause)
@@ -150,7 +150,7 @@ def test_requests_finish_in_any_order_of_failures(monkeypatch: pytest.MonkeyPatc
     for seed in range(500):
         with monkeypatch.context() as patches:
             simulation, random = Simulation(seed, patches), Random(-seed)
-            jobs = jobs_of(random.randrange(1, 20), DENSE, ServedVariant("L0H1", ("L0H1",)))
+            jobs = jobs_of(random.randrange(1, 20), UNPRUNED, ServedVariant("L0H1", ("L0H1",)))
             limits = random.choice([1, 2, 5, 64]), random.choice([1, 3, 1000])
             cancel = random.choice([None, None, random.randrange(12)])
             run, error = simulation.run(jobs, random.randrange(1, 4), *limits, cancel)
@@ -183,26 +183,26 @@ def test_a_server_that_answers_and_fails_at_once_is_recovered(reliable: Simulati
     """The worker that waits for the server notices the new failure, and its pauses start again at the shortest."""
     fault = RetryableError("fault")
     reliable.script = [(0, fault), (0.5, None), (0.5, fault), (0, None), (0, None)]
-    _, error = reliable.run(jobs_of(3, DENSE), 1, 3, 20)
+    _, error = reliable.run(jobs_of(3, UNPRUNED), 1, 3, 20)
     assert error is None and reliable.starts == [(0, 0), (0, 1), (0, 2), (1.5, 0), (1.5, 2)]
 
 
 def test_the_last_request_of_a_failing_server_is_named(reliable: Simulation) -> None:
     """It has failed as often as its server, and says more."""
-    reliable.broken = {DENSE}
-    _, error = reliable.run(jobs_of(1, DENSE), 1, 1, 2)
+    reliable.broken = {UNPRUNED}
+    _, error = reliable.run(jobs_of(1, UNPRUNED), 1, 1, 2)
     assert str(error).startswith("1 of 1 requests failed, the first is request 0 under dense: broken")
 
 
 def test_retry_after_is_a_lower_bound_of_a_pause(reliable: Simulation) -> None:
     reliable.script = [(0, busy(7.0)), (0, busy(3600.0)), (0, busy(0.0)), (0, None)]
-    _, error = reliable.run(jobs_of(1, DENSE), 1, 1, 1)
+    _, error = reliable.run(jobs_of(1, UNPRUNED), 1, 1, 1)
     assert error is None and [start for start, _ in reliable.starts] == [0, 7, 7 + dispatch.MAX_WAIT, 70]
 
 
 def test_a_server_is_busy_for_the_timeout_and_then_fails(reliable: Simulation) -> None:
     reliable.script = [(0, busy(60.0)) for _ in range(20)]
-    run, error = reliable.run(jobs_of(1, DENSE), 1, 1, 3)
+    run, error = reliable.run(jobs_of(1, UNPRUNED), 1, 1, 3)
     assert str(error).startswith("all servers have failed (http://server0: status 429); 0 of 1")
     assert [start for start, _ in reliable.starts] == list(range(0, 600 + 4 * 60, 60)) and not run.failed_jobs
 
@@ -211,7 +211,7 @@ def test_a_server_is_busy_for_the_timeout_and_then_fails(reliable: Simulation) -
 def test_a_variant_that_all_servers_fail_is_given_up(reliable: Simulation, servers: int) -> None:
     """It is not tried as often as each of its 20 requests may fail."""
     reliable.broken = {BROKEN}
-    run, error = reliable.run(jobs_of(40, DENSE, BROKEN), servers, 1, 3)
+    run, error = reliable.run(jobs_of(40, UNPRUNED, BROKEN), servers, 1, 3)
     assert str(error).startswith("20 of 40 requests failed, the first is ") and "under L9H9: broken" in str(error)
     assert "as all servers do for this variant" in run.failed_jobs[-1][1] and run.given_up_variants.keys() == {BROKEN}
     assert set(reliable.reported) == set(range(0, 40, 2))

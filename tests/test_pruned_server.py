@@ -30,7 +30,7 @@ from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
 from lmeval_prune.models.server_client import sampling_seed
-from lmeval_prune.models.server_kinds import DENSE, KINDS, ServedVariant
+from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedVariant
 from lmeval_prune.models.server_probe import Probe, server_tokens
 from lmeval_prune.models.server_record import ServerRecord
 from tests.conftest import task_manager
@@ -821,7 +821,7 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
     """With the noise of 16 bits, a correct server passes; a server that applies the last adapter to all does not."""
     random = np.random.default_rng(0)
     variants = [ServedVariant(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
-    effect = {variant: random.normal(0, 0.15, 63) for variant in variants} | {DENSE: np.zeros(63)}
+    effect = {variant: random.normal(0, 0.15, 63) for variant in variants} | {UNPRUNED: np.zeros(63)}
 
     class Noisy(Probe):
         def __init__(self) -> None:
@@ -832,7 +832,7 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
 
         def _signatures(self, server: Any, requested: Any, num_concurrent: int) -> Any:
             leaks = wrong and num_concurrent > 1
-            computed = [variants[-1] if leaks and variant == DENSE else variant for variant in requested]
+            computed = [variants[-1] if leaks and variant == UNPRUNED else variant for variant in requested]
             sigma = 0.05 if num_concurrent > 1 else 0.0
             return [[("t", x) for x in effect[variant] + random.normal(0, 1, 63) * sigma] for variant in computed]
 

@@ -11,11 +11,10 @@ from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.attempts import DENSE as UNPRUNED
-from lmeval_prune.models.attempts import Attempt
+from lmeval_prune.models.attempts import DENSE, Attempt
 from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions
 from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
-from lmeval_prune.models.server_kinds import DENSE, ServedVariant
+from lmeval_prune.models.server_kinds import UNPRUNED, ServedVariant
 from lmeval_prune.models.variants import Variant
 
 
@@ -40,7 +39,7 @@ class ServerAnswering(Answering):
         cut, adapters = self.lm.client.truncated_length(kind, request), self.lm.adapter_hashes(variant)
         return {**parts, "cut": cut, "adapters": adapters}, str(variant)
 
-    def variant(self, name: str = UNPRUNED) -> ServedVariant:
+    def variant(self, name: str = DENSE) -> ServedVariant:
         """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
         for adapter in self.lm.lora:
             return ServedVariant(adapter)
@@ -52,11 +51,11 @@ class ServerAnswering(Answering):
             )
         masks: Any = combined([*self._applied(), *routed.interventions])
         heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]
-        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else DENSE
+        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
     def variants(self) -> list[ServedVariant]:
         """Return all variants that requests may need."""
-        names = [Attempt.named(entry).variant for entry in self.router.pool] if self.router else [UNPRUNED]
+        names = [Attempt.named(entry).variant for entry in self.router.pool] if self.router else [DENSE]
         return list(dict.fromkeys(map(self.variant, names)))
 
     @property

@@ -26,7 +26,7 @@ class ServedVariant:
         return self.name or "dense"
 
 
-DENSE = ServedVariant()
+UNPRUNED = ServedVariant()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lmeval_prune.models.http_client import (
     send,
     whole_number,
 )
-from lmeval_prune.models.server_kinds import DENSE, ServedVariant, ServerKind
+from lmeval_prune.models.server_kinds import UNPRUNED, ServedVariant, ServerKind
 from lmeval_prune.models.server_record import ServerRecord, Signature, distance
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Probe:
 
     def run(self, variants: Sequence[ServedVariant]) -> None:
         """Refuse a server that does not serve these variants; remove servers that fail from the dispatcher."""
-        pruned = [variant for variant in dict.fromkeys(variants) if variant != DENSE]
+        pruned = [variant for variant in dict.fromkeys(variants) if variant != UNPRUNED]
         working: list[Server] = []
         for server in self.dispatcher.servers:
             try:
@@ -132,10 +132,10 @@ class Probe:
     def _check(self, server: Server, pruned: Sequence[ServedVariant]) -> None:
         """Check a server's tokenizer, that all variants give different signatures, and that batches do not mix them."""
         self._check_tokenizer(server)
-        unpruned = self._signatures(server, [DENSE] * 4, 1)  # repeated to measure the server's noise
+        unpruned = self._signatures(server, [UNPRUNED] * 4, 1)  # repeated to measure the server's noise
         self.record.check(server.url, unpruned[0])
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(unpruned, 2)))
-        signatures = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
+        signatures = {UNPRUNED: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
         for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):
             if distance(signature, other_signature, 1) <= noise:
                 raise InputError(
@@ -164,22 +164,22 @@ class Probe:
         squared distance from that variant is smaller by more than half the squared distance of the two variants, and
         the variants differ by clearly more than the rounding.
         """
-        pruned = [variant for variant in expected if variant != DENSE][:BATCH_ADAPTERS]
+        pruned = [variant for variant in expected if variant != UNPRUNED][:BATCH_ADAPTERS]
         if not pruned:
             return
-        batch = [variant for pruned_variant in pruned for variant in (pruned_variant, DENSE)]
+        batch = [variant for pruned_variant in pruned for variant in (pruned_variant, UNPRUNED)]
         answers = list(zip(batch, self._signatures(server, batch, len(batch)), strict=True))
-        unpruned = [signature for variant, signature in answers if variant == DENSE]
+        unpruned = [signature for variant, signature in answers if variant == UNPRUNED]
         # the smallest difference: some of the unpruned answers may be wrong
         rounding = min((distance(*pair, 1) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
         for variant, signature in answers:
-            distances = {name: distance(signature, expected[name], 1) ** 2 for name in (DENSE, *pruned)}
+            distances = {name: distance(signature, expected[name], 1) ** 2 for name in (UNPRUNED, *pruned)}
             other = min(distances, key=distances.__getitem__)
             separation = distance(expected[other], expected[variant], 1) ** 2
             is_nearer = distances[variant] - distances[other] > separation / 2
             if not is_nearer or separation <= 4 * rounding:
                 continue
-            requests = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
+            requests = "the unpruned model's requests" if variant == UNPRUNED else f"requests under {variant}"
             raise InputError(
                 f"{server.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU does this "
                 f"without a spare adapter slot); start it with --max-loras set to the number of adapters plus one, or "

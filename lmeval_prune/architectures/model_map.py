@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,33 +25,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class ModelMap:
     """Location of every head and channel in a live model; `map_model` builds it.
 
     Attributes:
-        model: the model.
         attention: attention layers, in order.
+        model_type, name, revision: from the model's configuration.
         feed_forward: dense feed-forward blocks of these layers, in order. Mixture-of-experts layers, and families
             that a user describes by hand, have none.
-        model_type, name, revision: from the model's configuration.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        attention: Sequence[AttentionLayer],
-        model_type: str,
-        name: str = "",
-        revision: str = "",
-        feed_forward: Sequence[FeedForward] = (),
-    ) -> None:
-        self.model = model
-        self.attention = tuple(attention)
-        self.feed_forward = tuple(feed_forward)
-        self.model_type = model_type
-        self.name = name
-        self.revision = revision
-        self._results: dict[Any, Any] = {}
+    model: Any
+    attention: tuple[AttentionLayer, ...]
+    model_type: str
+    name: str
+    revision: str
+    feed_forward: tuple[FeedForward, ...] = ()
+    _results: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def once(self, key: Any, compute: Callable[[], T]) -> T:
         """Return the cached result for `key`, or compute it; the key must name everything the result depends on."""
@@ -156,11 +148,11 @@ def map_model(
         )
     return ModelMap(
         model,
-        attention,
+        tuple(attention),
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
-        feed_forward,
+        tuple(feed_forward),
     )
 
 

@@ -62,13 +62,7 @@ class Refutation:
 
 
 def refute(model: Any, family: Family, layers: int) -> Refutation:
-    """Compare a family's entry with a tiny random model of the same class and configuration.
-
-    Args:
-        model: a live model; its weights may be on the meta device.
-        family: names of the modules, relative to the model or to its text decoder.
-        layers: number of layers of the tiny model.
-    """
+    """Compare a family's entry with a tiny random model of the same class and configuration, with few `layers`."""
     import torch
     from transformers.utils import logging
 
@@ -176,12 +170,8 @@ def _built(model_class: Any, config: Any) -> Any:
 def refute_depth(model: Any, read: Callable[[Any], Iterable[Sublayer]], layers: int) -> str:
     """Return why a layer does more than add the outputs of its blocks to the residual stream; empty if it does not.
 
-    Without the outputs of its blocks, each layer of a tiny random model of the same class must return its input.
-
-    Args:
-        model: a live model; its weights may be on the meta device.
-        read: returns the blocks of a model.
-        layers: number of layers of the tiny model.
+    Without the outputs of its blocks, which `read` returns, each of the few `layers` of a tiny random model of the same
+    class must return its input.
     """
     import torch
 

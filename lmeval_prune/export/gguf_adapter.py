@@ -53,11 +53,9 @@ def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: t
 
 
 def check_gguf_weights(path: Path, weights: Iterable[tuple[int, Tensor]]) -> None:
-    """Refuse a GGUF model file with other weights than those that an adapter cancels.
+    """Refuse a GGUF model file, which passed `check_gguf_base`, with other weights than those that an adapter cancels.
 
-    Args:
-        path: a file that passed `check_gguf_base`.
-        weights: number of a layer, and its output projection in the file's type.
+    `weights` are the number of each layer, and its output projection in the file's type.
     """
     _, tensors = _read(path)
     for number, weight in weights:

@@ -11,8 +11,8 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.precision import FINITE_REMEDY
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -124,16 +125,12 @@ class ProbePruning(Intervention):
         chooser.attach(stack)
         object.__setattr__(self, "chooser", chooser)
 
-    @contextmanager
-    def preserve_state(self) -> Iterator[None]:
+    def preserve_state(self) -> AbstractContextManager[None]:
         """Restore counters and history after the block."""
-        chooser = self.chooser
-        before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.masked))
-        try:
-            yield
-        finally:
-            if chooser and before:
-                chooser.history, chooser.batches, chooser.masked = before
+        if not self.chooser:
+            return nullcontext()
+        state = {name: copy.deepcopy(getattr(self.chooser, name)) for name in ("history", "batches", "masked")}
+        return replaced(self.chooser, **state)
 
     def merged_with(self, other: Intervention) -> None:
         """Refuse a second probe, and stateful handlers, which would count the probe's tokens."""

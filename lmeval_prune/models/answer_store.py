@@ -111,15 +111,15 @@ class AnswerStore:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
         self.folder = Path(folder)
-        about = self.folder / "answers.json"
+        header = self.folder / "answers.json"
         self._file: Any = None
         try:
             create_folder(self.folder)
             foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
-            if foreign and not about.exists():
+            if foreign and not header.exists():
                 raise InputError(f"{folder} has a file {foreign[0]} and is not an answer store; give a new folder")
-            if about.exists():
-                read_artefact(about, SCHEMA, SCHEMA_VERSION)
+            if header.exists():
+                read_artefact(header, SCHEMA, SCHEMA_VERSION)
             with ExitStack() as stack:
                 self.path = self._lock(rank, stack)
                 if os.path.lexists(self.path):
@@ -135,8 +135,8 @@ class AnswerStore:
         self.endings: dict[str, Ending] = {}
         self.versions: dict[str, dict[str, Any] | None] = {}
         try:
-            if not about.exists():  # several ranks may write the same content
-                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+            if not header.exists():  # several ranks may write the same content
+                write_artefact(header, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
                 self._remember(record["key"], record["response"], record)
                 self.versions[record.get("request") or record["key"]] = record.get("versions")
@@ -156,19 +156,19 @@ class AnswerStore:
                     raise
         raise AssertionError
 
-    def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        """Write one answer and flush it to the operating system; `about` are other fields of the `Record`.
+    def add(self, key: str, response: Any, columns: dict[str, Any]) -> None:
+        """Write one answer and flush it to the operating system; `columns` are other fields of the `Record`.
 
         Raises:
             InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
             DiskError: the disk is full; the next run resumes after the last complete line.
         """
-        line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
+        line = json.dumps({"key": key, **columns, "response": response}, ensure_ascii=False) + "\n"
         try:
             _record(parse_json(line.encode(), self.path), self.path)
         except (InputError, UnicodeEncodeError):  # half a character is not UTF-8
             raise InputError(
-                f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
+                f"the model's answer to a {columns.get('kind')} request of task {columns.get('task')!r} is "
                 f"{str(response)[:60]}, which cannot be stored; if it is NaN, {NONFINITE_REMEDY}"
             ) from None
         try:
@@ -182,12 +182,12 @@ class AnswerStore:
         except InputError:
             self._close_file()
             raise
-        self._remember(key, response, about)
+        self._remember(key, response, columns)
 
-    def _remember(self, key: str, response: Any, about: dict[str, Any]) -> None:
+    def _remember(self, key: str, response: Any, columns: dict[str, Any]) -> None:
         self.responses[key] = response
-        if about.get("length") is not None and about.get("cut_off") is not None:
-            self.endings[key] = Ending(about["length"], about["cut_off"])
+        if columns.get("length") is not None and columns.get("cut_off") is not None:
+            self.endings[key] = Ending(columns["length"], columns["cut_off"])
 
     def close(self) -> None:
         """Close the file and release its lock."""

@@ -32,10 +32,6 @@ def last_hidden_states(lm: Any, requests: Sequence[Any]) -> Iterator[torch.Tenso
 
     Each prompt is computed alone, so that rounding, which may decide a ranking, does not depend on other prompts. The
     model's interventions apply, a router's do not. Prompts are cut as for generation.
-
-    Args:
-        lm: a `PrunedHFLM`.
-        requests: generation requests of lm-eval.
     """
     check_hidden_states(lm)
     lengths: dict[str, int] = {}

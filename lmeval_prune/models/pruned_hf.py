@@ -336,14 +336,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
+        unpadded: Counter[tuple[int, ...]] = Counter()
         if any(not each.tokenwise for each in interventions_on(self.model)):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]
             texts = list(set(texts)) if self.logits_cache else texts
-            self._unpadded = Counter(text[-self.max_length :] for text in texts)
-        try:
+            unpadded.update(text[-self.max_length :] for text in texts)
+        with replaced(self, _unpadded=unpadded):
             scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
-        finally:
-            self._unpadded = Counter()
         return scores
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:

@@ -153,15 +153,7 @@ def _checkpoint(pretrained: str, arguments: dict[str, Any]) -> Any:
 
 
 class StoredAnswering:
-    """Answers the requests of a model from its store.
-
-    Args:
-        lm: the model.
-        name: its name for `--model`.
-        identity: what its answers depend on, as JSON.
-        store: the answer store.
-        store_every: requests per call of a model that returns its answers at the end only.
-    """
+    """Answers the requests of a model from its store; see `ResumableLM`."""
 
     def __init__(self, lm: Any, name: str, identity: dict[str, Any], store: AnswerStore, store_every: int) -> None:
         self._lm, self.name, self.store, self.store_every = ref(lm), name, store, store_every

@@ -59,13 +59,9 @@ class Variant:
     def of(
         cls, value: Any, model_map: ModelMap, allowances: Mapping[str, bool] | None = None, label: str = ""
     ) -> Variant:
-        """Create a variant for a model.
+        """Create a variant for a model; `allowances` as for `parse_intervention`.
 
-        Args:
-            value: `dense`; heads, as for `heads=`; or model_args of methods and `mask`, as a dictionary or as JSON.
-            model_map: the model.
-            allowances: see `parse_intervention`.
-            label: a short label.
+        `value` is `dense`; heads, as for `heads=`; or model_args of methods and `mask`, as a dictionary or as JSON.
         """
         arguments = variant_arguments(value)
         parsed = [parse_intervention(name, setting, allowances or {}) for name, setting in arguments.items()]

@@ -119,7 +119,9 @@ def model(
         raise InputError(f"--push_to_hub uploads folders; upload the file by `hf upload {push_to_hub} {output}`")
     check_push(push_to_hub)
     if format == "gguf":
-        _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
+        from lmeval_prune.export.gguf_model import export_gguf
+
+        export_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
     elif pruned is None:
         raise InputError("name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5")
     elif dtype or splitting:
@@ -130,62 +132,6 @@ def model(
     for line in model_lines(output, format, config):
         print(f"\n{line}")
     return 0
-
-
-def _write_gguf(
-    pretrained: str,
-    plan: Any,
-    output: str,
-    zeroed: bool,
-    dtype: str | None,
-    splitting: str | None,
-    revision: str | None,
-) -> None:
-    """Write a model as a GGUF file, cut by a plan if there is one."""
-    from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.cards.origin import Origin
-    from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
-    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
-    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.export.cards import gguf_card, gguf_card_path
-    from lmeval_prune.export.gguf_format import SERVER_DTYPES
-    from lmeval_prune.export.gguf_layers import gguf_layers
-    from lmeval_prune.export.gguf_model import check_replaceable, check_writable_as_gguf, write_gguf_model
-    from lmeval_prune.export.gguf_tokenizer import check_tokenizer
-    from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
-
-    if not output.endswith(".gguf"):
-        raise InputError(f"--output {output} must end in .gguf")
-    if zeroed and not plan:
-        raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
-    bare = skeleton_of(pretrained, revision)
-    check_unquantised(bare, pretrained)
-    check_writable_as_gguf(map_model(bare))
-    tokenizer = tokenizer_of(pretrained, revision)
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, splitting)
-    check_writable(output)
-    check_replaceable(output)
-    if plan:
-        result = cut_checkpoint(pretrained, plan, revision, zeroed)
-        model, manifest = result.model, result.manifest
-    else:
-        model = with_weights(bare, pretrained, revision)
-        manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
-    notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
-    notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
-    manifest = {**manifest, "notes": notes}
-    check_replaceable(output, manifest)
-    torch_dtype = SERVER_DTYPES[dtype] if dtype else None
-    architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
-    written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
-    trained = not plan and "files" in manifest and is_trained(manifest)
-    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype, trained)
-    card.write_file(gguf_card_path(output))
-    print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
-    for note in notes:
-        print(f"  {note}")
 
 
 def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:

@@ -12,15 +12,72 @@ import torch
 from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType, RopeScalingType
 
 from lmeval_prune.architectures import ModelMap, map_model
-from lmeval_prune.artefacts import new_file
+from lmeval_prune.artefacts import check_writable, new_file
+from lmeval_prune.cards.origin import Origin
+from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
+from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
+from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_format import GGUF_TYPES, GGUFFile, gguf_architecture, rope_of, tensor_names
+from lmeval_prune.export.cards import gguf_card, gguf_card_path
+from lmeval_prune.export.gguf_format import (
+    GGUF_TYPES,
+    SERVER_DTYPES,
+    GGUFFile,
+    gguf_architecture,
+    rope_of,
+    tensor_names,
+)
 from lmeval_prune.export.gguf_layers import GGUFLayer, gguf_layers
-from lmeval_prune.export.gguf_tokenizer import add_tokenizer
+from lmeval_prune.export.gguf_tokenizer import add_tokenizer, check_tokenizer
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
 MANIFEST = "lmeval_prune.manifest"  # key of the manifest, in JSON
 INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # see `interleave_rows`
+
+
+def export_gguf(
+    pretrained: str,
+    plan: Plan | None,
+    output: str,
+    zeroed: bool,
+    dtype: str | None,
+    splitting: str | None,
+    revision: str | None,
+) -> None:
+    """Write a model as a GGUF file with a card, cut by a plan if there is one; see `lmeval-prune export model`."""
+    if not output.endswith(".gguf"):
+        raise InputError(f"--output {output} must end in .gguf")
+    if zeroed and not plan:
+        raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
+    bare = skeleton_of(pretrained, revision)
+    check_unquantised(bare, pretrained)
+    check_writable_as_gguf(map_model(bare))
+    tokenizer = tokenizer_of(pretrained, revision)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, splitting)
+    check_writable(output)
+    check_replaceable(output)
+    if plan:
+        result = cut_checkpoint(pretrained, plan, revision, zeroed)
+        model, manifest = result.model, result.manifest
+    else:
+        model = with_weights(bare, pretrained, revision)
+        manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
+    notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
+    notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
+    manifest = {**manifest, "notes": notes}
+    check_replaceable(output, manifest)
+    torch_dtype = SERVER_DTYPES[dtype] if dtype else None
+    architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
+    written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
+    trained = not plan and "files" in manifest and is_trained(manifest)
+    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype, trained)
+    card.write_file(gguf_card_path(output))
+    print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
+    for note in notes:
+        print(f"  {note}")
 
 
 def write_gguf_model(

@@ -52,11 +52,6 @@ class ModelMap:
         return result
 
     @cached_property
-    def by_key(self) -> dict[tuple[str, int], AttentionLayer]:
-        """Attention layers by (stack, index)."""
-        return {(layer.stack, layer.index): layer for layer in self.attention}
-
-    @cached_property
     def weights(self) -> str | None:
         """`weights_fingerprint` of the model, computed at first use."""
         return weights_fingerprint(self.model)

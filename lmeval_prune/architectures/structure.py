@@ -60,10 +60,6 @@ class Fit:
         first = [*kinds.values(), *(block.index for block in self.feed_forward[:1])]
         return min(max(2, *(index + 1 for index in first)), _MAX_DEPTH)
 
-    def without_channels(self) -> Fit:
-        """Return the fit without feed-forward blocks."""
-        return replace(self, family=replace(self.family, feed_forward=None), feed_forward=())
-
     def summary(self) -> str:
         """Return what is known of the model's heads and channels."""
         limits = [f"heads are masked, not cut ({self.family.uncuttable})"] if self.family.uncuttable else []
@@ -82,7 +78,8 @@ def recognise(model: Any) -> Fit:
     for fit in fits:
         refutation = refute(model, fit.family, fit.depth)
         if not refutation.heads:
-            fit = fit.without_channels() if refutation.channels else fit
+            if refutation.channels:
+                fit = replace(fit, family=replace(fit.family, feed_forward=None), feed_forward=())
             _log_once(name, fit.summary())
             return fit
         reasons.append(f"it looks like {fit.entry}, but {refutation.heads}")

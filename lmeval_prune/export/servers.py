@@ -56,11 +56,12 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
     if export.format == "gguf":
         return [_llamacpp_line(export, names)]
     config = export.model_map.model.config
+    reason = ""
     if config.model_type not in FAMILIES_WITH_ADAPTERS:
         reason = f"no server supports adapters of {config.model_type} models"
-        return [f"only PEFT can load these adapters (lm_eval --model hf … peft=FOLDER): {reason}"]
-    if export.dtype not in SERVER_DTYPES:
+    elif export.dtype not in SERVER_DTYPES:
         reason = f"servers do not compute in {export.dtype}; export with another --dtype"
+    if reason:
         return [f"only PEFT can load these adapters (lm_eval --model hf … peft=FOLDER): {reason}"]
     served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
     rank = max(adapter["rank"] for adapter in adapters)

@@ -170,14 +170,12 @@ def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack)
     width), and weights or None.
     """
     check_attention_calls(model_map)
-    wiring = _wiring_of(model_map)
-    _add(wiring, wiring.handlers, handler, stack)
+    _add(model_map, "handlers", handler, stack)
 
 
 def replace_attention(model_map: ModelMap, store: Store, stack: ExitStack) -> None:
     """Replace the attention of all layers, after the handlers, by a store until `stack` closes."""
-    wiring = _wiring_of(model_map)
-    _add(wiring, wiring.stores, store, stack)
+    _add(model_map, "stores", store, stack)
 
 
 def check_attention_calls(model_map: ModelMap) -> None:
@@ -249,7 +247,8 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
     """Return the wiring of a model, new if nothing is attached yet."""
-    if wire := _wire_of(model_map.attention[0].module):
+    wire: _Wire | None = getattr(model_map.attention[0].module, _ATTRIBUTE, None)
+    if wire:
         return wire.wiring
     configs = _configs_of(model_map.model)
     wired = {id(config) for wiring in _WIRINGS for config, _ in wiring.originals}
@@ -270,8 +269,10 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
     return wiring
 
 
-def _add(wiring: _Wiring, items: list[Any], item: Any, stack: ExitStack) -> None:
+def _add(model_map: ModelMap, kind: str, item: Any, stack: ExitStack) -> None:
     """Add a handler or a store, and register its removal."""
+    wiring = _wiring_of(model_map)
+    items: list[Any] = getattr(wiring, kind)
     items.append(item)
     stack.callback(_remove, wiring, items, item)
     _name_implementation(wiring)
@@ -309,7 +310,7 @@ def _attend(
     **options: Any,
 ) -> Attended:
     """Answer a call of transformers; `implementation` is the model's own, None with a store."""
-    wire = _wire_of(module)
+    wire: _Wire | None = getattr(module, _ATTRIBUTE, None)
     if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
     if wire is None or wire.layer is None:
@@ -319,11 +320,6 @@ def _attend(
     for handler in wiring.handlers:
         attend = _chain(handler, attend)
     return attend(AttentionCall(wire.layer, module, query, key, value, attention_mask, options, store))
-
-
-def _wire_of(module: nn.Module) -> _Wire | None:
-    wire: _Wire | None = getattr(module, _ATTRIBUTE, None)
-    return wire
 
 
 def _chain(handler: Handler, attend: Attend) -> Attend:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Self
 
 import torch
@@ -106,10 +107,9 @@ class HeadMask(Intervention):
         return layers
 
     def _by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        lost: dict[tuple[str, int], list[int]] = {}
-        for head in Head.parse(self.heads, model_map):
-            lost.setdefault((head.stack, head.layer), []).append(head.head)
-        return [(model_map.by_key[key], numbers) for key, numbers in lost.items()]
+        heads = groupby(Head.parse(self.heads, model_map), key=lambda head: (head.stack, head.layer))
+        lost = {key: [head.head for head in of_layer] for key, of_layer in heads}
+        return [(layer, lost[key]) for layer in model_map.attention if (key := (layer.stack, layer.index)) in lost]
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Expand ranges of heads."""

@@ -9,12 +9,11 @@ later tokens do not attend to it. `T` is adjusted by the share of tokens skipped
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Interval
@@ -89,9 +88,7 @@ class TokenFilter(Intervention):
                 f"token_filter: {self.ratio:.0%} of all tokens cannot be skipped in {count} of {total} layers; "
                 f"give ratio up to {math.floor(100 * count / total) / 100}, or a larger tail"
             )
-        resolved = copy.copy(self)
-        object.__setattr__(resolved, "attention", None)  # each application has its own handler
-        return resolved
+        return replace(self)  # each application has its own handler
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Intercept the attention of the layers that filter."""

@@ -220,7 +220,8 @@ def not_causal(call: AttentionCall) -> InputError:
     kind = getattr(getattr(call.module, "config", None), "model_type", "this model")
     return InputError(
         f"{call.layer.label} of {kind}: this method needs causal attention to one text a row, whole or in a sliding "
-        "window that the attention function is given; give packed texts row by row, and texts within other windows or chunks"
+        "window that the attention function is given; give packed texts row by row, and texts within other windows or "
+        "chunks"
     )
 
 

@@ -152,6 +152,33 @@ def test_the_loss_only_decides_between_equal_numbers(solved: int, other: int, lo
         assert (one > two) == (loss < other_loss)
 
 
+@pytest.mark.parametrize("best_by", ["loss", "accuracy", "none"])
+@pytest.mark.parametrize("from_epoch", [1, 2])
+@pytest.mark.usefixtures("judged")
+def test_weights_of_a_diverged_training_are_not_kept(
+    options: DistillOptions, best_by: Any, from_epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is NaN makes the weights NaN; those of an epoch before it are kept, if one was chosen."""
+    kept, total = weights_of_epochs(monkeypatch), DistillTrainer.total
+
+    def diverging(trainer: DistillTrainer, terms: Any) -> Any:
+        is_step = torch.is_tensor(terms["task"]) and terms["task"].requires_grad
+        return total(trainer, terms) * (torch.nan if is_step and (trainer.state.epoch or 0) >= from_epoch - 1 else 1)
+
+    monkeypatch.setattr(DistillTrainer, "total", diverging)
+    changed = replace(options, best_by=best_by, max_gen_toks=6 if best_by == "accuracy" else None)
+    if best_by == "none" or from_epoch == 1:
+        for _ in range(2):  # again, when it is resumed
+            with pytest.raises(InputError, match="has diverged: weights are NaN or infinite; give a smaller --rate"):
+                distill(changed)
+        assert not Path(changed.output).exists()
+        return
+    distill(changed)
+    assert read_note(changed.output)["stages"][0]["best_epoch"] == 1
+    assert len(kept) == 1
+    assert equal(state_of(load_pretrained(changed.output)), kept[0])
+
+
 def test_the_last_epoch_is_kept_and_still_validated(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = told(monkeypatch, [[]] * 3, [3.25, 1.25, 2.25])
     last = replace(options, best_by="none", max_gen_toks=None)

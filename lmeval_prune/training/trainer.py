@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.training.resuming import last_checkpoint
 
 
@@ -115,6 +116,24 @@ class Progress(TrainerCallback):
             print(text, flush=True)
 
 
+class Divergence(TrainerCallback):
+    """Callback that ends a training whose weights are NaN or infinite: no step makes them numbers again.
+
+    They are neither validated nor kept as a checkpoint.
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Look at the weights."""
+        if not _has_finite_weights(model):
+            control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
+            if state.is_world_process_zero and state.best_global_step:
+                print("the training has diverged: the best weights before are kept", flush=True)
+
+
+def _has_finite_weights(model: Any) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in model.parameters() if weight.requires_grad)
+
+
 def _format_row(row: dict[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
 
@@ -146,7 +165,7 @@ class ResumableTrainer(Trainer):
             collator,
             train_dataset=list(train),
             eval_dataset=list(validation) or None,
-            callbacks=[progress, *stop],
+            callbacks=[progress, Divergence(), *stop],
         )
         self.remove_callback(PrinterCallback)
 
@@ -163,8 +182,15 @@ class ResumableTrainer(Trainer):
         """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
 
         Afterwards the model has the weights of the best epoch (of the last, without a metric that chooses).
+
+        Raises:
+            InputError: these weights are NaN or infinite.
         """
         self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
+        if not _has_finite_weights(self.model):
+            raise InputError(
+                "the training has diverged: weights are NaN or infinite; give a smaller --rate, and another output"
+            )
         best = self.state.best_global_step or self.state.global_step
         return {
             "best_epoch": round(best / self.state.max_steps * self.args.num_train_epochs, 2),

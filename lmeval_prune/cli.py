@@ -99,6 +99,11 @@ def _run(name: str, words: Sequence[str]) -> int:
             return int(function(*(rest if takes_words else ()), **arguments))
     except InputError as error:
         raise InputError(as_typed(str(error), options)) from error
+    except KeyboardInterrupt:
+        if not getattr(function, "resumes", False):
+            raise
+        print(f"interrupted; run the same command again to resume {options['output']}")
+        return 130
 
 
 def overview() -> str:

@@ -55,6 +55,12 @@ def check_exists(path: str | os.PathLike[str], *, file: bool = False) -> None:
         raise InputError(f"{path} is a folder; name a file in it")
 
 
+def refuse_file(path: str | os.PathLike[str], purpose: str = "") -> None:
+    """Refuse an output folder that is a file; `purpose` ends the message, e.g. ` for the router`."""
+    if Path(path).is_file():
+        raise InputError(f"{path} is a file; name a folder{purpose}")
+
+
 def similar_path(path: str | os.PathLike[str]) -> str:
     """Return `; did you mean 'FOLDER/NAME'?` for the neighbour of a missing path with the most similar name, if any."""
     path = Path(path)

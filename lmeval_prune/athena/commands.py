@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.options import resumes
 
 
+@resumes
 def train(**options: Any) -> int:
     """Train ATHENA, a model that answers word problems with expressions."""
     settings = TrainOptions(**options)
@@ -15,11 +17,7 @@ def train(**options: Any) -> int:
     from lmeval_prune.training.curves import ACCURACY
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        model = training.train(settings)
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command again to resume {settings.output}")
-        return 130
+    model = training.train(settings)
     rows = [row for row in model.about["log"] if ACCURACY in row]
     if rows:
         best = model.about["best_epoch"]

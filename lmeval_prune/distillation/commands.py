@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.options import takes_tasks
+from lmeval_prune.options import resumes, takes_tasks
 
 
+@resumes
 @takes_tasks
 def distill(push_to_hub: str | None = None, **options: Any) -> int:
     """Prune and distil a model stage by stage; the model before each stage is its teacher.
@@ -28,11 +29,7 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     silence_libraries()
-    try:
-        note = recursion.distill(settings)
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command again to resume {settings.output}")
-        return 130
+    note = recursion.distill(settings)
     if not recursion.this_process().is_main_process:
         return 0
     heads, total_heads = 0, note["stages"][0]["removed"]["heads_total"]

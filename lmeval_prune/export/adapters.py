@@ -21,7 +21,7 @@ from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lo
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, refuse_file
 from lmeval_prune.export.cards import adapter_card
 from lmeval_prune.export.gguf_adapter import check_gguf_base, check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
@@ -69,8 +69,7 @@ class AdapterExport:
     ) -> None:
         parse_value("format", format, Format)
         parse_value("dtype", dtype, ServerDtype | None)
-        if Path(output).is_file():
-            raise InputError(f"{output} is a file; name a folder for the adapters")
+        refuse_file(output, " for the adapters")
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)

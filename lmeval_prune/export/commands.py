@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import mutually_exclusive
+from lmeval_prune.options import mutually_exclusive, resumes
 
 
+@resumes
 def adapter(
     pretrained: str,
     output: str,
@@ -55,14 +56,10 @@ def adapter(
         raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
     export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
     written = kept = 0
-    try:
-        for name, is_new in export.run():
-            written, kept = written + is_new, kept + (not is_new)
-            if is_new:
-                print(export.output / name, flush=True)
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command again to resume {output}")
-        return 130
+    for name, is_new in export.run():
+        written, kept = written + is_new, kept + (not is_new)
+        if is_new:
+            print(export.output / name, flush=True)
     print(
         f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {export.dtype}; merged, all are exact"
     )

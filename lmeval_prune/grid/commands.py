@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.options import first_argument, takes_tasks
+from lmeval_prune.options import first_argument, resumes, takes_tasks
 
 
+@resumes
 @takes_tasks
 @first_argument("grid")
 def run(
@@ -46,16 +47,8 @@ def run(
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
-    try:
-        summary = run_grid(
-            parsed,
-            output,
-            LocalRunner() if runner == "here" else RayRunner(ray_address, cpus, gpus, memory),
-            retry_failed,
-        )
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command again to resume {output}")
-        return 130
+    job_runner = LocalRunner() if runner == "here" else RayRunner(ray_address, cpus, gpus, memory)
+    summary = run_grid(parsed, output, job_runner, retry_failed)
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")
     done = summary.cells - len(summary.failed)

@@ -12,12 +12,13 @@ from typing import Any
 
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
-from lmeval_prune.errors import InputError
-from lmeval_prune.options import mutually_exclusive, takes_tasks
+from lmeval_prune.errors import InputError, refuse_file
+from lmeval_prune.options import mutually_exclusive, resumes, takes_tasks
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE
 
 
+@resumes
 @takes_tasks
 @mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
@@ -29,11 +30,7 @@ def sweep(**options: Any) -> int:
     silence_libraries()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune").setLevel(logging.INFO)
-    try:
-        outcomes = Sweep(settings).run()
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command again to resume {settings.output}")
-        return 130
+    outcomes = Sweep(settings).run()
     if outcomes is None:
         return 0
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
@@ -91,8 +88,7 @@ def fit(
 
     check_push(push_to_hub)
     silence_libraries()
-    if Path(output).is_file():
-        raise InputError(f"{output} is a file; name a folder for the router")
+    refuse_file(output, " for the router")
     _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)

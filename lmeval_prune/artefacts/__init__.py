@@ -29,6 +29,7 @@ from lmeval_prune.artefacts.reading import (
 )
 from lmeval_prune.artefacts.writing import (
     CREATED_BY,
+    ENVELOPE,
     check_writable,
     final_path,
     new_file,
@@ -41,7 +42,7 @@ from lmeval_prune.artefacts.writing import (
 )
 
 __all__ = [
-    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
+    "CREATED_BY", "ENVELOPE", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
     "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path",
     "new_file", "new_folder", "numbered_lines", "open_append", "output_lock", "parse_json", "read_artefact",
     "read_json", "read_lines", "read_table", "read_tensors", "validate_json", "without_addresses", "without_nan",

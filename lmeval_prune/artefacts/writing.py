@@ -18,6 +18,7 @@ from lmeval_prune.artefacts.locks import TEMPORARY_PREFIX, in_folder, output_loc
 from lmeval_prune.errors import InputError, disk_error, report_write_errors
 
 CREATED_BY = f"lmeval-prune {__version__}"
+ENVELOPE = ("schema", "schema_version", "created_by")  # fields of every artefact
 PathLike = str | os.PathLike[str]
 
 

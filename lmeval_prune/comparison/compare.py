@@ -15,12 +15,11 @@ from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
 from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs
 from lmeval_prune.comparison.settings import different
-from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, read_table
+from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, questions_of, read_table
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 Kind = Literal["questions", "prompts", "settings"]
 ADVICE = "name a metric with --metric, or leave the task out with --tasks"
-KEY = ["task", "doc_id", "question"]
 MAX_PARTS = 100  # of a task, by one column
 
 
@@ -166,11 +165,11 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
                 f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
             )
         notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
-    common = set.intersection(*({*_keys(each.outcomes)} for each in evaluations.values()))
+    common = set.intersection(*({*questions_of(each.outcomes)} for each in evaluations.values()))
     if not common:
         raise InputError(f"{first_few(evaluations)} have no question of {task} in common; leave it out with --tasks")
     for name, own in evaluations.items():
-        keep = [key in common for key in _keys(own.outcomes)]
+        keep = [key in common for key in questions_of(own.outcomes)]
         evaluations[name] = own._replace(outcomes=own.outcomes[keep], answers=own.answers[keep])
     return notes
 
@@ -178,7 +177,9 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
 def _differences(base: Evaluation, own: Evaluation) -> dict[Kind, str]:
     """Describe what differs between two runs of a task, by kind."""
     differences: dict[Kind, str] = {}
-    first, second = (dict(zip(_keys(each.outcomes), each.outcomes["prompt"], strict=True)) for each in (base, own))
+    first, second = (
+        dict(zip(questions_of(each.outcomes), each.outcomes["prompt"], strict=True)) for each in (base, own)
+    )
     shared = first.keys() & second.keys()
     if not len(shared) == len(first) == len(second):
         differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
@@ -190,10 +191,6 @@ def _differences(base: Evaluation, own: Evaluation) -> dict[Kind, str]:
     if reasons := different(own.settings.other, base.settings.other, is_one_version):
         differences["settings"] = first_few(reasons, most=4)
     return differences
-
-
-def _keys(outcomes: pd.DataFrame) -> list[tuple[Any, ...]]:
-    return list(zip(*(outcomes[name].tolist() for name in KEY), strict=True))
 
 
 # ---------------------------------------------------------------------- tables
@@ -239,7 +236,7 @@ def _task_tables(
         has_metric |= named
         texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
         outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
-        known = {task: _known(runs.values(), base)}
+        known = {task: _known(runs.values())}
         tables[task] = read_table(task, baseline, outcomes, known, texts, metric if named else None, ADVICE)
     if metric is not None and not has_metric:
         columns = {name for runs in evaluations.values() for name in runs[baseline].known}
@@ -248,9 +245,9 @@ def _task_tables(
     return tables
 
 
-def _known(runs: Collection[Evaluation], base: Evaluation | None = None) -> dict[str, Metric]:
-    """Return the metrics of a task that all runs have, as a function of a mean over questions."""
-    first = base or next(iter(runs))
+def _known(runs: Collection[Evaluation]) -> dict[str, Metric]:
+    """Return the metrics of a task that all runs have, the baseline first, as a function of a mean over questions."""
+    first = next(iter(runs))
     return {name: metric for name, metric in first.known.items() if all(name in run.known for run in runs)}
 
 

@@ -88,7 +88,7 @@ def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: 
 
 
 def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
-    """Choose the compared metric of each task.
+    """Choose the compared metric of each task; refuse metrics that cannot be averaged.
 
     Args:
         outcomes: as for `known_metrics`.
@@ -98,19 +98,14 @@ def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None
     """
     chosen = {}
     for task, metrics in known.items():
-        column = _choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)
-        chosen[task] = metrics[column]
-    return chosen
-
-
-def check_alike(metrics: Mapping[str, Metric]) -> None:
-    """Refuse the compared metrics of tasks that are averaged together if they cannot be."""
-    if len({(metric.lower_is_better, metric.aggregation) for metric in metrics.values()}) > 1:
-        names = ", ".join(f"{metric.column} of {task}" for task, metric in metrics.items())
+        chosen[task] = metrics[_choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)]
+    if len({(metric.lower_is_better, metric.aggregation) for metric in chosen.values()}) > 1:
+        names = ", ".join(f"{metric.column} of {task}" for task, metric in chosen.items())
         raise InputError(
             f"higher is better for some of {names}, lower for others, or they are no means of the same "
             f"kind; give `metric: NAME`"
         )
+    return chosen
 
 
 def columns_of(outcomes: pd.DataFrame) -> list[str]:

@@ -16,7 +16,7 @@ from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.distance.summary import cells as distance_cells
-from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.errors import InputError, did_you_mean, refuse_file
 from lmeval_prune.reporting.documents import one_line, render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
@@ -33,8 +33,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     Returns:
         The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
     """
-    if target.is_file():
-        raise InputError(f"{target} is a file; name a folder")
+    refuse_file(target)
     for task in without_texts:
         if task not in comparison.evaluated:
             raise InputError(f"without_texts: there is no task {task!r}{did_you_mean(task, comparison.evaluated)}")
@@ -112,12 +111,8 @@ def _report_markdown(
 
 def _devices(costs: Iterable[dict[str, Any]]) -> str:
     """Name the devices on which costs were measured."""
-    return ", ".join(sorted({_device_text(figures) for figures in costs if figures}))
-
-
-def _device_text(costs: dict[str, Any]) -> str:
-    device = costs.get("device", "cpu")
-    return f"a CPU ({costs.get('threads', 1)} threads)" if device == "cpu" else str(device)
+    devices = {(figures.get("device", "cpu"), figures.get("threads", 1)) for figures in costs if figures}
+    return ", ".join(sorted({f"a CPU ({threads} threads)" if name == "cpu" else name for name, threads in devices}))
 
 
 def summary_table(comparison: Comparison) -> str:

@@ -123,11 +123,7 @@ class ResultsFile:
 
 
 def find_results(path: Path) -> list[ResultsFile]:
-    """Return the results files with samples in a folder and those below it, or the results file that is named.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return the results files with samples in a folder and those below it, or the results file that is named."""
     check_exists(path)
     paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.json") if file.is_file())
     files = [ResultsFile(each) for each in paths if _is_results(each)]

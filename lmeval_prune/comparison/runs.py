@@ -17,8 +17,9 @@ from lmeval_prune.comparison.distances import Response
 from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
-from lmeval_prune.comparison.samples import NEXT_TRY, log_likelihoods, tables
+from lmeval_prune.comparison.samples import NEXT_TRY, QUESTION, log_likelihoods, tables
 from lmeval_prune.comparison.settings import Settings, different, model_of, seed_text, settings_of
+from lmeval_prune.comparison.tables import questions_of
 from lmeval_prune.errors import InputError, first_few
 
 DOCUMENT = "document: "  # prefix of columns of documents
@@ -154,14 +155,14 @@ def _field(doc: Any, column: str) -> str | None:
 
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     """Return the mean outcomes of each question over several repeats, and all of its answers."""
-    key, first = ["task", "doc_id", "question"], parts[0]
-    questions = [set(part.outcomes[key].itertuples(index=False, name=None)) for part in parts]
+    first = parts[0]
+    questions = [set(questions_of(part.outcomes)) for part in parts]
     if any(other != questions[0] for other in questions):
         raise InputError(f"{run} has {task} {len(parts)} times with different questions; name a results file")
     outcomes = pd.concat([part.outcomes for part in parts])
     metrics = [name for name in outcomes if "," in name]
-    grouped = outcomes.groupby(key, sort=False)
-    merged = first.outcomes.set_index(key).drop(columns=metrics, errors="ignore")
+    grouped = outcomes.groupby(QUESTION, sort=False)
+    merged = first.outcomes.set_index(QUESTION).drop(columns=metrics, errors="ignore")
     merged["prompt"] = grouped["prompt"].agg(lambda prompts: " ".join(sorted(set(prompts))))
     # a value that a repeat lacks stays unknown
     merged = merged.join(grouped[metrics].mean().where(grouped[metrics].count() == len(parts))).reset_index()

@@ -14,6 +14,7 @@ import pandas as pd
 
 from lmeval_prune.artefacts import digest
 
+QUESTION = ["task", "doc_id", "question"]  # columns that identify a question
 WEIGHT = "weight of "  # prefix of the column with the weights of a metric whose sample is [log-likelihood, weight]
 NEXT_TRY = "\n\n— next try —\n\n"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from lmeval_prune.comparison.metrics import KnownMetrics, Metric, check_alike, choose_metrics, values_of
-from lmeval_prune.comparison.samples import question_keys
+from lmeval_prune.comparison.metrics import KnownMetrics, Metric, choose_metrics, values_of
+from lmeval_prune.comparison.samples import QUESTION, question_keys
 from lmeval_prune.errors import InputError
 
 POOLED = "all tasks"
@@ -90,14 +90,13 @@ def read_table(
     """
     base = outcomes[baseline]()
     metrics = choose_metrics(base, known, metric, advice)
-    check_alike(metrics)
-    questions = _questions(base)
+    questions = questions_of(base)
     position = {question: row for row, question in enumerate(questions)}
     values = np.empty((len(position), len(outcomes)))
     weights = np.ones(len(position))
     for column, (variant, read) in enumerate(outcomes.items()):
         frame = base if variant == baseline else read()
-        own = _questions(frame)
+        own = questions_of(frame)
         rows = [position[question] for question in own if question in position]
         if not len(rows) == len(own) == len(position):
             raise InputError(
@@ -117,8 +116,9 @@ def read_table(
     return Table(list(outcomes), values, keys, questions, metrics, weights=_unless_equal(weights))
 
 
-def _questions(outcomes: pd.DataFrame) -> list[Question]:
-    return list(zip(*(outcomes[name].tolist() for name in ("task", "doc_id", "question")), strict=True))
+def questions_of(outcomes: pd.DataFrame) -> list[Question]:
+    """Return the question of each row."""
+    return list(outcomes[QUESTION].itertuples(index=False, name=None))
 
 
 def _unless_equal(weights: np.ndarray) -> np.ndarray | None:

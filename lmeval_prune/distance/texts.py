@@ -18,6 +18,9 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.tasks.loading import check_task_names, task_manager
 
+# answers to requests that are recorded
+PLACEHOLDERS = {"generate_until": "", "loglikelihood": (0.0, False), "loglikelihood_rolling": 0.0}
+
 
 class RecordingLM(PrunedHFLM):
     """A model that can record lm-eval's requests instead of answering them.
@@ -28,27 +31,12 @@ class RecordingLM(PrunedHFLM):
 
     recorded: dict[str, list[Any]] | None = None
 
-    def _record(self, kind: str, requests: Sequence[Any], answer: Any) -> list[Any] | None:
-        """Record requests and return placeholders; None if they are to be answered."""
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Answer requests, or record them and return placeholders."""
         if self.recorded is None:
-            return None
+            return super().answer(kind, requests, disable_tqdm)
         self.recorded.setdefault(kind, []).extend(requests)
-        return [answer] * len(requests)
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a text for each request, or record them."""
-        recorded = self._record("generate_until", requests, "")
-        return super().generate_until(requests, disable_tqdm) if recorded is None else recorded
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return log-likelihoods, or record the requests."""
-        recorded = self._record("loglikelihood", requests, (0.0, False))
-        return super().loglikelihood(requests, disable_tqdm) if recorded is None else recorded
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of texts, or record the requests."""
-        recorded = self._record("loglikelihood_rolling", requests, 0.0)
-        return super().loglikelihood_rolling(requests, disable_tqdm) if recorded is None else recorded
+        return [PLACEHOLDERS[kind]] * len(requests)
 
 
 def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:

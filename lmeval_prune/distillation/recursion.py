@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 
 from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import output_lock, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -59,7 +59,7 @@ LINES = {
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
 LONGEST_WAIT = timedelta(days=7)  # of processes for each other
-_ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that each written artefact gets again
+_ENVELOPE = (*ENVELOPE, "files")  # fields that each written artefact gets again
 
 
 def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:

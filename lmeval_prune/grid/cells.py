@@ -30,6 +30,7 @@ from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_
 from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
 # attributes of `Cell` that are written to `cell.json`
 JSON_FIELDS = (
     "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine", "revisions",
@@ -75,6 +76,22 @@ class Cell:
         if self.engine == "batched":
             arguments.setdefault("deterministic", True)  # so that other rows of a batch cannot change an answer
         return arguments
+
+    def evaluation_arguments(self, loading: dict[str, Any], documents: int = 0) -> dict[str, Any]:
+        """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0.
+
+        `loading` are the arguments that load the model, which lm-eval gives to the task manager, too.
+        """
+        limit = self.evaluation["limit"]
+        if documents:
+            limit = min(limit, documents) if isinstance(limit, int) else documents
+        return {
+            **self.evaluation,
+            "gen_kwargs": self.evaluation["gen_kwargs"] or None,
+            "limit": limit,
+            "task_manager": task_manager({**loading, **self.metadata}),
+            **dict.fromkeys(SEEDS, self.variant.seed),
+        }
 
     def command(self, model_args: dict[str, Any]) -> str:
         """Return the `lm_eval` command that evaluates the cell; `model_args` is the result of the method."""

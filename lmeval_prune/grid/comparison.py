@@ -38,7 +38,8 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     all_tasks, pooling_notes = pooled(tables, variants)
     tables |= all_tasks
     rows = rows_of(tables, baseline, seed)
-    _add_selected(rows, tables, selected)
+    for row in rows.values():
+        row.chosen_on = sum(text in selected[row.variant] for text in _texts(tables[row.task]))
     length_notes = _add_lengths(folder, rows, done)
     distance_notes = _add_distances(folder, rows, done)
     costs = _costs(folder, cells, variants)
@@ -65,19 +66,12 @@ def _has_hooks(entry: Mapping[str, Any]) -> bool:
     return bool({"heads", "mask", "plan"} & entry["model_args"].keys() or entry["prepare"])
 
 
-def _read_costs(folder: GridFolder, keys: set[str]) -> dict[str, Any]:
-    """Return the measured costs of a variant, given the keys of its cells' costs; empty if there are none."""
-    measured = next(filter(None, map(folder.costs, sorted(keys))), {})
-    envelope = {"schema", "schema_version", "created_by"}
-    return {name: value for name, value in measured.items() if name not in envelope}
-
-
 def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: Sequence[str]) -> dict[str, Any]:
     """Return the measured costs of each variant; empty if there are none."""
-    keys: dict[str, set[str]] = {name: set() for name in variants}
+    costs: dict[str, dict[str, Any]] = {name: {} for name in variants}
     for (variant, _), entry in cells.items():
-        keys[variant].add(entry["costs"])
-    return {name: _read_costs(folder, keys[name]) for name in variants}
+        costs[variant] = costs[variant] or folder.costs(entry["costs"]) or {}
+    return costs
 
 
 def _gains(rows: Mapping[tuple[str, str], Row], task: str) -> dict[str, float]:
@@ -138,14 +132,6 @@ def _selected_on(
             if task not in texts_of
         ]
     return selected, notes
-
-
-def _add_selected(
-    rows: Mapping[tuple[str, str], Row], tables: Mapping[str, Table], selected: Mapping[str, set[str]]
-) -> None:
-    """Add to the rows how many of their questions the variant was selected on."""
-    for row in rows.values():
-        row.chosen_on = sum(text in selected[row.variant] for text in _texts(tables[row.task]))
 
 
 def _texts(table: Table) -> list[str]:

@@ -6,7 +6,6 @@ A table has a row for each text (`Distances.frame`); `grid compare` summarises i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -43,13 +42,6 @@ def distance_key(cell: Cell, documents: int, origin: Cell) -> str:
     loaded = cell.model_args(Path())["pretrained"]
     is_other = origin is not cell or loaded != cell.variant.model_args["pretrained"]
     return f"distance-{documents}-{cell.key}" + (f"-{digest(origin.identity['model'])[:12]}" if is_other else "")
-
-
-def first_documents(evaluation: dict[str, Any], documents: int) -> dict[str, Any]:
-    """Return the arguments of `simple_evaluate` for at most this number of documents of a task."""
-    limit = evaluation["limit"]
-    limit = min(limit, documents) if isinstance(limit, int) else documents
-    return {**evaluation, "gen_kwargs": evaluation["gen_kwargs"] or None, "limit": limit}
 
 
 def to_table(texts: pd.DataFrame) -> pa.Table:

@@ -27,8 +27,8 @@ from annotated_types import Interval, Len, Predicate
 from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
-from lmeval_prune.errors import InputError, did_you_mean, first_few
+from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
+from lmeval_prune.errors import InputError, did_you_mean, first_few, refuse_file
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.server_record import RECORD
 
@@ -94,8 +94,7 @@ class GridFolder:
 
     def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
         """Write `grid.json` with the cells of the grid; refuse a folder with other files."""
-        if self.path.is_file():
-            raise InputError(f"{self.path} is a file; name a folder")
+        refuse_file(self.path)
         files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
         if files and not self._grid_file.exists():  # a killed run may leave hidden files
             raise InputError(f"{self.path} is not empty and holds no grid; name a new folder")
@@ -143,13 +142,9 @@ class GridFolder:
         """Return a context that writes a cell's folder; see `new_folder`."""
         return new_folder(self.cell(key))
 
-    def has_preparation(self, key: str) -> bool:
-        """Return whether a preparation is done."""
-        return (self.prepared / file_name(key)).is_dir()
-
-    def new_preparation(self, key: str) -> AbstractContextManager[Path]:
-        """Return a context that writes the folder of a preparation; see `new_folder`."""
-        return new_folder(self.prepared / file_name(key))
+    def preparation(self, key: str) -> Path:
+        """Return the folder of a preparation, which exists when it is done."""
+        return self.prepared / file_name(key)
 
     def answers(self, name: str) -> Path:
         """Return the folder with stored answers of one model on one task; `name` is `Cell.answers`."""
@@ -187,9 +182,12 @@ class GridFolder:
         write_artefact(self._costs(key), MEASURE, VERSION, content)
 
     def costs(self, key: str) -> dict[str, Any] | None:
-        """Read the costs of a variant; None if they were not measured."""
+        """Read the costs of a variant, without the envelope of the file; None if they were not measured."""
         path = self._costs(key)
-        return read_artefact(path, MEASURE, VERSION, Costs)[0] if path.is_file() else None
+        if not path.is_file():
+            return None
+        content, _ = read_artefact(path, MEASURE, VERSION, Costs)
+        return {name: value for name, value in content.items() if name not in ENVELOPE}
 
     def needs_costs(self, key: str) -> bool:
         """Return whether the costs of a variant are still to be measured."""

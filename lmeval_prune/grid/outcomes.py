@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import read_json, write_artefact, write_text
 from lmeval_prune.comparison.metrics import Results
-from lmeval_prune.comparison.samples import tables
+from lmeval_prune.comparison.samples import QUESTION, tables
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.folder import CELL, VERSION, samples_file
 from lmeval_prune.models.answer_store import write_table
@@ -71,7 +71,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     remedy = f"delete {path.parent} and run the grid"
     try:
         table = artefacts.read_table(path, remedy, columns)
-        table.select(columns or ["task", "doc_id", "question"])  # raises KeyError if one is missing
+        table.select(columns or QUESTION)  # raises KeyError if one is missing
     except (FileNotFoundError, KeyError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
     return table

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, file_name, read_json, read_lines
 from lmeval_prune.comparison import report
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, first_line, refuse_file
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.eval_results import parse_targets, write_eval_results
 from lmeval_prune.grid.folder import GridFolder, samples_file
@@ -51,8 +51,7 @@ def write(
     `eval_results` are the targets of `write_eval_results`.
     """
     target = Path(output) if output else GridFolder(path).path / "compare"
-    if target.is_file():
-        raise InputError(f"{target} is a file; name a folder")
+    refuse_file(target)
     comparison = compare(path, baseline, seed)
     parse_targets(eval_results, comparison.variants)
     table, notes, paths = report.write(comparison, target, without_texts)
@@ -103,9 +102,6 @@ def log_to_trackers(path: str, trackers: Mapping[str, Mapping[str, Any]]) -> Non
     Args:
         path: folder of the grid.
         trackers: arguments of `init` by tracker, `wandb` or `trackio`; the run is named after variant and task.
-
-    Raises:
-        InputError: a tracker refuses, e.g. without a login.
     """
     folder = GridFolder(path)
     for tracker, arguments in trackers.items():

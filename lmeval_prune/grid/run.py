@@ -121,13 +121,13 @@ class _Run:
             self.names[key] = f"preparation {next(iter(cell.variant.prepare))} of {cell.variant.name}"
 
         def left() -> list[Cell]:
-            failures = folder.failures()
-            return [c for key, c in preparations.items() if key not in failures and not folder.has_preparation(key)]
+            finished = folder.failures().keys() | {key for key in preparations if folder.preparation(key).is_dir()}
+            return [cell for key, cell in preparations.items() if key not in finished]
 
         self._run_jobs(left, lambda cells: [Job(str(folder.path), (cell,), prepares=True) for cell in cells])
         failures = folder.failures()
         for key in failures.keys() & preparations.keys():
-            if folder.has_preparation(key):
+            if folder.preparation(key).is_dir():
                 folder.clear_failure(key)
                 del failures[key]
         for cell in dependent:

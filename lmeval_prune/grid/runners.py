@@ -73,11 +73,7 @@ class RayRunner:
     retries: int = 5
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run jobs in parallel.
-
-        Raises:
-            InputError: Ray is not installed, the cluster cannot be reached, or a job requests more than a node has.
-        """
+        """Run jobs in parallel."""
         ray = self._connect()
         options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_retries": self.retries}
         if self.memory:
@@ -132,7 +128,7 @@ class RayRunner:
 def _unfinished(job: Job, folder: GridFolder) -> list[str]:
     """Return the keys of a job's cells, preparations, measurements and distances that are not done."""
     if job.prepares:
-        return [cell.prepared for cell in job.cells if not folder.has_preparation(cell.prepared)]
+        return [cell.prepared for cell in job.cells if not folder.preparation(cell.prepared).is_dir()]
     if job.distance:
         return [key for key in job.distance_keys if not folder.has_distances(key)]
     costs = {cell.costs for cell in job.cells if folder.has_cell(cell.key)} if job.measures else set()

@@ -36,32 +36,6 @@ class CellContents(TypedDict):
     identity: NotRequired[CellIdentity]
 
 
-class Provenance(TypedDict):
-    """The questions in a plan's provenance."""
-
-    seen: NotRequired[list[str]]
-
-
-class CutPlan(TypedDict):
-    """The plan of a cut."""
-
-    made: NotRequired[Provenance]
-
-
-class Cut(TypedDict):
-    """A stage of a checkpoint."""
-
-    plan: NotRequired[CutPlan]
-
-
-class SelectionArtefact(Provenance):
-    """Fields of an artefact that name its questions: a router's or mask's, a plan's, those of a checkpoint's cuts."""
-
-    schema: str
-    made: NotRequired[Provenance]
-    stages: NotRequired[list[Cut]]
-
-
 def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
     """Return digests of the questions that a cell's artefacts were made from, and `NAME=VALUE` of unknown artefacts.
 
@@ -136,9 +110,17 @@ def _questions(path: Path) -> frozenset[str]:
         return frozenset(digest(text) for text in texts)
     try:
         files = [path] if path.is_file() else [file for name in FILES if (file := path / name).is_file()]
-        contents = [read_json(file, SelectionArtefact) for file in files]
+        contents = [read_json(file) for file in files]
     except InputError:
         return frozenset()
-    own = [content for content in contents if content["schema"].startswith("lmeval-prune/")]
-    plans = [plan for each in own for plan in (each, *(stage.get("plan", {}) for stage in each.get("stages", ())))]
-    return frozenset(key for each in (*own, *(plan.get("made", {}) for plan in plans)) for key in each.get("seen", ()))
+    own = [content for content in contents if str(content.get("schema")).startswith("lmeval-prune/")]
+    return frozenset(_seen(own))
+
+
+def _seen(content: Any) -> Iterator[str]:
+    """Yield the entries of all lists `seen` in an artefact: of a router, of a mask's or plan's provenance, of cuts."""
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    for value in values:
+        yield from _seen(value)
+    if isinstance(content, dict) and isinstance(seen := content.get("seen"), list):
+        yield from (key for key in seen if isinstance(key, str))

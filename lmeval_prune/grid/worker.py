@@ -17,11 +17,12 @@ import lm_eval
 import torch
 from torch.utils import collect_env
 
+from lmeval_prune.artefacts import new_folder
 from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.distance.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
-from lmeval_prune.grid.distances import distance_key, first_documents, to_table
+from lmeval_prune.grid.distances import distance_key, to_table
 from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_cell
@@ -33,11 +34,9 @@ from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import peak_memory_of_process
-from lmeval_prune.tasks.loading import task_manager
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
-SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 @dataclass(frozen=True)
@@ -71,44 +70,28 @@ class VariantLM(RecordingLM):
 
     # Masks of the job's variants: the first task's requests are answered with each of them, in one run of the engine.
     job_masks: tuple[HeadMask | None, ...] = ()
+    store_rank = None  # each process that writes answers of the grid gets the next free file number
 
     @property
     def record_key(self) -> Any:
         """Return what a cell's answers depend on, the name in `model=` too."""
         return [*super().record_key, self.options.model]
 
-    @property
-    def store_rank(self) -> int | None:
-        """Return None: each process that writes answers of the grid gets the next free file number."""
-        return None
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Store the answers of all masks of the job, then answer as the base class does, from the store."""
-        self._answer_ahead("generate_until", requests, disable_tqdm)
-        return super().generate_until(requests, disable_tqdm=disable_tqdm)
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Store the log-likelihoods of all masks of the job, then answer from the store."""
-        self._answer_ahead("loglikelihood", requests, disable_tqdm)
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Store the log-likelihoods of all masks of the job, then answer from the store."""
-        self._answer_ahead("loglikelihood_rolling", requests, disable_tqdm)
-        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-
-    def _answer_ahead(self, kind: str, requests: list[Any], disable_tqdm: bool) -> None:
-        """Store the answers of all masks of the job, if there are several."""
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Store the answers under all masks of the job, if there are several; then answer from the store."""
         if self.job_masks and self.answering.store:
             self._applied.close()
             try:
                 self.answering.answer_ahead(kind, requests, self.job_masks, disable_tqdm)
             finally:
                 self._applied = self._apply()
+        return super().answer(kind, requests, disable_tqdm)
 
 
 class ServedLM(PrunedServerLM):
     """A variant whose answers a server computes; `record_path` is of all served variants of a grid."""
+
+    store_rank = None  # as of `VariantLM`
 
     def __init__(self, record_path: Path, **arguments: Any) -> None:
         self._record_path = record_path
@@ -118,11 +101,6 @@ class ServedLM(PrunedServerLM):
     def record_path(self) -> Path:
         """Return the grid's file."""
         return self._record_path
-
-    @property
-    def store_rank(self) -> int | None:
-        """Return None: each process that writes answers of the grid gets the next free file number."""
-        return None
 
 
 class LoadedModel:
@@ -216,11 +194,11 @@ class Worker:
             if not is_held:
                 return Result(key, BUSY)
             try:
-                if not self.folder.has_preparation(key):
+                if not self.folder.preparation(key).is_dir():
                     ((name, settings),) = cell.variant.prepare.items()
                     unpruned = Arguments.of(Arguments.of(cell.variant.model_args).loading)
                     lm = self._load(_Task(cell, {}, unpruned))
-                    with self.folder.new_preparation(key) as folder:
+                    with new_folder(self.folder.preparation(key)) as folder:
                         make_preparation(name, settings).make(lm, folder)
             except Exception as error:
                 return self._failed(key, error)
@@ -270,12 +248,7 @@ class Worker:
             lm.job_masks = masks
         try:
             with _environment_collected_once():
-                results = lm_eval.simple_evaluate(
-                    model=lm,
-                    **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
-                    task_manager=task_manager({**arguments.loading, **cell.metadata}),
-                    **dict.fromkeys(SEEDS, cell.variant.seed),
-                )
+                results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
         except InputError:
             if not masks:
                 raise
@@ -361,12 +334,7 @@ class Worker:
         lm = self._load(_Task(origin, {}, _by_engine(loading)))
         assert isinstance(lm, VariantLM)
         with _environment_collected_once():
-            requests = record_requests(
-                lm,
-                **first_documents(origin.evaluation, self.job.distance),
-                task_manager=task_manager({**loading, **origin.metadata}),
-                **dict.fromkeys(SEEDS, origin.variant.seed),
-            )
+            requests = record_requests(lm, **origin.evaluation_arguments(loading, self.job.distance))
         own = {key: task.arguments for key, task in tasks.items() if task.arguments.loading == loading}
         others = {key: partial(_load_beside, task, loading) for key, task in tasks.items() if key not in own}
         variants = {key: arguments.interventions for key, arguments in own.items()}

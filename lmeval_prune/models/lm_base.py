@@ -74,20 +74,24 @@ class AnsweringLM(CheckedArgumentsLM):
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse requests that the model cannot answer."""
 
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Answer requests of a kind, the name of lm-eval's method; a subclass changes all kinds here."""
+        return list(self.answering.answer(kind, requests, disable_tqdm))
+
     @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate a text for each request."""
-        return list(self.answering.answer("generate_until", requests, disable_tqdm))
+        return self.answer("generate_until", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding would generate it."""
-        return list(self.answering.answer("loglikelihood", requests, disable_tqdm))
+        return self.answer("loglikelihood", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the log-likelihood of each text; in lm-eval 0.5, a pair of it and False."""
-        return list(self.answering.answer("loglikelihood_rolling", requests, disable_tqdm))
+        return self.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     def gather_from_ranks(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""

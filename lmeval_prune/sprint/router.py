@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import output_lock, read_artefact, read_tensors, write_artefact, write_bytes
+from lmeval_prune.artefacts import ENVELOPE, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
@@ -91,15 +91,11 @@ class Router:
 
     @property
     def reads_states(self) -> bool:
-        """Whether questions are embedded by last hidden states."""
+        """Return whether questions are embedded by last hidden states."""
         return self.encoder == LAST_HIDDEN_STATE
 
     def reading(self, outcomes: Outcomes) -> Router:
-        """Return a router that finds the questions' hidden states, if it needs them, in a store of outcomes.
-
-        Raises:
-            InputError: the store lacks them.
-        """
+        """Return a router that finds the questions' hidden states, if it needs them, in a store of outcomes."""
         if not self.reads_states:
             return self
         states = states_of(outcomes)
@@ -172,11 +168,7 @@ class Router:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
-        """Read a router; a warning says so if its method has another version now.
-
-        Raises:
-            InputError: the folder is not a router, or its files are inconsistent.
-        """
+        """Read a router; a warning says so if its method has another version now."""
         if not (Path(folder) / "router.json").is_file():
             raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
         try:
@@ -199,9 +191,7 @@ class Router:
         """Create a router from the content of its files."""
         if content["schema_version"] == 1:
             content["chosen"] = {name: content.pop(name) for name in ("p", "lambda") if name in content}
-        about = {"chosen": {}} | {
-            key: value for key, value in content.items() if key not in ("schema", "schema_version", "created_by")
-        }
+        about = {"chosen": {}} | {key: value for key, value in content.items() if key not in ENVELOPE}
         pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router", CONTRASTIVE)
         settings, platt = about.pop("settings", {}), tuple(about.pop("platt", (1.0, 0.0)))
         dense_first = about.pop("dense_first", False)

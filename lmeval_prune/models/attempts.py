@@ -50,6 +50,11 @@ class Attempt:
         return f"{self.variant}@{self.temperature:g}#{self.draw}" if self.is_sampled else self.variant
 
     @property
+    def kind(self) -> tuple[str, float]:
+        """Return variant and temperature; samples of one kind are exchangeable."""
+        return self.variant, self.temperature
+
+    @property
     def is_sampled(self) -> bool:
         """Return whether tokens are drawn at random."""
         return self.temperature > 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -27,7 +27,7 @@ from lmeval_prune.reporting.tables import markdown
 from lmeval_prune.scoring.equality import same_text
 from lmeval_prune.scoring.passes import Vote, vote
 from lmeval_prune.scoring.passes import attempts as attempt_counts
-from lmeval_prune.sprint.curves import Kind, tries_of, unknown_outcomes
+from lmeval_prune.sprint.curves import Samples, tries_of, unknown_outcomes
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
@@ -38,8 +38,8 @@ Same = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A policy with a mix, in a report."""
+class Strategy:
+    """A policy with a mix, and its name in a report."""
 
     name: str
     policy: Policy
@@ -51,24 +51,18 @@ class Choices:
     """Accuracy at N of a rule.
 
     Attributes:
-        rule: one of `RULES`.
         values: share of replicates in which the chosen try is right, for N = 1 …, shape (questions, N).
         ties: share of replicates in which another answer has as many votes, same shape.
         replicates: number of disjoint sets of samples that were evaluated, for each N; 1 for greedy tries.
     """
 
-    rule: str
     values: np.ndarray
     ties: np.ndarray
     replicates: list[int]
 
 
 def equality_of(tasks: Mapping[str, Mapping[str, Any]]) -> Same:
-    """Return when two answers are the same, as the tasks' scoring says; as texts, if it is not of this package.
-
-    Raises:
-        InputError: the tasks are scored by different functions.
-    """
+    """Return when two answers are the same, as the tasks' scoring says; as texts, if it is not of this package."""
     names = {str(task.get("scoring") or "") for task in tasks.values()}
     if len(names) > 1:
         raise InputError("votes need one way of scoring, the store has tasks with several; sweep them into own folders")
@@ -116,11 +110,11 @@ def choose(
         assert weights is not None
         return vote(answers, weights, same)
     assert rule == "likelihood" and logprobs is not None
-    given = [i for i, answer in enumerate(answers) if answer]
-    if not given:
+    answered = [i for i, answer in enumerate(answers) if answer]
+    if not answered:
         return Vote(None, 0, False)
-    winner = max(given, key=lambda i: (logprobs[i], -i))
-    tied = any(logprobs[i] == logprobs[winner] and not same(answers[i], answers[winner]) for i in given)
+    winner = max(answered, key=lambda i: (logprobs[i], -i))
+    tied = any(logprobs[i] == logprobs[winner] and not same(answers[i], answers[winner]) for i in answered)
     return Vote(winner, vote(answers, [1.0] * len(answers), same).distinct, tied)
 
 
@@ -138,31 +132,27 @@ def accuracy_at(
         ns: values of N.
         mix: makes the tries; by default each takes the next variant, greedily.
         rules: the rules.
-
-    Raises:
-        InputError: the store lacks an attempt, an outcome or an answer.
     """
-    table = _Table(outcomes)
+    votes = _Votes(outcomes)
     tries = tries_of(policy, outcomes, max(ns), mix)
     weights = policy.vote_weights(outcomes.texts, tries)
-    known = {"weighted": weights is not None, "likelihood": table.has_logprobs(tries)}
+    known = {"weighted": weights is not None, "likelihood": votes.has_logprobs(tries)}
     same = equality_of(outcomes.tasks)
     result = {}
     for rule in (rule for rule in rules if known.get(rule, True)):
-        values, ties, replicates = np.zeros((2, len(tries), len(ns))), None, []
+        values, replicates = np.zeros((2, len(tries), len(ns))), []
         for column, n in enumerate(ns):
-            count = min(table.replicates(i, row[:n]) for i, row in enumerate(tries))
+            count = min(votes.replicates(i, row[:n]) for i, row in enumerate(tries))
             replicates.append(count)
             for i, row in enumerate(tries):
                 own = None if weights is None else weights[i, :n].tolist()
-                votes = [table.vote(rule, i, row[:n], number, same, own) for number in range(count)]
-                values[:, i, column] = np.mean(votes, axis=0)
-        values, ties = values
-        result[rule] = Choices(rule, values, ties, replicates)
+                chosen = [votes.vote(rule, i, row[:n], number, same, own) for number in range(count)]
+                values[:, i, column] = np.mean(chosen, axis=0)
+        result[rule] = Choices(values[0], values[1], replicates)
     return result
 
 
-def choice_rows(entries: Sequence[Entry], outcomes: Outcomes, most: int) -> pd.DataFrame:
+def choice_rows(entries: Sequence[Strategy], outcomes: Outcomes, most: int) -> pd.DataFrame:
     """Return accuracy at N = 1, 2, 4, … of each policy and rule, a row each; empty without extracted answers."""
     columns = ["policy", "rule", "n", "accuracy", "ties", "replicates"]
     ns, rows = attempt_counts(most), []
@@ -184,40 +174,21 @@ def choice_table(rows: pd.DataFrame) -> str:
     return markdown(table.loc[list(order.itertuples(index=False, name=None))].reset_index(), ["policy", "rule"])
 
 
-class _Table:
-    """The cells of a store, by question and attempt."""
+class _Votes:
+    """Votes among the tries at the questions of a store."""
 
     def __init__(self, outcomes: Outcomes) -> None:
         if outcomes.extracted is None:
             raise InputError("choosing needs the extracted answers, and the store has none; sweep again")
         self.outcomes, self.extracted = outcomes, outcomes.extracted
-        self.columns = {name: j for j, name in enumerate(outcomes.pool)}
-        self.known_columns = cache(self._known_columns)
-
-    def _known_columns(self, row: int, kind: Kind) -> list[int]:
-        """Return the columns of a kind's samples whose outcome at a question is known, by the samples' numbers."""
-        return [column for column in self._samples.get(kind, ()) if not np.isnan(self.outcomes.z[row, column])]
-
-    @cached_property
-    def _samples(self) -> dict[Kind, list[int]]:
-        """Map each kind of samples to their columns, by the samples' numbers."""
-        attempts = [(Attempt.named(name), column) for name, column in self.columns.items()]
-        samples: dict[Kind, list[int]] = {}
-        for each, column in sorted(attempts, key=lambda pair: pair[0].draw):
-            if each.is_sampled:
-                samples.setdefault((each.variant, each.temperature), []).append(column)
-        return samples
+        self.samples = Samples(outcomes)
 
     def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
-        """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy.
-
-        Raises:
-            InputError: it has too few samples.
-        """
-        used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        sets = {kind: len(self.known_columns(row, kind)) // number for kind, number in used.items()}
+        """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy."""
+        used = Counter(each.kind for each in tries if each.is_sampled)
+        sets = {kind: len(self.samples.known(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
-            have, kind = len(self.known_columns(row, few[0])), Attempt(*few[0])
+            have, kind = len(self.samples.known(row, few[0])), Attempt(*few[0])
             raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
         return min(sets.values(), default=1)
 
@@ -226,25 +197,23 @@ class _Table:
         values = self.outcomes.logprobs
         if values is None:
             return False
-        names = {str(each) for row in tries for each in row}
-        chosen = [j for name, j in self.columns.items() if name in names or Attempt.named(name).is_sampled]
+        used = {each.kind for row in tries for each in row}
+        kinds = [kind for kind in self.samples.columns if kind in used or Attempt(*kind).is_sampled]
+        chosen = [column for kind in kinds for column in self.samples.columns[kind]]
         return not (np.isnan(values[:, chosen]) & (self.extracted[:, chosen] != "")).any()
 
     def vote(
         self, rule: str, row: int, tries: Sequence[Attempt], replicate: int, same: Same, weights: Sequence[float] | None
     ) -> tuple[float, float]:
         """Return whether the chosen try of a replicate is right, and whether there is a tie."""
-        used = Counter((each.variant, each.temperature) for each in tries if each.is_sampled)
-        missing = [each for each in tries if not each.is_sampled and str(each) not in self.columns]
-        if missing:
-            raise InputError(f"the test store has no {missing[0]}; sweep it too")
+        used = Counter(each.kind for each in tries)
+        self.samples.check(kind for kind in used if not Attempt(*kind).is_sampled)
 
         def column(attempt: Attempt) -> int:
             """Return the column of a try: sample n is the n-th that is known, after those of earlier replicates."""
             if not attempt.is_sampled:
-                return self.columns[str(attempt)]
-            kind = attempt.variant, attempt.temperature
-            return self.known_columns(row, kind)[attempt.draw + replicate * used[kind]]
+                return self.samples.columns[attempt.kind][0]
+            return self.samples.known(row, attempt.kind)[attempt.draw + replicate * used[attempt.kind]]
 
         columns = [column(each) for each in tries]
         z = self.outcomes.z[row, columns]

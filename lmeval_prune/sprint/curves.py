@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,12 @@ class Curve:
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean pass@k over the questions, shape (N,)."""
+        """Return the mean pass@k over the questions, shape (N,)."""
         return self.values.mean(0)
 
     @property
     def mean_tokens(self) -> np.ndarray | None:
-        """Mean number of generated tokens of k tries over the questions, shape (N,)."""
+        """Return the mean number of generated tokens of k tries over the questions, shape (N,)."""
         return None if self.tokens is None else self.tokens.mean(0)
 
 
@@ -94,56 +95,48 @@ class UnknownOutcomeError(InputError):
 Kind = tuple[str, float]  # variant and temperature: greedy, or exchangeable samples
 
 
-@dataclass(frozen=True)
 class Samples:
-    """The outcomes of a store by kind of attempt.
+    """The columns of a store by kind of attempt: the greedy answer of a variant, or its samples at a temperature.
 
-    Not every question needs every draw: the known ones of a question count.
-
-    Attributes:
-        z: outcome of each draw at each question, (questions, draws): 1, 0 or NaN (unknown).
-        lengths: tokens of each draw, (questions, draws); None if the store has none.
+    Not every question needs every sample: the known ones of a question count.
     """
 
-    z: dict[Kind, np.ndarray]
-    lengths: dict[Kind, np.ndarray] | None
+    def __init__(self, outcomes: Outcomes) -> None:
+        self.outcomes = outcomes
+        self.columns: dict[Kind, list[int]] = {}  # in the order of the samples' numbers
+        attempts = [(Attempt.named(name), column) for column, name in enumerate(outcomes.pool)]
+        for attempt, column in sorted(attempts, key=lambda pair: pair[0].draw):
+            self.columns.setdefault(attempt.kind, []).append(column)
+        self.known = cache(self._known)
 
-    @classmethod
-    def of(cls, outcomes: Outcomes, kinds: Iterable[Kind]) -> Samples:
-        """Collect kinds; `UnknownOutcomeError` if the store lacks one."""
-        names: dict[Kind, list[str]] = {}
-        for name in outcomes.pool:
-            attempt = Attempt.named(name)
-            names.setdefault((attempt.variant, attempt.temperature), []).append(name)
-        wanted = list(dict.fromkeys(kinds))
-        missing = [str(Attempt(*kind)) for kind in wanted if kind not in names]
-        if missing:
+    def check(self, kinds: Iterable[Kind]) -> None:
+        """Refuse kinds that the store lacks."""
+        if missing := [str(Attempt(*kind)) for kind in kinds if kind not in self.columns]:
             raise UnknownOutcomeError(f"the test store has no {missing[0]}", "sweep it too")
-        parts = {kind: outcomes.columns(names[kind]) for kind in wanted}
-        z = {kind: part.z for kind, part in parts.items()}
-        if outcomes.tokens is None:
-            return cls(z, None)
-        return cls(z, {kind: part.tokens for kind, part in parts.items()})  # type: ignore[misc]
+
+    def _known(self, row: int, kind: Kind) -> list[int]:
+        """Return the columns of a kind whose outcome at a question is known."""
+        return [column for column in self.columns.get(kind, ()) if not np.isnan(self.outcomes.z[row, column])]
 
     def pass_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
         """Return the chance that some of m draws of each kind is right; `UnknownOutcomeError` if fewer are known."""
         groups = []
         for kind, m in drawn.items():
-            z = self.z[kind][row]
-            known = z[~np.isnan(z)]
-            if m > len(z):
-                few = f"the test store has only {len(z)} of {m} samples of {Attempt(*kind)}"
+            columns, known = self.columns[kind], self.known(row, kind)
+            if m > len(columns):
+                few = f"the test store has only {len(columns)} of {m} samples of {Attempt(*kind)}"
                 raise UnknownOutcomeError(few, "sweep more")
             if m > len(known):
-                raise unknown_outcomes(self.z[kind], [str(Attempt(*kind))], row)
-            groups.append((len(known), int(known.sum()), m))
+                raise unknown_outcomes(self.outcomes.z[:, columns], [str(Attempt(*kind))], row)
+            groups.append((len(known), int(self.outcomes.z[row, known].sum()), m))
         return pass_mixed(groups)
 
     def tokens_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
         """Return the expected number of tokens of m draws of each kind; NaN if unknown."""
-        if self.lengths is None:
+        tokens = self.outcomes.tokens
+        if tokens is None:
             return float("nan")
-        return float(sum(m * self.lengths[kind][row][~np.isnan(self.z[kind][row])].mean() for kind, m in drawn.items()))
+        return float(sum(m * tokens[row, self.known(row, kind)].mean() for kind, m in drawn.items()))
 
 
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
@@ -167,13 +160,14 @@ def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int, mix: Mix
         UnknownOutcomeError: the store lacks an attempt, or samples for so many tries.
     """
     attempts = tries_of(policy, outcomes, n, mix)
-    kinds = {(each.variant, each.temperature) for row in attempts for each in row}
-    samples = Samples.of(outcomes, sorted(kinds))
+    kinds = {each.kind for row in attempts for each in row}
+    samples = Samples(outcomes)
+    samples.check(sorted(kinds))
     values, tokens = np.zeros((len(attempts), n)), np.full((len(attempts), n), np.nan)
     for i, row in enumerate(attempts):
         drawn: Counter[Kind] = Counter()
         for k, each in enumerate(row):
-            drawn[each.variant, each.temperature] += 1
+            drawn[each.kind] += 1
             values[i, k] = samples.pass_of(i, drawn)
             tokens[i, k] = samples.tokens_of(i, drawn)
     kind = "unbiased" if any(temperature for _, temperature in kinds) else "ordered"
@@ -233,7 +227,7 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
 def _is_routed(settings: dict[str, Any]) -> bool:
     """Return whether tries have an order: those of a routed run, unless all are samples of one variant."""
     names = settings.get("attempts", settings.get("heads"))
-    kinds = {(attempt.variant, attempt.temperature) for attempt in map(Attempt.named, names or ())}
+    kinds = {Attempt.named(name).kind for name in names or ()}
     return len(kinds) > 1 or any(not temperature for _, temperature in kinds)
 
 

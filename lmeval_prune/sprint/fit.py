@@ -32,10 +32,6 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         outcomes: outcomes of the training questions.
         encoder: name of the sentence encoder, or `last_hidden_state` for the model's own of the prompts.
         options: settings of the fit.
-
-    Raises:
-        InputError: the outcomes do not distinguish heads, or are too few for a validation split; or their store has no
-            hidden states.
     """
     options = options or FitOptions()
     options.method()  # refuses wrong settings before the questions are embedded

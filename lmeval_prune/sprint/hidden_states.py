@@ -53,11 +53,7 @@ def add_hidden_states(lm: Any, tasks: Mapping[str, Any], folder: Path, model: di
 
 
 def read_states(folder: Path, model: dict[str, Any]) -> dict[str, Tensor]:
-    """Read all hidden states of a folder, by the digest of the prompt.
-
-    Raises:
-        InputError: a file is damaged or of another model.
-    """
+    """Read all hidden states of a folder, by the digest of the prompt."""
     states: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"{PREFIX}*.safetensors")):
         states |= _read(path, model)
@@ -65,11 +61,7 @@ def read_states(folder: Path, model: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def states_of(outcomes: Outcomes) -> Tensor:
-    """Return the hidden states of the questions' prompts, shape (questions, width).
-
-    Raises:
-        InputError: the outcomes' store lacks some.
-    """
+    """Return the hidden states of the questions' prompts, shape (questions, width)."""
     states = read_states(outcomes.folder, outcomes.model) if outcomes.folder else {}
     missing = sum(row["prompt"] not in states for row in outcomes.questions)
     if missing or not states:

@@ -94,9 +94,6 @@ class Mix:
         """Return the first attempts for an order of variants.
 
         `next` skips a variant whose greedy answer an earlier attempt has. Samples begin again at the end of the order.
-
-        Raises:
-            InputError: the order has too few variants for so many greedy attempts.
         """
         return list(islice(self._attempts(order), count))
 

@@ -114,12 +114,7 @@ class FitOptions(ContrastiveOptions):
     seed: int = 0
 
     def method(self) -> Any:
-        """Create the router's method.
-
-        Raises:
-            InputError: the method is unknown, a setting is not the method's, or settings have several values and there
-                are no validation questions to choose among them.
-        """
+        """Create the router's method."""
         kind = ROUTERS.load(self.router)
         own = {each.name: getattr(self, each.name) for each in fields(ContrastiveOptions)}
         if not issubclass(kind, ContrastiveOptions):

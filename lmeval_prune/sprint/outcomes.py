@@ -139,17 +139,17 @@ class Outcomes:
 
     @property
     def cut_off(self) -> str:
-        """A warning if many answers were cut off; else empty."""
+        """Return a warning if many answers were cut off; else empty."""
         return cut_off_note(self.lengths) if self.lengths else ""
 
     @property
     def observed(self) -> np.ndarray:
-        """Mask of the cells with an outcome, shape (questions, pool)."""
+        """Return the mask of the cells with an outcome, shape (questions, pool)."""
         return ~np.isnan(self.z)
 
     @property
     def uneven(self) -> str:
-        """A warning if some columns lack outcomes that others have; else empty."""
+        """Return a warning if some columns lack outcomes that others have; else empty."""
         counts = self.observed.sum(0)
         few = int(counts.argmin())
         if counts[few] == counts.max():
@@ -162,7 +162,7 @@ class Outcomes:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the questions."""
+        """Return the texts of the questions."""
         return [row["question"] for row in self.questions]
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
@@ -171,11 +171,7 @@ class Outcomes:
         return replace(self, questions=questions, **self._select(np.asarray(indices, int)))
 
     def columns(self, names: Sequence[str]) -> Outcomes:
-        """Select columns in the given order.
-
-        Raises:
-            InputError: a name is not in the pool.
-        """
+        """Select columns in the given order."""
         missing = [name for name in names if name not in self.pool]
         if missing:
             raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
@@ -202,7 +198,7 @@ class Outcomes:
 
     @cached_property
     def row_of(self) -> dict[str, int]:
-        """Row of each question text; `InputError` if two rows have the same text."""
+        """Return the row of each question text; `InputError` if two rows have the same text."""
         rows = {text: i for i, text in enumerate(self.texts)}
         if len(rows) < len(self.texts):
             raise InputError("the outcome store has the same question twice, so its outcome is ambiguous")
@@ -219,20 +215,19 @@ class OutcomeStore:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.store_file = self.folder / "store.json"
+        self.questions_file = self.folder / "questions.parquet"
+        self.cells_file = self.folder / "cells.parquet"
 
     def read(self, unfinished: bool = False) -> Outcomes:
         """Read the outcomes of complete runs.
 
         Args:
             unfinished: whether questions and attempts of a sweep that was not finished are there, too, as unknown.
-
-        Raises:
-            InputError: the folder is not an outcome store, or the store is empty or damaged.
         """
         content = self.check()
-        if not (self.folder / "cells.parquet").is_file():
+        if not self.cells_file.is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
-        questions = self._table("questions", _QUESTIONS).to_pylist()
+        questions = read_table(self.questions_file, _QUESTIONS).to_pylist()
         cells = self._cells([*_KEY, *_READ]).to_pylist()
         if not questions or not cells:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
@@ -276,11 +271,7 @@ class OutcomeStore:
         return cells
 
     def check(self) -> dict[str, Any]:
-        """Read `store.json`.
-
-        Raises:
-            InputError: the folder is not an outcome store.
-        """
+        """Read `store.json`."""
         if self.folder.is_file():
             raise InputError(f"{self.folder} is a file; an outcome store is a folder")
         if not self.store_file.is_file():
@@ -307,9 +298,6 @@ class OutcomeStore:
         """Create the store, or extend it after a check that model and settings are the same.
 
         Only one process of a run calls this.
-
-        Raises:
-            InputError: the store has another model or other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
@@ -318,17 +306,11 @@ class OutcomeStore:
         if self.store_file.exists():
             content = self.check()
             model = _merge_models(self.folder, content["model"], model)
-            for task in content["tasks"].keys() & tasks.keys():
-                added = {key: tasks[task].get(key) for key in LATER_SETTINGS}
-                before = {**added, **content["tasks"][task]}
-                _refuse_difference(self.folder, f"task {task}", comparable(before), comparable(tasks[task]))
-                warn_of_other_code(task, before, tasks[task])
-                if "code" in before:  # of the first outcomes, so that each later sweep warns
-                    tasks = {**tasks, task: {**tasks[task], "code": before["code"]}}
-            tasks, pool = {**content["tasks"], **tasks}, [*content["pool"], *pool]
+            tasks = _merge_tasks(self.folder, content["tasks"], tasks)
+            pool = [*content["pool"], *pool]
             records = {**content.get("variants", {}), **records}
             origin = origin or content.get("origin", origin)
-            rows = {Question.of(row): row for row in self._table("questions", _QUESTIONS).to_pylist()}
+            rows = {Question.of(row): row for row in read_table(self.questions_file, _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
         for row in questions:
@@ -345,7 +327,7 @@ class OutcomeStore:
         content |= {"origin": origin} if origin is not None else {}
         write_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, content)
         table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
-        write_table(self.folder / "questions.parquet", table)
+        write_table(self.questions_file, table)
 
     def add(self, cells: Iterable[dict[str, Any]]) -> None:
         """Write outcomes; they replace those of the same cells. Only one process of a run calls this."""
@@ -355,11 +337,11 @@ class OutcomeStore:
             rows[key] = {**rows.get(key, {}), **row}  # log-probabilities stay if the new cells have none
         rank = {attempt: i for i, attempt in enumerate(attempt_order(attempt for _, attempt in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
-        write_table(self.folder / "cells.parquet", pa.Table.from_pylist(ordered, _CELLS))
+        write_table(self.cells_file, pa.Table.from_pylist(ordered, _CELLS))
 
     def _cells(self, columns: list[str] | None = None) -> pa.Table:
         """Read the table of cells, also one of version 2."""
-        path = self.folder / "cells.parquet"
+        path = self.cells_file
         try:
             older = path.is_file() and "head" in parquet.read_schema(path).names
         except (OSError, pa.ArrowException):
@@ -369,20 +351,17 @@ class OutcomeStore:
         table = read_table(path, schema, names)
         return table.rename_columns(["attempt" if name == "head" else name for name in names])
 
-    def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-        return read_table(self.folder / f"{name}.parquet", schema, columns)
-
 
 def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:
     """Arrange the cells of a store in matrices."""
     pool = content["pool"]
     row_of = {Question.of(row): i for i, row in enumerate(questions)}
     column_of = {name: i for i, name in enumerate(pool)}
-    place = ([row_of[Question.of(cell)] for cell in cells], [column_of[cell["attempt"]] for cell in cells])
+    positions = ([row_of[Question.of(cell)] for cell in cells], [column_of[cell["attempt"]] for cell in cells])
 
     def matrix(name: str, empty: Any, kind: Any) -> np.ndarray:
         values = np.full((len(questions), len(pool)), empty, kind)
-        values[place] = np.array([empty if cell[name] is None else cell[name] for cell in cells], kind)
+        values[positions] = np.array([empty if cell[name] is None else cell[name] for cell in cells], kind)
         return values
 
     return Outcomes(
@@ -427,6 +406,18 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
     ignored = {"name": "", "rounded": [], "adapters": {}}
     _refuse_difference(folder, "model", {**before, **ignored}, {**now, **ignored})
     return {**now, **before, **({"adapters": dict(sorted({**old, **new}.items()))} if new else {})}
+
+
+def _merge_tasks(folder: Path, stored: dict[str, Any], tasks: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a store's tasks with those of a sweep; `InputError` if a task has other ones."""
+    merged = {**stored, **tasks}
+    for task in stored.keys() & tasks.keys():
+        before = {**{key: tasks[task].get(key) for key in LATER_SETTINGS}, **stored[task]}
+        _refuse_difference(folder, f"task {task}", comparable(before), comparable(tasks[task]))
+        warn_of_other_code(task, before, tasks[task])
+        if "code" in before:  # of the first outcomes, so that each later sweep warns
+            merged[task] = {**tasks[task], "code": before["code"]}
+    return merged
 
 
 def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: dict[str, Any]) -> None:

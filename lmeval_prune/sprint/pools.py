@@ -31,9 +31,6 @@ class SweepPool(FixedOrderRouter):
 
     Attributes:
         question_fields: by task, the document field whose text `attempts` names; the sweep sets it.
-
-    Raises:
-        InputError: an option is malformed; when it is fitted to a model: a variant does not fit the model.
     """
 
     def __init__(self, options: SweepOptions) -> None:

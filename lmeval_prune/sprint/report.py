@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
-from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.errors import InputError, first_few, refuse_file
 from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.choosing import Entry, choice_rows, choice_table, extraction_note
+from lmeval_prune.sprint.choosing import Strategy, choice_rows, choice_table, extraction_note
 from lmeval_prune.sprint.curves import (
     Curve,
     UnknownOutcomeError,
@@ -44,14 +44,9 @@ ROUTER = "SPRINT router"  # name of the router's curve
 
 
 def write_report(options: ReportOptions) -> tuple[Path, str]:
-    """Write the report; return the path of its Markdown file, and what unknown outcomes left out (empty: nothing).
-
-    Raises:
-        InputError: an input is missing, or inputs are of different models or settings.
-    """
+    """Write the report; return the path of its Markdown file, and what unknown outcomes left out (empty: nothing)."""
     folder = Path(options.output)
-    if folder.is_file():
-        raise InputError(f"{folder} is a file; name a folder for the report")
+    refuse_file(folder, " for the report")
     test, train, router = _read_inputs(options)
     entries = _entries(options, test, train, router)
     curves, missing = _curves(options, test, train, router, entries)
@@ -256,55 +251,52 @@ def _model_identity(model: dict[str, Any]) -> Any:
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
 
 
-def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Entry]:
+def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Strategy]:
     """Return the policies with their mixes: first the router's, then those of training, then sampling."""
     entries, mixes = [], [Mix.parse(text) for text in options.mixes]
     policies_of: dict[str, Policy] = {ROUTER: policies.nearest(router)} if router else {}
     if train:
         policies_of |= {"best of training": policies.best(train), "greedy cover of training": policies.cover(train)}
     for name, policy in policies_of.items():
-        entries.append(Entry(name, policy, Mix()))
-        entries += [Entry(f"{name}, {mix}", policy, mix) for mix in mixes if mix.uses_order]
+        entries.append(Strategy(name, policy, Mix()))
+        entries += [Strategy(f"{name}, {mix}", policy, mix) for mix in mixes if mix.uses_order]
     unpruned = policies.random_order([DENSE])
     for temperature in sampled_temperatures(test, options.n):
         mix = Mix.parse(f"{DENSE}@{temperature:g}")
-        entries.append(Entry(f"sampling, T = {temperature:g}", unpruned, mix))
+        entries.append(Strategy(f"sampling, T = {temperature:g}", unpruned, mix))
     return entries
 
 
 def _curves(
-    options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None, entries: list[Entry]
+    options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None, entries: list[Strategy]
 ) -> tuple[list[Curve], dict[str, str]]:
     """Return the curves that the known outcomes give, and by name of the others what they lack.
 
     Columns with unknown outcomes are in neither the random order nor the oracle.
-
-    Raises:
-        InputError: no tries of the router, or of a mix that was asked for, are known, or there is no curve at all.
     """
     n, every = options.n, _pool(test, router)
     pool = complete(every, test)
     columns = f"all {len(pool)}" if len(pool) == len(every) else f"the {len(pool)} complete columns"
-    wanted: list[tuple[str, Callable[..., Curve]]]
-    wanted = [(each.name, partial(policy_curve, policy=each.policy, mix=each.mix)) for each in entries]
+    planned: list[tuple[str, Callable[..., Curve]]]
+    planned = [(each.name, partial(policy_curve, policy=each.policy, mix=each.mix)) for each in entries]
     if train:
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
-        wanted.append((f"random of the top {len(top)} heads", partial(random_curve, pool=top)))
+        planned.append((f"random of the top {len(top)} heads", partial(random_curve, pool=top)))
     if len(pool) >= n:
-        wanted.append((f"random of {columns}", partial(random_curve, pool=pool)))
-    wanted += [(name, partial(samples_curve, path=path)) for name, path in options.samples]
+        planned.append((f"random of {columns}", partial(random_curve, pool=pool)))
+    planned += [(name, partial(samples_curve, path=path)) for name, path in options.samples]
     if len(pool) >= n:
         bound = "oracle" if len(pool) == len(every) else f"oracle of {columns}"
-        wanted.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
-    _check_names([name for name, _ in wanted])
+        planned.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
+    _check_names([name for name, _ in planned])
     curves: list[Curve] = []
     missing: dict[str, str] = {}
-    for name, curve in wanted:
+    for name, curve in planned:
         try:
             curves.append(curve(name, outcomes=test, n=n))
         except UnknownOutcomeError as error:
             missing[name] = error.problem
-    _check_asked(entries, missing)
+    _check_requested(entries, missing)
     if not curves:
         raise InputError(f"nothing can be reported: {_left_out(options, test, router, missing)}, or give --train")
     return curves, missing
@@ -316,7 +308,7 @@ def _check_names(names: Sequence[str]) -> None:
         raise InputError(f"two curves have the name {twice[0]!r}; give another one to --samples, or each mix once")
 
 
-def _check_asked(entries: Sequence[Entry], missing: Mapping[str, str]) -> None:
+def _check_requested(entries: Sequence[Strategy], missing: Mapping[str, str]) -> None:
     """Refuse a router, and a mix, of which no policy's tries are known."""
     groups = {"--router": [each.name for each in entries if each.name.startswith(ROUTER)]}
     for mix in dict.fromkeys(each.mix for each in entries if each.mix.uses_order and each.mix != Mix()):
@@ -403,19 +395,18 @@ def _choice_table(choices: Sequence[Counter[str]]) -> str:
 
 def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
     """Return pass@N with confidence limits in long format: a row for each policy and N, without unknown values."""
-    rows = [
-        (
-            curve.name,
-            curve.kind,
-            k + 1,
-            mean,
-            low[k],
-            high[k],
-            None if curve.tokens is None else curve.tokens[:, k].mean(),
+    frames = [
+        pd.DataFrame(
+            {
+                "policy": curve.name,
+                "estimate": curve.kind,
+                "n": range(1, len(low) + 1),
+                "pass": curve.mean,
+                "low": low,
+                "high": high,
+                "tokens": np.nan if curve.mean_tokens is None else curve.mean_tokens,
+            }
         )
         for curve, (low, high) in zip(curves, bands, strict=True)
-        for k, mean in enumerate(curve.mean)
     ]
-    return pd.DataFrame(rows, columns=["policy", "estimate", "n", "pass", "low", "high", "tokens"]).dropna(
-        subset="pass"
-    )
+    return pd.concat(frames, ignore_index=True).dropna(subset="pass")

@@ -40,9 +40,6 @@ class Routing(HeadRouter):
 
     Args:
         arguments: model arguments with `router` and its settings.
-
-    Raises:
-        InputError: an argument is missing, or arguments contradict each other.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -133,16 +130,11 @@ class Routing(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Names of the heads that the policy orders."""
+        """Return the names of the variants that the policy orders."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any], lm: Any) -> None:
-        """Choose the attempts at the questions of these requests.
-
-        Raises:
-            InputError: a task lacks the question field, or has more greedy tries than the pool has variants; or the
-                router reads hidden states, and the model does not give them or a question has two prompts.
-        """
+        """Choose the attempts at the questions of these requests."""
         if self._reads_states:
             self._add_states(requests, lm)
         tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
@@ -233,7 +225,7 @@ class Routing(HeadRouter):
 
     @property
     def info(self) -> dict[str, Any]:
-        """Description of the policy for the results file."""
+        """Return the description of the policy for the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
         seen = {"training_questions": len(self._repeated)} if self._repeated else {}

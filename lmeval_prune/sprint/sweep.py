@@ -54,11 +54,7 @@ class Sweep:
         self.scored_splits: dict[str, list[str]] = {}  # by task
 
     def run(self) -> Outcomes | None:
-        """Generate and score the missing answers, and return the outcomes (None on ranks other than 0).
-
-        Raises:
-            InputError: an option does not suit model, tasks or store; before the model is loaded, if possible.
-        """
+        """Generate and score the missing answers, and return the outcomes (None on ranks other than 0)."""
         begin = time.perf_counter()
         tasks = self._load_tasks()
         doc_ids = self._draw(tasks)

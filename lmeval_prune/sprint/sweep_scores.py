@@ -47,7 +47,7 @@ class SweepScores(Pruner):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The digest of the outcomes instead of their folder, and the splits that were swept, by task.
+        """Return the digest of the outcomes instead of their folder, and the splits that were swept, by task.
 
         Of stored scores, `outcomes` is the digest.
         """

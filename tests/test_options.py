@@ -23,7 +23,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.errors import brief, first_line
-from lmeval_prune.options import mutually_exclusive, read_options, with_packaged_recipes
+from lmeval_prune.options import mutually_exclusive, read_options, resumes, with_packaged_recipes
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -446,3 +446,22 @@ def test_no_room_names_one_above_it() -> None:
                         assert text.split(".")[1].partition(":")[0] not in above, f"{path} names {text}"
         above += rooms
     assert {"sprint", "models", "tasks"} < set(above)
+
+
+def test_an_interrupted_command_says_what_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands whose output is resumed, by name; one that begins anew only ends."""
+    resumed = {name for name, target in COMMANDS.items() if getattr(resolve_name(target), "resumes", False)}
+    assert resumed == {"export adapter", "sweep", "grid run", "athena train", "distill"}
+
+    def interrupted(output: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmeval_prune.cli.resolve_name", lambda _: interrupted)
+    words = ["export", "adapter", "--output", str(tmp_path / "out")]
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    resumes(interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().out == f"interrupted; run the same command again to resume {tmp_path / 'out'}\n"

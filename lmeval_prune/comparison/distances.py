@@ -50,7 +50,7 @@ def distances(base: Answers, own: Answers | None = None) -> dict[str, float | No
 def _pairs(first: Sequence[Response], second: Sequence[Response] | None) -> list[tuple[Response, Response]]:
     """Return the pairs of responses to a question that are compared; without `second`, those of `first` with others."""
     pairs = list(combinations(first, 2) if second is None else product(first, second))
-    return [(one, other) for one, other in pairs if one.prompt == other.prompt] or pairs
+    return [pair for pair in pairs if pair[0].prompt == pair[1].prompt] or pairs
 
 
 def _mean(name: str, values: list[float]) -> dict[str, float | None]:

@@ -94,15 +94,6 @@ class FitOptions(ContrastiveOptions):
         holdout: share of the questions that `report` tests on; the fit does not use them
         validation: share of the other questions that choose settings (of contrastive, the epoch too)
         seed: seed of splits, initial values and order
-        sizes: of contrastive: p, the length of the embeddings q and v; of several values, validation chooses
-        weights: of contrastive: λ, the weight of diversity; of several values, validation chooses
-        diversity: of contrastive: constraint on the head embeddings: ball, sphere, or unbounded (as in the paper)
-        radius: of contrastive: radius of the ball or sphere
-        epochs: of contrastive: maximum number of epochs
-        patience: of contrastive: epochs without a better validation loss before the fit stops
-        batch: of contrastive: questions per step
-        learning_rate: of contrastive: learning rate of AdamW
-        decay: of contrastive: weight decay of θ
     """
 
     router: str = CONTRASTIVE

@@ -53,7 +53,7 @@ class Routing(HeadRouter):
         self._states: dict[str, torch.Tensor] = {}  # last hidden states by question
         self._prompts: dict[str, str] = {}  # digests of their prompts
         self._seen: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
-        self._repeated: set[str] = set()  # of these, what is asked
+        self._repeated: set[str] = set()  # of these, what this run answers
         self._settings: list[dict[str, Any]] = []  # of the tasks that these are from
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
@@ -157,13 +157,13 @@ class Routing(HeadRouter):
     def _warn_of_seen(self, questions: Sequence[str], lm: Any) -> None:
         """Warn of questions, of all processes, whose outcomes the policy was made from."""
         parts = lm.gather_from_ranks([digest(question) for question in questions])
-        asked = {name for part in parts for name in part}
-        repeated = asked & self._seen - self._repeated
+        answered = {name for part in parts for name in part}
+        repeated = answered & self._seen - self._repeated
         self._repeated |= repeated
         if repeated and lm.rank == 0:
             logger.warning(
                 "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
-                *(self.source, len(repeated), len(asked)),
+                *(self.source, len(repeated), len(answered)),
             )
 
     def _warn_of_settings(self, requests: Sequence[Any], tokenizer: Any) -> None:

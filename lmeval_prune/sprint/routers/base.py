@@ -63,8 +63,8 @@ class Ranker(Settings, ABC):
             for name, names in cls.shapes.items()
         )
         if not fit:
-            found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            raise InputError(f"a pool of {pool} and tensors of shapes {found} do not fit together")
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            raise InputError(f"a pool of {pool} and tensors of shapes {shapes} do not fit together")
         return cls.from_dict({**tensors, **settings}, "the fitted router")
 
 

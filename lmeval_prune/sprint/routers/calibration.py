@@ -60,8 +60,8 @@ def platt(p: Tensor, z: Tensor) -> tuple[float, float]:
         value = np.logaddexp(0, -margin).mean() + 1e-3 * np.square(parameters).sum()
         return float(value), np.array([(slack * slope * x).mean(), slack.mean()]) + 2e-3 * parameters
 
-    found = minimize(loss, np.zeros(2), jac=True, method="L-BFGS-B", bounds=[(-5, 5), (-20, 20)])
-    return float(np.exp(found.x[0])), float(found.x[1])
+    slope, offset = minimize(loss, np.zeros(2), jac=True, method="L-BFGS-B", bounds=[(-5, 5), (-20, 20)]).x
+    return float(np.exp(slope)), float(offset)
 
 
 def rescale(p: Tensor, slope: float, offset: float) -> Tensor:

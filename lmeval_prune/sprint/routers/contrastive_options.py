@@ -15,15 +15,15 @@ class ContrastiveOptions(Settings):
     """Settings of the paper's router (eq. 1).
 
     Attributes:
-        sizes: p, the length of the embeddings q and v; of several values, validation chooses
-        weights: λ, the weight of diversity; of several values, validation chooses (the paper gives no value)
-        diversity: constraint on the head embeddings: ball, sphere, or unbounded (as printed in the paper)
-        radius: radius of the ball or sphere
-        epochs: maximum number of epochs
-        patience: epochs without a better validation loss before the fit stops
-        batch: questions per step
-        learning_rate: learning rate of AdamW
-        decay: weight decay of θ
+        sizes: of contrastive: p, the length of the embeddings q and v; of several values, validation chooses
+        weights: of contrastive: λ, the weight of diversity; the paper gives no value; of several, validation chooses
+        diversity: of contrastive: constraint on the head embeddings: ball, sphere, or unbounded (as in the paper)
+        radius: of contrastive: radius of the ball or sphere
+        epochs: of contrastive: maximum number of epochs
+        patience: of contrastive: epochs without a better validation loss before the fit stops
+        batch: of contrastive: questions per step
+        learning_rate: of contrastive: learning rate of AdamW
+        decay: of contrastive: weight decay of θ
     """
 
     sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)

@@ -116,8 +116,8 @@ class OutcomeModel(Ranker):
             torch.randn(rank, x.shape[1], generator=generator).double() / 10,
             1 + torch.randn(z.shape[1], factors, generator=generator).double() / 10,
         ]
-        found = minimise(lambda *parameters: cls(mean, scale, *parameters).objective(x, z, l2), start, iterations)
-        return cls(mean, scale, *found)
+        parameters = minimise(lambda *values: cls(mean, scale, *values).objective(x, z, l2), start, iterations)
+        return cls(mean, scale, *parameters)
 
 
 def minimise(loss: Callable[..., Tensor], start: list[Tensor], iterations: int) -> list[Tensor]:

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_warning
 
@@ -222,6 +224,52 @@ def test_a_head_mask_is_cut_as_the_plan_that_it_is_and_nothing_is_drawn() -> Non
     actual = cut(model, HeadMask("L0H0-1"))
     assert torch.equal(torch.get_rng_state(), draws)
     assert actual.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
+
+
+@pytest.mark.parametrize("removed", [{"L0": [0, 1]}, {"L0": [0, 1], "L1": [2, 3]}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_cut_holds_each_tensor_once_and_shares_none(
+    removed: dict, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model is neither drawn at random nor copied, and a trained student leaves its teacher as it is."""
+    model: Any = tiny("llama", tie_word_embeddings=tied)
+    before, drawn = copy.deepcopy(model.state_dict()), list[int]()
+
+    def draw(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        drawn.append(0 if tensor.is_meta else tensor.numel())
+        return tensor
+
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, draw)
+    plan = Plan(channels=removed)
+    with Copied() as copied:
+        smaller = cut(model, plan).model
+    assert sum(drawn) == 0
+    assert copied.numbers <= 1.01 * sum(parameter.numel() for parameter in smaller.parameters())  # and of buffers
+    assert (smaller.lm_head.weight is smaller.model.embed_tokens.weight) == tied
+    with torch.no_grad():
+        for parameter in smaller.parameters():
+            parameter.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Copied(TorchDispatchMode):
+    """Counts the numbers that are copied from tensor to tensor, but for conversions."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.index_select, torch.ops.aten.copy_):
+            self.numbers += result.numel()
+        return result
+
+
+def test_offloaded_weights_are_not_cut() -> None:
+    model: Any = tiny("llama")
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(InputError, match="offloaded weights cannot be cut"):
+        cut(model, Plan(channels={"L0": [0]}))
 
 
 def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:
     """Change the shape of a parameter; its values are loaded later."""
     before: Any = getattr(module, name)
     before = module.weight if before is None else before  # a bias that the stock model does not have
-    setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=before.dtype, device=before.device)))
+    setattr(module, name, nn.Parameter(torch.empty(shape, dtype=before.dtype, device=before.device)))
     if name == "weight":
         for attributes in (("out_features", "in_features"), ("nx", "nf")):  # Linear, Conv1D
             if all(hasattr(module, attribute) for attribute in attributes):

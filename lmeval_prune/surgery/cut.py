@@ -256,6 +256,8 @@ class _Tensors:
     def __init__(self, model_map: ModelMap, plan: Plan) -> None:
         self.names = {module: name for name, module in model_map.model.named_modules()}
         self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
+        if any(tensor.is_meta for tensor in self.tensors.values()):
+            raise InputError("a model with offloaded weights cannot be cut; load it on one device, e.g. device=cpu")
         for name in sorted(plan.compensation):
             module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"

@@ -11,8 +11,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from lmeval_prune.architectures import AttentionLayer
 from lmeval_prune.architectures.blocks import attribute_of, in_features
@@ -268,16 +270,24 @@ def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
 
 
 def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor], base: Base) -> Any:
-    """Build a model and load tensors in their own dtype; buffers and generation settings are those of the parent."""
+    """Build a model of tensors in their own dtype; buffers and generation settings are those of the parent.
+
+    Tensors that the parent has, too, are copied; the others become the model's own, so that no tensor is there twice.
+    """
     config, model = copy.deepcopy(config), kept.model_map.model
     config._name_or_path = f"{getattr(model.config, '_name_or_path', '')}-pruned"
     implementation = model.config._attn_implementation
-    smaller: Any = model_class._from_config(config, dtype=model.dtype, attn_implementation=implementation)
+    with no_init_weights():  # random weights, which would be replaced, take minutes in a large model
+        smaller: Any = model_class._from_config(config, dtype=model.dtype, attn_implementation=implementation)
     copy_implementations(model.config, smaller.config)
+    shared = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    copies: dict[int, Tensor] = {}  # by address: a tied weight has several names
+    for tensor in tensors.values():
+        if (address := tensor.data_ptr()) in shared and address not in copies:
+            copies[address] = tensor.clone(memory_format=torch.contiguous_format)
+    own = {name: copies.get(tensor.data_ptr(), tensor) for name, tensor in tensors.items()}
+    smaller.load_state_dict(own, strict=True, assign=True)
     smaller = smaller.to(next(iter(tensors.values())).device)
-    for name, parameter in smaller.named_parameters():
-        parameter.data = parameter.data.to(tensors[name].dtype)
-    smaller.load_state_dict(tensors, strict=True)
     constants = {base.name(name): buffer for name, buffer in model.named_buffers()}
     for name, buffer in smaller.named_buffers():  # the model may have computed them in another dtype
         if name not in tensors and name in constants and constants[name].shape == buffer.shape:

@@ -19,6 +19,7 @@ from transformers import AutoModelForMaskedLM
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners import layer_store
@@ -31,7 +32,7 @@ from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, projections_of, structure_sums
 from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import Part, parts_of, weight_of
+from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.pruners.sequential import LayerReplay

@@ -1,14 +1,17 @@
 """The memory that the engine may use: of the machine, of nested containers, without cached files."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from lmeval_prune.decoding import memory
+from lmeval_prune.decoding import memory, self_check
+from tests.tiny_models import tiny
 
 MACHINE = 1 << 36
 
@@ -85,3 +88,16 @@ def test_half_of_the_free_memory_is_used_on_a_cpu(monkeypatch: pytest.MonkeyPatc
 
 def test_this_process_can_be_read() -> None:
     assert 0 < memory.free_memory() <= MACHINE
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_weights_are_widened_for_a_check_only_where_they_fit(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama", dtype=torch.bfloat16)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(self_check, "available_memory", lambda device: size - missing)
+    checked = list[torch.dtype]()
+    difference = self_check.LogitsDiffer("logits", difference=1.0)
+    with pytest.raises(self_check.LogitsDiffer) if missing else nullcontext():
+        self_check._check_in_float32(lambda: checked.append(model.dtype), model, difference)
+    assert checked == ([] if missing else [torch.float32])
+    assert model.dtype == torch.bfloat16

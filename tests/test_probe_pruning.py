@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
+from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.probe_pruning import ProbePruning, counts_by_layer, top_positions
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import weight_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.surgery.cut import cut
 from tests.test_baselines import inputs_of
@@ -291,3 +292,26 @@ def test_hidden_states_that_are_not_finite_are_one_line(state: Any, overflows: b
         ) as error:
             model(ids, attention_mask=mask)
         assert "\n" not in str(error.value)
+
+
+def test_offloaded_weights_are_read_as_those_in_memory() -> None:
+    model = tiny("llama", seed=1)
+    probed = []
+    for offload in (False, True):
+        if offload:
+            cpu_offload(model, torch.device("cpu"))
+        with ProbePruning(0.5, skip_first=0).applied_to(model):
+            probed.append(output(model, tokens()))
+    assert torch.equal(*probed)
+    assert not torch.equal(probed[0], output(model, tokens()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_without_their_scales_are_refused(dtype: torch.dtype) -> None:
+    model: Any = tiny("llama")
+    module = model.model.layers[1].self_attn.o_proj
+    module.weight = torch.nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(InputError, match="quantised"):
+        weight_of(module)
+    with ProbePruning(0.5, skip_first=0).applied_to(model), pytest.raises(InputError, match="quantised"):
+        output(model, tokens())

@@ -8,6 +8,7 @@ from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.identity import (
     adapters_of,
     config_fingerprint,
+    input_device,
     is_dispatched,
     loadable_fingerprints,
     nonfinite_tensor,
@@ -29,7 +30,7 @@ from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, unit
 
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
-    "adapters_of", "cache_argument", "check_unit", "config_fingerprint", "head_names", "is_dispatched",
+    "adapters_of", "cache_argument", "check_unit", "config_fingerprint", "head_names", "input_device", "is_dispatched",
     "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise",
     "takes_logits_to_keep", "tensor_in_layer", "text_config", "tiny_model", "uncuttable", "units_of",
     "weights_fingerprint",

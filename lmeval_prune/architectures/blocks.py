@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from lmeval_prune.architectures.table import Family
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:  # head names work without torch
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def label_of(stack: str, layer: int | str) -> str:
@@ -155,6 +156,21 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 def is_transposed(module: nn.Module) -> bool:
     """Return whether the weight has shape (inputs, outputs), as in GPT-2's `Conv1D`."""
     return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"  # PEFT wraps the module as `base_layer`
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return a projection's weight with shape (outputs, inputs); read it if it is offloaded, refuse a quantised one."""
+    import torch
+    from accelerate.utils import align_module_device, has_offloaded_params
+
+    owner = getattr(module, "base_layer", module)  # PEFT wraps the module
+    with align_module_device(owner) if has_offloaded_params(owner) else nullcontext():
+        weight = getattr(owner, "weight", None)
+    # numbers of one byte have their scales elsewhere
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise InputError("the weights of a quantised model cannot be read; load it in float32 or bfloat16")
+    weight = weight.detach()
+    return weight.T if is_transposed(module) else weight
 
 
 def is_projection(module: nn.Module) -> bool:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+_CHUNK = 2**22  # numbers of a tensor that are read at a time; a fingerprint depends on it
+_CACHED = 2**16  # numbers whose checksum is computed in a processor's cache
+_POSITION = 2654435761  # factor of a number's position in its chunk
+
 
 def model_name(name_or_path: str) -> str:
     """Return a model's short name, the same for `org/NAME`, a folder `…/NAME` and its folder in the hub cache.
@@ -68,13 +72,18 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
         if tensor.is_meta:
             return None
         sums = [0, 0]
+        size = _CACHED if tensor.device.type == "cpu" else _CHUNK  # a GPU waits for each piece
+        width = 1 if tensor.is_floating_point() else tensor.element_size()  # whole numbers are read as bytes
+        weights = torch.arange(1, min(size, tensor.numel()) * width + 1, device=tensor.device) * _POSITION
         for number, chunk in enumerate(_chunks(tensor)):
-            if rounded_to and is_parameter and chunk.is_floating_point():
-                chunk = chunk.to(rounded_to)
-            values = _bits(chunk)
-            positions = torch.arange(1, len(values) + 1, device=values.device)
-            sums[0] += int(values.sum())
-            sums[1] += int((values * (positions * 2654435761 + number)).sum())
+            for start, piece in enumerate(chunk.split(size)):
+                if rounded_to and is_parameter and piece.is_floating_point():
+                    piece = piece.to(rounded_to)
+                values = _bits(piece)
+                plain = int(values.sum(dtype=torch.int64))
+                sums[0] += plain
+                before = start * size * width * _POSITION + number
+                sums[1] += int((values * weights[: len(values)]).sum()) + before * plain
         state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]
 
@@ -131,6 +140,18 @@ def is_dispatched(model: nn.Module) -> bool:
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Return the device on which a model takes its token ids: of offloaded weights, that on which they compute."""
+    import torch
+
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
+        places = (getattr(each, "execution_device", None) for hook in hooks for each in getattr(hook, "hooks", [hook]))
+        device = torch.device(next((place for place in places if place is not None), device))
+    return device
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, tensor, is parameter) of each parameter and saved buffer, without duplicates."""
     if is_dispatched(model):
@@ -173,17 +194,21 @@ def _joined(path: str, key: str) -> str:
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Yield slices of a tensor's local values, so that temporary copies stay small."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
-    yield from local.split(2**22)
+    yield from local.split(_CHUNK)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return integers that are equal where values are equal: float32 bits where exact (MPS lacks float64)."""
+    """Return integers that are equal where values are equal: float32 bits where exact (MPS lacks float64).
+
+    They have 32 bits if all values have.
+    """
     import torch
 
     if not values.is_floating_point():
         return values.contiguous().view(torch.uint8).to(torch.int64)
     small = values.to(torch.float32)
-    bits = (small + 0.0).contiguous().view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
+    bits = (small + 0.0).contiguous().view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     if values.dtype != torch.float64:
         return bits
+    bits = bits.to(torch.int64)
     return torch.where(small.to(torch.float64) == values, bits, (values + 0.0).contiguous().view(torch.int64))

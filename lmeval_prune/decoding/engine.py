@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.precision import with_exact_products
 from lmeval_prune.decoding.comparison import ComparisonRun, Reduce
 from lmeval_prune.decoding.fallback import Fallback
@@ -287,7 +287,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return next(self.model.parameters()).device
+        return input_device(self.model)
 
     @property
     def unsupported(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
@@ -64,7 +64,7 @@ class Fallback:
 
     def _generate(self, batch: Sequence[Request], params: SamplingParams) -> list[list[int]]:
         model: Any = self.model_map.model
-        device = next(model.parameters()).device
+        device = input_device(model)
         ids = torch.tensor([request.prompt for request in batch], device=device)
         width = ids.shape[1]
         ends = self.stopping.ends(params)

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.kv_cache import KVCache
@@ -63,7 +63,7 @@ class ModelRunner:
         self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
         if any(masks):
             self._masking = partial(rows.using, self.masks)
-        self.device = next(self._model.parameters()).device
+        self.device = input_device(self._model)
         self.layers = len(model_map.attention)
         self.cache = cache
         self.layer_tokens = self.head_tokens = 0

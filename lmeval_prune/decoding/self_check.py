@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import FAMILIES, ModelMap, position_limit
+from lmeval_prune.architectures import FAMILIES, ModelMap, input_device, position_limit
 from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
+from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
@@ -69,12 +70,16 @@ def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -
 
 
 def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: LogitsDiffer) -> None:
-    """Check a model again with float32 weights; raise `difference` if they differ there, too, or cannot be run."""
+    """Check a model again with float32 weights; raise `difference` if these differ, too, or need too much memory."""
+    size = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.dtype in HALF)
+    if size > available_memory(input_device(model)):  # on a CPU, the system would end the process
+        logger.info("the engine is not checked again in float32: the weights would take %.1f GB more", size / 1e9)
+        raise difference
     logger.info("checking the engine again in float32: in half precision roundings alone may move the logits as much")
     try:
         with _float32_weights(model):
             check()
-    except Exception as error:  # also too little memory for weights of twice the size
+    except Exception as error:  # also too little memory for the checks
         raise difference from error
 
 
@@ -161,7 +166,7 @@ def _tokens(model: Any, count: int) -> list[int]:
 
 def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """Return the model's own logits of a text, (tokens, vocabulary)."""
-    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    ids = torch.tensor([tokens], device=input_device(model))
     logits: torch.Tensor = model(ids, use_cache=False).logits[0]
     return logits.float()
 

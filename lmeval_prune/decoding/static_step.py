@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.decoding.attention import AttentionOptions
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import (
@@ -110,7 +110,7 @@ class StaticStep(Store):
         self.capacity = self.cache.count - 1
         self.count = self.cache.count
         self._model: Any = self.model_map.model
-        self._device = next(self._model.parameters()).device
+        self._device = input_device(self._model)
         self._is_gpu = self._device.type == "cuda"
         self._buckets = bucket_sizes(self.capacity)
         width = self.capacity + 1  # wider than all buckets: torch.compile would compile a whole buffer as another case

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.decoding import Engine, LikelihoodRequest
 from lmeval_prune.distance.summary import COLUMNS as COLUMNS
 from lmeval_prune.errors import InputError
@@ -118,7 +118,7 @@ def applied(interventions: Sequence[Intervention], model: Any, model_map: ModelM
 
 def logits_of(model: Any) -> Logits:
     """Return the function that runs a causal model on a text."""
-    device = next(model.parameters()).device
+    device = input_device(model)
 
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         output: torch.Tensor = model(torch.tensor([list(tokens)], device=device), use_cache=False).logits[0]

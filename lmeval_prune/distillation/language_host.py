@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lmeval_prune.architectures import position_limit, takes_logits_to_keep
+from lmeval_prune.architectures import input_device, position_limit, takes_logits_to_keep
 from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
@@ -427,7 +427,7 @@ class LanguageHost(Host):
             return super().calibration(examples, model, answering)
         questions = [problem.question for problem in self.drawn(examples.questions)]
         if answering is not None:
-            model = cast("Any", self.read(answering)).to(next(model.parameters()).device)
+            model = cast("Any", self.read(answering)).to(input_device(model))
         answers = self.answerer.answers(model, questions)
         name = f"own answers to {len(questions)} training problems"
         return calibration_text(name, answers, self.answerer.sampling, self.options.prompts_count)

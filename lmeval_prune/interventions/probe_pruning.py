@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.architectures.precision import FINITE_REMEDY
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
@@ -165,7 +165,7 @@ class _Target:
             self.kind, self.width, part, module = "channels", 1, "down", block.down
         self.name = f"{block.label}.{part}"
         self.count = 0  # heads or channels to mask
-        weight = module.weight.detach().T if is_transposed(module) else module.weight.detach()
+        weight = weight_of(module)
         for plan in plans:
             weight = plan.compensation.get(f"{self.name}.weight", weight).to(weight.device)
         self.weights = weight.double().pow(4).sum(0)  # Σ_i W_ij⁴, zero in columns that a mask or plan removes

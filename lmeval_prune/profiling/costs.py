@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 
 PROMPT_TOKENS = 128  # of the prompt whose FLOPs are written to results files
@@ -97,7 +97,7 @@ _FLASH_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _at
 def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
     """Return random prompts for a model: always the same for a vocabulary size; also for the decoder if separate."""
     ids = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids.to(next(model.parameters()).device)}
+    inputs = {"input_ids": ids.to(input_device(model))}
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
     return inputs

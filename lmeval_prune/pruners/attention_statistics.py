@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap, input_device
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -132,7 +132,7 @@ def _read_output_attentions(
 ) -> None:
     """Add the attention weights that the model returns itself; those of all layers and one batch are in memory."""
     model: Any = model_map.model
-    device = next(model.parameters()).device
+    device = input_device(model)
     base = getattr(model, "get_base_model", lambda: model)().base_model  # without PEFT and the output head
     with eager_attention(model), torch.no_grad(), stop_forward_at(base, after=True):  # only eager returns weights
         for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text):

@@ -20,7 +20,7 @@ import torch
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import position_limit
+from lmeval_prune.architectures import input_device, position_limit
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.prompts import training_documents
 
@@ -124,7 +124,7 @@ class CalibrationText:
 
         An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
         """
-        device = next(model.parameters()).device
+        device = input_device(model)
         for batch in self:
             batch = Batch(*(tensor.to(device) for tensor in batch))
             is_padded = not bool(batch.real.all())

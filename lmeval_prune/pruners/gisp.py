@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import FeedForward, ModelMap
-from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.architectures.blocks import in_features, out_features, weight_of
 from lmeval_prune.pruners.base import Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.llm_pruner import LlmPruner, structure_sums
-from lmeval_prune.pruners.parts import HEADS, Part, Removed, weight_of
+from lmeval_prune.pruners.parts import HEADS, Part, Removed
 
 
 @dataclass(frozen=True)

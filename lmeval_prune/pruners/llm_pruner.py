@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
-from lmeval_prune.architectures.blocks import is_transposed, projection_in
+from lmeval_prune.architectures.blocks import is_transposed, projection_in, weight_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import Batch, CalibrationText
-from lmeval_prune.pruners.parts import Part, Removed, weight_of
+from lmeval_prune.pruners.parts import Part, Removed
 
 Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import Part, Removed, weight_of
+from lmeval_prune.pruners.parts import Part, Removed
 
 
 @dataclass(frozen=True)

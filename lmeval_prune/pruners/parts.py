@@ -13,9 +13,9 @@ from lmeval_prune.architectures.blocks import (
     attribute_of,
     columns_of,
     in_features,
-    is_transposed,
     out_features,
     projection_in,
+    weight_of,
 )
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
 from lmeval_prune.errors import InputError
@@ -161,16 +161,6 @@ def depth_parts_of(model_map: ModelMap, kinds: Collection[str] = DEPTH_KINDS) ->
         parts.append(DepthPart(LAYERS, sublayers[0].label, tuple(sublayers)))
         parts += [DepthPart(each.kind, each.label, (each,)) for each in sublayers]
     return [part for part in parts if part.kind in kinds]
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return a projection's weight with shape (outputs, inputs); refuse quantised weights."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if not weight.is_floating_point():
-        raise InputError("the weights of a quantised model cannot be read; load it in float32 or bfloat16")
-    weight = weight.detach()
-    return weight.T if is_transposed(module) else weight
 
 
 def _row_parameters(layer: AttentionLayer, projection: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lmeval_prune.architectures import UNITS, ModelMap, check_unit, config_fingerprint, uncuttable, units_of
+from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
@@ -30,7 +31,7 @@ from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of, weight_of
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of
 from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds, scored_questions
 from lmeval_prune.pruners.sequential import (

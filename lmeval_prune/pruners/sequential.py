@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import in_features
+from lmeval_prune.architectures.blocks import in_features, weight_of
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
@@ -31,7 +31,7 @@ from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removed, Units, weight_of
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removed, Units
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap, cache_argument
+from lmeval_prune.architectures import ModelMap, cache_argument, input_device
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
 from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.architectures.sublayers import Sublayer
@@ -214,7 +214,7 @@ def _gradients(logits: Tensor, weights: Sequence[nn.Parameter]) -> list[bool]:
 
 
 def _ids(model: Any) -> Tensor:
-    device, size = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    device, size = input_device(model), model.config.get_text_config().vocab_size
     return torch.tensor([[7 * n % size for n in range(3, 3 + TOKENS)]], device=device)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,19 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
+from lmeval_prune.architectures import identity, loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_weights, read_config
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
 from lmeval_prune.cli import main
+from lmeval_prune.distance.tokens import logits_of
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
@@ -471,6 +475,69 @@ def test_scores_that_are_no_numbers_are_refused(
         assert not Path("p.json").exists()
 
 
+# ---------------------------------------------------------------- fingerprints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_a_fingerprint_is_of_two_sums_of_each_tensor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk: a sum of bits, and one weighted by position, modulo 2⁶⁴."""
+    monkeypatch.setattr(identity, "_CHUNK", 50)
+    monkeypatch.setattr(identity, "_CACHED", 16)
+    torch.manual_seed(0)
+    values = (torch.randn(130) * 1000).to(dtype)
+    values[3] = -0.0
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(values, requires_grad=False)
+    if dtype == torch.int64:
+        bits = [list(struct.pack("<q", value)) for value in values.tolist()]
+        numbers = [byte for value in bits for byte in value]
+    elif dtype == torch.float64:
+        doubles = [struct.unpack("<q", struct.pack("<d", value + 0.0))[0] for value in values.tolist()]
+        floats = [struct.unpack("<i", struct.pack("<f", value + 0.0))[0] for value in values.tolist()]
+        is_exact = (values.float().double() == values).tolist()
+        numbers = [a if exact else b for a, b, exact in zip(floats, doubles, is_exact, strict=True)]
+    else:
+        numbers = [struct.unpack("<i", struct.pack("<f", value + 0.0))[0] for value in values.tolist()]
+    length = 50 * (8 if dtype == torch.int64 else 1)
+    weighted = sum(x * ((n % length + 1) * 2654435761 + n // length) for n, x in enumerate(numbers))
+    text = f"weight(130,){sum(numbers) % 2**64},{weighted % 2**64};"
+    assert weights_fingerprint(model) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- shards
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model-00003-of-*", None, "lacks model-00003-of-"),
+        ("model-00003-of-*", slice(-100), "is damaged (SafetensorError"),
+        ("model-00003-of-*", b"", "is damaged (SafetensorError"),
+        ("model-00003-of-*", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is damaged"),
+        (INDEX, None, f"but no {INDEX}"),
+        (INDEX, slice(-100), f"{INDEX} cannot be read"),
+    ],
+)
+def test_the_damaged_file_among_many_is_named(
+    name: str, content: Any, message: str, tmp_path: Path, tiny_folder: Path
+) -> None:
+    load_pretrained(tiny_folder).save_pretrained(tmp_path, max_shard_size="40KB")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path)
+    (path,) = tmp_path.glob(name)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
+    loaders: list[Any] = [load_pretrained, lambda folder: with_weights(skeleton_of(folder), folder), PrunedHFLM]
+    for load in loaders:
+        with pytest.raises(InputError) as error:
+            load(str(tmp_path))
+        line = str(error.value)
+        assert message in line and path.name in line and line.endswith("fetch it again"), line
+
+
 # ---------------------------------------------------------------- offloaded weights
 
 
@@ -493,6 +560,33 @@ def test_offloaded_weights_have_the_fingerprint_of_the_model(family: str, kind: 
     assert loadable_fingerprints(model, weights_fingerprint(model)) == expected
     assert nonfinite_tensor(model) is None
     assert torch.equal(output(model, tokens()), before)  # it works as before
+
+
+@pytest.mark.parametrize("engine", ["batched", "generate"])
+def test_a_model_that_is_offloaded_completely_answers_as_in_memory(
+    engine: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Its parameters are on the meta device, its inputs are not."""
+    folder = tmp_path / "shards"
+    model = load_pretrained(tiny_folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    loading = {"parallelize": True, "max_cpu_memory": "20KB", "offload_folder": str(tmp_path / "off")}
+    texts, windows = [], []
+    for arguments in ({}, loading):
+        lm: Any = PrunedHFLM(str(folder), device="cpu", batch_size=4, engine=engine, heads="L1H2", **arguments)
+        assert {parameter.is_meta for parameter in lm.model.parameters()} == {bool(arguments)}
+        asked = [generation(number) for number in range(3)]
+        texts.append(lm.generate_until(asked, disable_tqdm=True))
+        windows.append(logits_of(lm.model)([5, 6, 7]))
+        lm.close()
+    assert texts[0] == texts[1]
+    assert torch.equal(*windows)
+
+
+def generation(number: int) -> Instance:
+    arguments = (f"{number} and", {"until": ["\n"], "max_gen_toks": 6})
+    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0, metadata=("t", number, 1))
 
 
 def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> None:

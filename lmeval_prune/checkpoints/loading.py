@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from lmeval_prune.architectures import nonfinite_tensor
+from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, brief, first_few
+from lmeval_prune.errors import InputError, brief, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -173,7 +176,13 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     are refused if the checkpoint's model computes something else with them, else they are logged. `model_class` may be
     an auto class; the other arguments are those of its `from_pretrained`.
     """
-    model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
+    try:
+        model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
+    except Exception as error:  # which seldom names the file
+        config = embedded.cached_file(str(pretrained), options) if not Path(str(pretrained)).is_dir() else None
+        if fault := _file_fault(config.parent if config else Path(str(pretrained), options.get("subfolder") or "")):
+            raise InputError(f"{fault}; fetch it again") from error
+        raise
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
     for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
@@ -187,6 +196,29 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     if dropped:
         _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
+
+
+def _file_fault(folder: Path) -> str | None:
+    """Return which file of a folder's weights is missing or damaged; None if all can be opened."""
+    shards = sorted(folder.glob("*.safetensors"))
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    numbered = [path.name for path in shards if re.search(r"-\d+-of-\d+\.", path.name)]
+    if numbered and not indices:
+        return f"{folder} has shards ({first_few(numbered, most=1)}), but no model.safetensors.index.json"
+    for index in indices:
+        try:
+            named = {str(name) for name in read_json(index, dict[str, Any])["weight_map"].values()}
+        except (InputError, KeyError, AttributeError):
+            return f"{index} cannot be read as an index of shards"
+        if missing := sorted(name for name in named if not (folder / name).is_file()):
+            return f"{folder} lacks {first_few(missing, most=3)}"
+    for path in shards:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path} is damaged ({first_line(error)})"
+    return None
 
 
 def broken_weights_message(pretrained: Any, tensor: str) -> str:

@@ -86,6 +86,8 @@ def parse_value(name: str, value: Any, annotation: Any) -> Any:
     try:
         if isinstance(plain, bool) and bool not in union_members(annotation):
             raise ValueError
+        if type(plain) in (int, float) and str(plain) in _choices(annotation):
+            return str(plain)
         if isinstance(plain, float) and not math.isfinite(plain) and float not in union_members(annotation):
             raise ValueError
         result = _adapter(annotation).validate_python(plain)
@@ -100,8 +102,11 @@ def _remedy(value: Any, annotation: Any) -> str:
     """Return the end of the message: to quote a word such as `true`, or the most similar choice."""
     if isinstance(value, bool) and str in union_members(annotation):
         return "; put a word such as true in quotes"
-    choices = [choice for kind in union_members(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
-    return did_you_mean(str(value), map(str, choices))
+    return did_you_mean(str(value), map(str, _choices(annotation)))
+
+
+def _choices(annotation: Any) -> list[Any]:
+    return [choice for kind in union_members(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
 
 
 def describe(annotation: Any) -> str:

@@ -16,6 +16,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
+from lmeval_prune.interventions.base import change_input, change_output
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
 
 
@@ -195,3 +196,74 @@ def test_other_implementations_are_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(InputError, match="flash_attention_2 cannot be intercepted; use sdpa or eager"):
         check_attention_calls(map_model(model))
+
+
+@dataclass(frozen=True)
+class Wrong(Intervention):
+    """Returns what is no attention, no input or no output, some of which PyTorch would broadcast."""
+
+    place: str
+    fault: str
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        def handler(call: AttentionCall, attend: Attend) -> Any:
+            out, weights = attend(call)
+            return self.broken(out, weights)
+
+        def change(x: torch.Tensor) -> Any:
+            return self.broken(x, None)[0]
+
+        for layer in model_map.attention:
+            {"input": change_input, "output": change_output}.get(self.place, no_hook)(layer.o_proj, change, stack)
+        if self.place == "handler":
+            intercept_attention(model_map, handler, stack)
+
+    def broken(self, x: torch.Tensor, weights: Any) -> Any:
+        faults = {
+            "transposed": (x.transpose(1, 2), weights),
+            "first token": (x[:, :1], weights),
+            "first row": (x[:1], weights),
+            "float32": (x.float(), weights),
+            "nothing": (None, weights),
+            "three": (x, weights, weights),
+            "one": [x],
+        }
+        return faults.get(self.fault, (x, weights))
+
+
+def no_hook(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "found"),
+    [
+        ("handler", "transposed", r"handler returned \(2, 4, 6, 8\) in torch.float64, not a tensor \(2, 6, 4, 8\)"),
+        ("handler", "first token", r"handler returned \(2, 1, 4, 8\)"),
+        ("handler", "float32", "handler returned .* in torch.float32, not a tensor .* in torch.float64"),
+        ("handler", "nothing", "handler returned NoneType"),
+        ("handler", "three", "handler returned no pair of outputs and weights"),
+        ("handler", "one", "handler returned no pair of outputs and weights"),
+        *(
+            (place, fault, f"change returned {found}, not a tensor .2, 6, 32. in torch.float64")
+            for place in ("input", "output")
+            for fault, found in {
+                "first token": r"\(2, 1, 32\) in torch.float64",
+                "first row": r"\(1, 6, 32\) in torch.float64",
+                "float32": r"\(2, 6, 32\) in torch.float32",
+                "nothing": "NoneType",
+            }.items()
+        ),
+    ],
+)
+def test_a_method_that_returns_another_shape_is_named(place: str, fault: str, found: str) -> None:
+    """Without a refusal most of these are broadcast, reshaped or ignored, and answers are wrong without a word."""
+    model, inputs = tiny("llama"), tokens(2, 6)
+    dense = output(model, inputs)
+    with Wrong(place, "none").applied_to(model):
+        assert torch.equal(output(model, inputs), dense)
+    with (
+        pytest.raises(InputError, match=rf"{__name__}\.Wrong\.attach\..*{found}"),
+        Wrong(place, fault).applied_to(model),
+    ):
+        output(model, inputs)

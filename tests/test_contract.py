@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ class Scale(Intervention):
     name: str | None = None
     squared: bool = False
     of: Any = None
+    kind: Literal["first", "2", "nan"] = "first"
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         for layer in model_map.attention:
@@ -62,6 +63,8 @@ def intervention_of(value: Any) -> Intervention:
         ({"name": 3}, Scale(name="3")),
         ({"name": None}, Scale(name=None)),
         ({"of": {"L0": [1, "a"]}}, Scale(of={"L0": (1, "a")})),
+        ({"kind": 2}, Scale(kind="2")),
+        ({"kind": float("nan")}, Scale(kind="nan")),
     ],
 )
 def test_fields_are_read_by_their_types(registered: None, value: Any, expected: Scale) -> None:
@@ -85,6 +88,8 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
         ({"rule": None}, "scale.rule=None must be text"),
         ({"rule": float("inf")}, "scale.rule=inf must be text"),
         ({"rule": ["all"]}, r"scale.rule=\['all'\] must be text"),
+        ({"kind": 3}, "scale.kind=3 must be first, 2 or nan"),
+        ({"kind": float("inf")}, "scale.kind=inf must be first, 2 or nan"),
         ({"squared": "perhaps"}, "scale.squared='perhaps' must be true or false"),
         ({"of": torch.ones(3)}, "scale.of holds a Tensor, which is not JSON"),
         ({"of": [object()]}, "scale.of holds a object"),

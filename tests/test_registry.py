@@ -139,6 +139,11 @@ class Descending(Ascending):
 
 
 @dataclass(frozen=True)
+class Channels(Ascending):
+    parts: ClassVar[str] = "channels"
+
+
+@dataclass(frozen=True)
 class Integers(Ascending):
     def scores(self, model_map, text, parts, removed):
         return Scores({part.key: torch.arange(part.size) for part in parts})
@@ -154,6 +159,21 @@ class Lists(Ascending):
 class Infinite(Ascending):
     def scores(self, model_map, text, parts, removed):
         return Scores({part.key: torch.full((part.size,), float("inf")) for part in parts})
+
+
+@dataclass(frozen=True)
+class More(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        return Scores({part.key: torch.zeros(part.size) for part in parts} | {"heads.L9": torch.zeros(4)})
+
+
+@dataclass(frozen=True)
+class Shared(Ascending):
+    """Scores all parts of one size by one tensor."""
+
+    def scores(self, model_map, text, parts, removed):
+        places = torch.arange(99, dtype=torch.float64, requires_grad=True)
+        return Scores({part.key: places[: part.size] for part in parts})
 
 
 @dataclass(frozen=True)
@@ -398,6 +418,7 @@ def test_mistakes_in_a_class_are_one_line(install: Any) -> None:
     [
         ("Longer", r"mine returned scores of shape \(5,\) for heads.L0, not \(4,\)"),
         ("Fewer", "mine returned no scores of heads.L0"),
+        ("More", "mine returned scores of heads.L9, which it was not asked for"),
         ("Bare", "mine returned a dict; it must return Scores"),
         ("Integers", "mine returned scores of heads.L0 as torch.int64, not as a tensor of floating point"),
         ("Lists", "mine returned scores of heads.L0 as list"),
@@ -413,6 +434,25 @@ def test_scores_that_are_none_are_one_line(
     more = ["--ratio", "0.25", "--budget", "heads"] if command == "prune" else []
     assert main([command, *words, *more]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_scores_may_share_memory(install: Any, tiny_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    install({"pruners": {"mine": "elsewhere:Ascending", "shared": "elsewhere:Shared"}})
+    for name in ("mine", "shared"):
+        words = ["--pretrained", str(tiny_folder), "--method", name, "--ratio", "0.25"]
+        assert main(["prune", *words, "--output", str(tmp_path / f"{name}.json")]) == 0
+    mine, shared = (load_intervention(tmp_path / f"{name}.json") for name in ("mine", "shared"))
+    assert (mine.heads, mine.channels) == (shared.heads, shared.channels)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_channels_by_a_pruner_of_others_are_no_extension_of_a_paper(
+    install: Any, tiny_folder: Path, tmp_path: Path, own: bool, capsys: Any
+) -> None:
+    install({"pruners": {"mine": "elsewhere:Channels"}})
+    words = ["--pretrained", str(tiny_folder), "--method", "global_threshold" if own else "mine", "--ratio", "0.25"]
+    assert main(["prune", *words, "--parts", "channels", "--output", str(tmp_path / "plan.json")]) == 0
+    assert ("an extension of ours" in capsys.readouterr().out) == own
 
 
 def test_scores_of_a_package_that_is_gone_are_not_another_method_s(

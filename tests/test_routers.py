@@ -3,9 +3,11 @@
 import itertools
 import math
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +22,15 @@ from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers import calibration
-from lmeval_prune.sprint.routers.base import by_coverage, by_probability, standardisation
+from lmeval_prune.sprint.routers.base import (
+    Candidate,
+    Examples,
+    Ranker,
+    RouterMethod,
+    by_coverage,
+    by_probability,
+    standardisation,
+)
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.sprint.routers.knn import Neighbours
 from lmeval_prune.sprint.routers.outcome_model import OutcomeModel, quadrature
@@ -237,6 +247,65 @@ def test_what_an_encoder_does_not_read_is_said(tmp_path: Path, caplog: pytest.Lo
 def test_a_language_model_as_encoder_is_said_to_be_one(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_encoder(str(tiny_folder))
     assert "no model of sentence-transformers (no modules.json)" in caplog.text
+
+
+@dataclass(frozen=True, eq=False)
+class WrongRanker(Ranker):
+    shapes: ClassVar = {"width": ("width",)}
+    width: torch.Tensor
+    pool: int
+    fault: str
+
+    def order(self, x: torch.Tensor) -> Any:
+        order = torch.arange(self.pool).expand(len(x), -1)
+        faults = {
+            "short": order[:, 1:],
+            "twice": order * 0,
+            "above": order + 1,
+            "rows": order[:1],
+            "list": [*range(self.pool)],
+            "fractions": order + 0.5,
+        }
+        return faults.get(self.fault, order)
+
+    def probabilities(self, x: torch.Tensor) -> torch.Tensor:
+        p = torch.full((len(x), self.pool), 0.5)
+        return {"narrow": p[:, 1:], "large": p + 1, "nan": p * math.nan}.get(self.fault, p)
+
+
+@dataclass(frozen=True)
+class Wrong(RouterMethod):
+    ranker: ClassVar = WrongRanker
+    fault: str = ""
+
+    def candidates(self, examples: Examples) -> Iterator[Candidate]:
+        if self.fault != "nothing":
+            width = torch.full(
+                [1] * (2 if self.fault == "matrix" else 1), math.inf if self.fault == "infinite" else 1.0
+            )
+            ranker = WrongRanker(width, examples.z.shape[1], self.fault)
+            yield Candidate({}, ranker, math.nan if self.fault == "loss" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ("short twice above rows list fractions", "router wrong ordered other columns than 0 to 5, each once"),
+        ("narrow large nan", r"router wrong gave no probabilities of shape \(40, 6\), between 0 and 1"),
+        ("matrix", "router wrong: a pool of 6 and tensors of shapes .* do not fit together"),
+        ("infinite", "router wrong: its candidate has NaN or infinite values in width"),
+        ("loss", "router wrong: its candidate has NaN or infinite values in loss"),
+        ("nothing", "router wrong fitted nothing"),
+    ],
+)
+def test_what_a_router_of_others_does_wrong_is_one_line(
+    faults: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROUTERS._added, "wrong", f"{__name__}:Wrong")
+    for fault in ["", *faults.split()]:
+        refused = pytest.raises(InputError, match=message) if fault else nullcontext()
+        with refused:
+            fit_embeddings(*world(200, 1), POOL[:6], "none", FitOptions(router="wrong", options={"fault": fault}))
 
 
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:

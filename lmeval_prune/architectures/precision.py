@@ -13,7 +13,8 @@ from lmeval_prune.errors import InputError
 Item = TypeVar("Item")
 # What to give where a model's numbers are not finite.
 FINITE_REMEDY = (
-    "give another dtype, attn_implementation=sdpa or batch_size=1 (eager attention in float64 cannot read padding)"
+    "give another dtype, attn_implementation=sdpa or batch_size=1 (eager attention in float64 cannot read padding), or "
+    "mend the method that is applied to it"
 )
 
 

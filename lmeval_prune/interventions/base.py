@@ -10,9 +10,10 @@ import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
@@ -369,18 +370,37 @@ def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
-    """Pass the first input of `module` through `change` until `stack` closes."""
+    """Pass the first input of `module` through `change` until `stack` closes; it keeps shape and type."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (change(inputs[0]), *inputs[1:])
+        return (changed_by(change, change(inputs[0]), inputs[0]), *inputs[1:])
 
     stack.callback(module.register_forward_pre_hook(hook).remove)
 
 
 def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
-    """Pass the output of `module` (the first of several) through `change` until `stack` closes."""
+    """Pass the output of `module` (the first of several) through `change` until `stack` closes; see `change_input`."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        result = changed_by(change, change(first), first)
+        return (result, *rest) if isinstance(output, tuple) else result
 
     stack.callback(module.register_forward_hook(hook).remove)
+
+
+def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
+    """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast."""
+    shape = tuple(shape or like.shape)
+    if isinstance(result, torch.Tensor) and result.shape == shape and result.dtype == like.dtype:
+        return result
+    found = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
+    raise InputError(f"{place_of(change)} returned {found}, not a tensor {shape} in {like.dtype}; mend the method")
+
+
+def place_of(function: Any) -> str:
+    """Return where a function is defined: `package.module.Class.attach.<locals>.name`."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

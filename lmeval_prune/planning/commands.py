@@ -424,6 +424,7 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
     """Print the removed units, and say if rounding to whole units removes less than requested."""
     from lmeval_prune.architectures.sublayer_names import compact_names
     from lmeval_prune.pruners.base import pruner_name
+    from lmeval_prune.registry import is_own
 
     report = plan.report(model_map)["plan"]
     counts = [f"{report['heads_pruned']} of {report['heads_total']} heads"]
@@ -439,7 +440,7 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
     if parameters:
         share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters"
     extension = ""
-    if channel_pruner.parts != "both" and "channels" in pruning.kinds:
+    if is_own(type(channel_pruner)) and channel_pruner.parts != "both" and "channels" in pruning.kinds:
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
     removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.provenance['removes']}"
     print(f"{output}: {removed}{extension}")

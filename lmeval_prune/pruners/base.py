@@ -167,7 +167,10 @@ def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPar
             raise InputError(f"{name} returned scores of shape {shape} for {part.key}, not ({size},)")
         if not is_own(type(pruner)):  # else the numbers are outside the range of the model's type
             check_finite({part.key: values}, f"the result of {name}", "mend the pruner")
-    return scores
+    keys = [part.key for part in parts]
+    if strangers := sorted(scores.values.keys() - {*keys}):
+        raise InputError(f"{name} returned scores of {strangers[0]}, which it was not asked for; mend the pruner")
+    return Scores({key: scores.values[key].detach().clone() for key in keys}, scores.means)  # tensors may be shared
 
 
 def per_member(scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import check_finite, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
@@ -135,8 +135,11 @@ def fit_embeddings(
     is_guarded = (method.guarded if options.guard is None else options.guard) and DENSE in pool
     tried = []
     for candidate in method.candidates(examples):
+        _check(candidate, len(pool), options.router)
         router = Router(candidate.ranker, pool, encoder, options.router)
         tried.append((candidate, *_judge(router, examples, dense_rate if is_guarded else None)))
+    if not tried:
+        raise InputError(f"router {options.router} fitted nothing; mend its `candidates`")
     candidate, router, passes = max(tried, key=lambda item: (sum(item[2].values()), -item[0].loss))
     platt, scores = _calibrate(router, examples)
     return replace(
@@ -156,6 +159,16 @@ def fit_embeddings(
             **candidate.about,
         },
     )
+
+
+def _check(candidate: Candidate, pool: int, name: str) -> None:
+    """Raise `InputError` for a candidate whose files could not be read, or whose loss decides nothing."""
+    ranker = candidate.ranker
+    try:
+        ranker.of(ranker.tensors, ranker.settings, pool)
+        check_finite(ranker.tensors | {"loss": torch.tensor(candidate.loss)}, "its candidate", "mend its `candidates`")
+    except InputError as error:
+        raise InputError(f"router {name}: {error}") from None
 
 
 def _record(candidate: Candidate, router: Router, passes: dict[str, float]) -> dict[str, Any]:

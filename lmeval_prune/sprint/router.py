@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 import numpy as np
-import torch
 from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -134,8 +133,7 @@ class Router:
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
         """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
-        with torch.no_grad():
-            ranking: list[list[int]] = self.ranker.order(embeddings).tolist()
+        ranking = self.ranker.columns(embeddings, len(self.pool), self.method)
         if self.dense_first:
             dense = self.pool.index(DENSE)
             ranking = [[dense, *(j for j in row if j != dense)] for row in ranking]
@@ -143,9 +141,8 @@ class Router:
 
     def chances(self, embeddings: Tensor) -> Tensor | None:
         """Return `probabilities` from embeddings, shape (questions, width)."""
-        with torch.no_grad():
-            p = self.ranker.probabilities(embeddings)
-            return None if p is None else rescale(p, *self.platt)
+        p = self.ranker.chances(embeddings, len(self.pool), self.method)
+        return None if p is None else rescale(p, *self.platt)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `router.json`, which has the hash of the tensors, `router.safetensors` and the card."""

@@ -67,6 +67,26 @@ class Ranker(Settings, ABC):
             raise InputError(f"a pool of {pool} and tensors of shapes {shapes} do not fit together")
         return cls.from_dict({**tensors, **settings}, "the fitted router")
 
+    def columns(self, x: Tensor, pool: int, name: str) -> list[list[int]]:
+        """Return `order(x)` as lists; `InputError` if it does not name each column of the pool once."""
+        with torch.no_grad():
+            order: Any = self.order(x)
+        rows = order.tolist() if isinstance(order, Tensor) else None
+        if not rows or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
+            raise InputError(f"router {name} ordered other columns than 0 to {pool - 1}, each once; mend its `order`")
+        return rows
+
+    def chances(self, x: Tensor, pool: int, name: str) -> Tensor | None:
+        """Return `probabilities(x)`; `InputError` if they are no probabilities of these questions and columns."""
+        with torch.no_grad():
+            p = self.probabilities(x)
+        if p is None:
+            return None
+        if p.shape != (len(x), pool) or not bool(((p > -1e-6) & (p < 1 + 1e-6)).all()):
+            wanted = f"shape ({len(x)}, {pool}), between 0 and 1"
+            raise InputError(f"router {name} gave no probabilities of {wanted}; mend its `probabilities`")
+        return p
+
 
 @dataclass(frozen=True)
 class Examples:

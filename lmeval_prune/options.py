@@ -50,12 +50,6 @@ def first_argument(name: str, word: str = "") -> Callable[[Any], Any]:
     return declare
 
 
-def resumes(function: Any) -> Any:
-    """Declare that the same command resumes an interrupted one in its `output`; `main` says so."""
-    function.resumes = True
-    return function
-
-
 def takes_tasks(function: Any) -> Any:
     """Declare that a command takes lm-eval's tasks: it gets the option `--include_path`, which `main` reads."""
     function.takes_tasks = True

@@ -328,3 +328,9 @@ def resolve_device(name: str | None, strictly: bool = True) -> Any:
         available = f"{gpus} GPUs" if gpus else "no GPU that torch can use"
         raise InputError(f"device={name} does not exist (this machine has {available}); use cpu, or cuda with a GPU")
     return device
+
+
+def resumes(function: Any) -> Any:
+    """Declare that the same command resumes an interrupted one in its `output`; `main` says so."""
+    function.resumes = True
+    return function

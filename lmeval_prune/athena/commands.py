@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.options import resumes
+from lmeval_prune.settings import resumes
 
 
 @resumes

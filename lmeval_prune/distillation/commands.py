@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.options import resumes, takes_tasks
+from lmeval_prune.options import takes_tasks
+from lmeval_prune.settings import resumes
 
 
 @resumes

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import mutually_exclusive, resumes
+from lmeval_prune.options import mutually_exclusive
+from lmeval_prune.settings import resumes
 
 
 @resumes

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.options import first_argument, resumes, takes_tasks
+from lmeval_prune.options import first_argument, takes_tasks
+from lmeval_prune.settings import resumes
 
 
 @resumes

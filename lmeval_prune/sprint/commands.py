@@ -13,7 +13,8 @@ from typing import Any
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError, refuse_file
-from lmeval_prune.options import mutually_exclusive, resumes, takes_tasks
+from lmeval_prune.options import mutually_exclusive, takes_tasks
+from lmeval_prune.settings import resumes
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE
 

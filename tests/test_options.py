@@ -23,7 +23,8 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.errors import brief, first_line
-from lmeval_prune.options import mutually_exclusive, read_options, resumes, with_packaged_recipes
+from lmeval_prune.options import mutually_exclusive, read_options, with_packaged_recipes
+from lmeval_prune.settings import resumes
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -384,7 +385,7 @@ def test_weights_that_are_cut_off_are_said_in_one_line(
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["mask", "--pretrained", str(folder), "--heads", "L0H0", "--output", str(tmp_path / "m.json")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lmeval-prune: error: ")]
-    assert f"the weights of {folder} cannot be loaded (SafetensorError" in line
+    assert f"{weights} is damaged (SafetensorError" in line and line.endswith("; fetch it again")
     assert not (tmp_path / "m.json").exists()
 
 

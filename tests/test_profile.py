@@ -143,8 +143,14 @@ def run(*words: object) -> int:
 
 
 def test_from_importance_to_profile(
-    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture
+    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The memory is that of a process of its own, here for one model of two."""
+
+    def peak_of_the_cut(name: str, *others: Any) -> float:
+        return peak_memory(name, *others) if name == str(folder) else 1.0
+
+    monkeypatch.setattr("lmeval_prune.profiling.models.peak_memory", peak_of_the_cut)
     scores, plan, folder = (tmp_path / name for name in ("importance.json", "plan.json", "cut"))
     drawn = ("--text", text, "--windows", 4, "--tokens", 32)
     assert run("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0

@@ -146,7 +146,9 @@ def test_sampled_answers(way: str, deterministic: bool) -> None:
     assert answers(engine, requests) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", pytest.param("phi3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama", "phi3"))]
+)
 def test_a_compiled_step(family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The whole step is one graph, and the same for all numbers of rows."""
     graphs: list[Any] = []

@@ -85,7 +85,7 @@ def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier
     assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
     (before,) = workers()
     verifier.seconds = 3.0  # enough for the one that ends, on a machine that is busy
-    assert verifier.verify_many([HANGING, ("2x", "x+x"), HANGING]) == ["timeout", "equal", "timeout"]
+    assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["timeout", "equal"]
     verifier.seconds = 20.0
     assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
 

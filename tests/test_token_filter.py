@@ -429,9 +429,10 @@ def test_windows_that_only_masks_know_are_refused_where_they_end(length: int, im
             model.generate(inputs, max_new_tokens=6, **settings)
 
 
-def test_masks_that_add_to_scores_are_refused() -> None:
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float64).min, -torch.inf])
+def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
     model, inputs = tiny("llama", "eager"), tokens(rows=1, length=6)
-    mask = torch.full((6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
+    mask = torch.full((6, 6), hidden, dtype=torch.float64).triu(1)
     with made(ratio=0.4).applied_to(model):
         output(model, inputs, attention_mask=mask[None, None], use_cache=False)
         mask[3, 1] = -0.5

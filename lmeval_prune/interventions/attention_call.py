@@ -203,7 +203,7 @@ def valid_tokens(call: AttentionCall) -> torch.Tensor:
     visible = call.mask[:, 0, :, -tokens:]
     if visible.dtype != torch.bool:
         added, visible = visible, visible > torch.finfo(visible.dtype).min / 2
-        if tokens > 1 and (added * visible).any():  # a mask that is more than a mask
+        if tokens > 1 and added.masked_fill(~visible, 0).any():  # a mask that is more than a mask
             raise not_causal(call)
     valid = visible.diagonal(dim1=1, dim2=2).expand(rows, tokens)
     if tokens > 1:

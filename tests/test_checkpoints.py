@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -31,6 +30,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.surgery.cut import cut, cut_to
+from lmeval_prune.tasks import compat
 from tests.tiny_models import ALL, output, tiny, tiny_llava, tokens
 
 HEADS = [  # classes that are no language models
@@ -584,9 +584,9 @@ def test_a_model_that_is_offloaded_completely_answers_as_in_memory(
     assert torch.equal(*windows)
 
 
-def generation(number: int) -> Instance:
+def generation(number: int) -> Any:
     arguments = (f"{number} and", {"until": ["\n"], "max_gen_toks": 6})
-    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0, metadata=("t", number, 1))
+    return compat.request("generate_until", arguments, "t", number)
 
 
 def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> None:

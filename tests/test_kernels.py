@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -977,8 +978,9 @@ def test_a_filter_on_the_device_in_single_precision() -> None:
 
 def test_rows_of_a_cache_are_reordered() -> None:
     key, value, valid = text()
-    layer, totals = FilteredCacheLayer(DynamicLayer(), None), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    absent = layer.store(key, value, valid, RULES["kv"], layer.begin(key, value), totals, False)
+    owner = SimpleNamespace(rule=RULES["kv"], keep_skipped_kv=False)
+    layer, totals = FilteredCacheLayer(DynamicLayer(), owner), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    absent = layer.store(key, value, valid, layer.begin(key, value), totals)
     rows = torch.tensor([2, 0, 0, 1])
     lengths, keys, states = layer.lengths[rows], layer.keys[rows], layer.memory.states[rows]
     assert lengths.tolist() == (~absent).sum(1)[rows].tolist() and layer.longest == int(lengths.max())
@@ -987,8 +989,9 @@ def test_rows_of_a_cache_are_reordered() -> None:
     assert layer.keys.equal(keys) and layer.memory.states.equal(states)
     assert {len(tensor) for tensor in (*layer.memory.tensors, layer.positions)} == {4}
     key, value, valid = key[rows][:, :, :1], value[rows][:, :, :1], valid[:1, 5:6].expand(4, 1)
+    owner.keep_skipped_kv = True
     for _ in range(20):  # it grows
-        layer.store(key, value, valid, RULES["kv"], layer.memory, totals, True)
+        layer.store(key, value, valid, layer.memory, totals)
     assert layer.lengths.tolist() == (lengths + 20).tolist()
     assert int(layer.lengths.max()) <= layer.longest <= layer.positions.shape[1]
     assert layer.positions.shape[1] % filtered_cache.BLOCK == 0

@@ -203,7 +203,7 @@ def test_encoders_and_encoder_decoders_go_the_same_way(
     [
         ("gpt2", ("--prompt", 100, "--new", 29), "has 128 positions, and the workload 129 tokens"),
         ("roberta", ("--prompt", 128), "has 127 positions, and the workload 128 tokens"),
-        ("truncated", ("--prompt", 8), "cannot be loaded (SafetensorError"),
+        ("truncated", ("--prompt", 8), "is damaged (SafetensorError"),
         pytest.param("other shapes", ("--prompt", 8), "cannot be loaded (RuntimeError", marks=pytest.mark.long),
     ],
 )

@@ -390,10 +390,15 @@ def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tens
 
 
 def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
-    """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast."""
+    """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast.
+
+    Under autocast the type may be another: operations choose it, and the next module converts it.
+    """
     shape = tuple(shape or like.shape)
-    if isinstance(result, torch.Tensor) and result.shape == shape and result.dtype == like.dtype:
-        return result
+    if isinstance(result, torch.Tensor) and result.shape == shape:
+        is_cast = result.is_floating_point() and torch.is_autocast_enabled(like.device.type)
+        if result.dtype == like.dtype or is_cast:
+            return result
     found = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
     raise InputError(f"{place_of(change)} returned {found}, not a tensor {shape} in {like.dtype}; mend the method")
 

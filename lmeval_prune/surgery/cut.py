@@ -261,7 +261,7 @@ class _Tensors:
         for name in sorted(plan.compensation):
             module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"
-            tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"])
+            tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"], copy=True)
             if name.endswith(".weight"):
                 self.tensors[path] = tensor.T.contiguous() if is_transposed(module) else tensor
             else:

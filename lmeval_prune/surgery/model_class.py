@@ -280,12 +280,18 @@ def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor],
     with no_init_weights():  # random weights, which would be replaced, take minutes in a large model
         smaller: Any = model_class._from_config(config, dtype=model.dtype, attn_implementation=implementation)
     copy_implementations(model.config, smaller.config)
-    shared = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    copies: dict[int, Tensor] = {}  # by address: a tied weight has several names
-    for tensor in tensors.values():
-        if (address := tensor.data_ptr()) in shared and address not in copies:
-            copies[address] = tensor.clone(memory_format=torch.contiguous_format)
-    own = {name: copies.get(tensor.data_ptr(), tensor) for name, tensor in tensors.items()}
+    shared = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    copies: dict[Any, Tensor] = {}  # a tied weight has several names; tensors without elements have no address
+
+    def own_tensor(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in shared:
+            return tensor
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if view not in copies:
+            copies[view] = tensor.clone(memory_format=torch.contiguous_format)
+        return copies[view]
+
+    own = {name: own_tensor(tensor) for name, tensor in tensors.items()}
     smaller.load_state_dict(own, strict=True, assign=True)
     smaller = smaller.to(next(iter(tensors.values())).device)
     constants = {base.name(name): buffer for name, buffer in model.named_buffers()}

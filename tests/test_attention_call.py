@@ -16,7 +16,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
-from lmeval_prune.interventions.base import change_input, change_output
+from lmeval_prune.interventions.base import change_input, change_output, changed_by
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
 
 
@@ -267,3 +267,16 @@ def test_a_method_that_returns_another_shape_is_named(place: str, fault: str, fo
         Wrong(place, fault).applied_to(model),
     ):
         output(model, inputs)
+
+
+def test_a_change_may_have_another_type_under_autocast() -> None:
+    """There operations choose the type; elsewhere it is refused, and so are integers."""
+    x = torch.ones(2, 3)
+    wide = changed_by(test_a_change_may_have_another_type_under_autocast, x, x)
+    assert wide is x
+    with torch.autocast("cpu", torch.bfloat16):
+        assert changed_by(len, x.bfloat16(), x).dtype == torch.bfloat16
+        with pytest.raises(InputError, match="mend the method"):
+            changed_by(len, x.long(), x)
+    with pytest.raises(InputError, match="mend the method"):
+        changed_by(len, x.bfloat16(), x)

@@ -253,6 +253,19 @@ def test_a_cut_holds_each_tensor_once_and_shares_none(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_cut_shares_no_tensor_with_its_plan() -> None:
+    """Training the cut model would change what is cut by the plan next."""
+    model: Any = tiny("llama")
+    hidden, width = model.config.hidden_size, model.model.layers[0].self_attn.o_proj.weight.shape[1]
+    weights = {"L0.o_proj.bias": torch.ones(hidden), "L1.o_proj.weight": torch.ones(hidden, width)}
+    plan = Plan("L0H0", compensation={name: tensor.to(model.dtype) for name, tensor in weights.items()})
+    smaller = cut(model, plan).model
+    with torch.no_grad():
+        for parameter in smaller.parameters():
+            parameter.zero_()
+    assert all((tensor == 1).all() for tensor in plan.compensation.values())
+
+
 class Copied(TorchDispatchMode):
     """Counts the numbers that are copied from tensor to tensor, but for conversions."""
 

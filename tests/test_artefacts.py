@@ -64,6 +64,7 @@ from lmeval_prune.grid.folder import GridFolder, samples_file
 from lmeval_prune.grid.report import write_lm_eval
 from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
+from lmeval_prune.interventions.lora import read_lora_config
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
@@ -1077,3 +1078,8 @@ def test_vectors_of_an_encoder_that_are_not_finite_are_refused() -> None:
 
     with pytest.raises(InputError, match="NaN or infinite"):
         embed(Broken(), ["a", "b"])
+
+
+def test_an_adapter_with_a_name_too_long_for_a_file_is_refused() -> None:
+    with pytest.raises(InputError, match="is no LoRA adapter"):
+        read_lora_config(Path("[" * 300))

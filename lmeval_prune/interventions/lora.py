@@ -153,7 +153,7 @@ def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
     `remedy` precedes another one for an adapter of weights that its initialisation changed.
     """
     file = folder / "adapter_config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # noqa: PTH113 - unlike `is_file`, false for a name that is too long
         raise InputError(
             f"lora={folder} is no LoRA adapter: there is no {file.name} in it; name its folder, or on a server "
             "its GGUF file"

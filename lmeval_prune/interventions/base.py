@@ -399,8 +399,8 @@ def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shap
         is_cast = result.is_floating_point() and torch.is_autocast_enabled(like.device.type)
         if result.dtype == like.dtype or is_cast:
             return result
-    found = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
-    raise InputError(f"{place_of(change)} returned {found}, not a tensor {shape} in {like.dtype}; mend the method")
+    kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
+    raise InputError(f"{place_of(change)} returned {kind}, not a tensor {shape} in {like.dtype}; mend the method")
 
 
 def place_of(function: Any) -> str:

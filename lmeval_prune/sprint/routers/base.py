@@ -83,8 +83,8 @@ class Ranker(Settings, ABC):
         if p is None:
             return None
         if p.shape != (len(x), pool) or not bool(((p > -1e-6) & (p < 1 + 1e-6)).all()):
-            wanted = f"shape ({len(x)}, {pool}), between 0 and 1"
-            raise InputError(f"router {name} gave no probabilities of {wanted}; mend its `probabilities`")
+            expected = f"shape ({len(x)}, {pool}), between 0 and 1"
+            raise InputError(f"router {name} gave no probabilities of {expected}; mend its `probabilities`")
         return p
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
@@ -51,25 +52,23 @@ def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
 
+    draw = sampler.sample
+
     def sample(n: int, eval_doc: Any = None, **settings: Any) -> Any:
-        draw = type(sampler).sample
-        drawn = draw(sampler, n, eval_doc=eval_doc, **settings)
+        drawn = draw(n, eval_doc=eval_doc, **settings)
         itself = [each for each in drawn if all(document.get(key) == value for key, value in each.items())]
         if not itself:
             return drawn
         try:
-            return draw(sampler, n, eval_doc=itself[0], **settings)
+            return draw(n, eval_doc=itself[0], **settings)
         except (ValueError, AssertionError) as error:  # random.sample and lm-eval
             raise InputError(
                 f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller "
                 f"num_fewshot"
             ) from error
 
-    sampler.sample = sample
-    try:
+    with replaced(sampler, sample=sample):
         yield
-    finally:
-        del sampler.sample
 
 
 def exemplars_of(task: Any) -> list[Any]:

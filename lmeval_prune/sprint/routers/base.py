@@ -72,7 +72,7 @@ class Ranker(Settings, ABC):
         with torch.no_grad():
             order: Any = self.order(x)
         rows = order.tolist() if isinstance(order, Tensor) else None
-        if not rows or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
+        if rows is None or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
             raise InputError(f"router {name} ordered other columns than 0 to {pool - 1}, each once; mend its `order`")
         return rows
 

@@ -25,6 +25,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "hidden", "task")
+EAGER_TOKENS = 512  # of the longest text; on a CPU in bfloat16, SDPA's backward pass is slower up to there
 SOLVED_THEN_LOSS = "eval_solved_then_loss"
 # Metric in the log that chooses the best epoch, and whether higher is better.
 CHOOSING: dict[BestBy | None, tuple[str, bool]] = {
@@ -154,17 +155,27 @@ class DistillTrainer(ResumableTrainer):
                 self.features = Features(options, layers, *maps)
 
     def run(self) -> dict[str, Any]:
-        """Train from the last complete checkpoint, with eager attention if attention maps are compared."""
+        """Train from the last complete checkpoint; `uses_eager_attention` tells by which attention."""
         if self.args.n_gpu > 1:
             raise InputError(
                 "a process can use a single GPU: use `accelerate launch -m lmeval_prune distill`, or set "
                 "CUDA_VISIBLE_DEVICES to a single GPU"
             )
         with ExitStack() as stack:
-            if self.options.uses_attention_maps:
+            if self.uses_eager_attention:
                 for model in (self.student, self.teacher):
-                    stack.enter_context(eager_attention(self.host.backbone(model)))
+                    if model is not None:
+                        stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
+
+    @property
+    def uses_eager_attention(self) -> bool:
+        """Whether eager attention is needed, because attention maps are compared, or is faster than SDPA."""
+        if self.options.uses_attention_maps:
+            return True
+        is_sdpa = getattr(self.host.backbone(self.student).config, "_attn_implementation", None) == "sdpa"
+        on_cpu = self.args.device.type == "cpu" and self.args.bf16
+        return is_sdpa and on_cpu and max(self.examples.lengths) <= EAGER_TOKENS
 
     @cached_property
     def runs_in_parts(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
@@ -90,7 +90,7 @@ class Record(TypedDict):
     validation: list[Answer]
     sampled: list[Samples]  # to the validation problems
     test: list[Answer]
-    products: NotRequired[str]  # float32 or tf32
+    products: NotRequired[str]  # of the training: float32, tf32 or bfloat16
     answered_by: NotRequired[str]  # engine or generate
     made: NotRequired[list[dict[str, Any]]]  # commit, versions and device of each run that trained the model
     dense: NotRequired[dict[str, Any]]  # answers of the parent, if it is not the model of the dense row
@@ -125,6 +125,8 @@ class Experiment:
         pretrained: the model that is fine-tuned.
         changes: options that replace those of the dense model and of all recipes, for rehearsals.
         recipe_changes: options that replace those of the recipes alone.
+        bf16: whether trainings compute in bfloat16. Like the device, it is noted in a record, and is no setting: rows of
+            a GPU and of a CPU can be of one verdict, since each is compared with its own dense model.
     """
 
     file: Path
@@ -132,6 +134,7 @@ class Experiment:
     pretrained: str = "smollm2-135m"
     changes: dict[str, Any] = field(default_factory=dict)
     recipe_changes: dict[str, Any] = field(default_factory=dict)
+    bf16: bool = False
 
     @cached_property
     def settings(self) -> Any:
@@ -193,7 +196,8 @@ class Experiment:
         Defaults do not count, so that rows stay valid when `distill` gets further options.
         """
         defaults = default_settings(DistillOptions)
-        settings = {k: v for k, v in result_settings(self.options(row)).items() if v != defaults.get(k)}
+        options = replace(self, bf16=False).options(row)
+        settings = {k: v for k, v in result_settings(options).items() if v != defaults.get(k)}
         settings["pretrained"] = self.base
         if corpus := settings.get("corpus"):
             settings["corpus"] = self._prompts if corpus == str(self.work / PROMPTS) else corpus_identity(corpus)
@@ -223,6 +227,8 @@ class Experiment:
         }
         if values.get("corpus") == PROMPTS:
             values["corpus"] = str(self.work / PROMPTS)
+        if self.bf16:
+            values["trainer"] = {**values.get("trainer", {}), "bf16": True}
         if is_dense:  # of `changes`, what is removed is for the recipes
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}
         return DistillOptions.from_dict(values, f"the recipe {row.recipe} of {self.file.name}")

@@ -15,7 +15,10 @@ from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError
 
 SAME = ("goal", "task", "new_tokens", "samples", "sample_temperature", "dense")  # settings on which all rows depend
-COPIED = ("recipe", "fold", "seed", "device", "made", "weights", "parent", "seconds", "parameters", "stages")
+COPIED = (
+    *("recipe", "fold", "seed", "device", "products", "made"),
+    *("weights", "parent", "seconds", "parameters", "stages"),
+)
 
 
 def take_results(experiment: Experiment, file: Path) -> tuple[int, int]:

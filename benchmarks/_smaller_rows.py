@@ -29,7 +29,7 @@ from lmeval_prune.pruners.calibration import encode
 FOLDS = 5  # of ASDiv-A; those that are not the test are trained on
 PROBLEMS = "problems.json"  # documents of all folds, with prompts and answers as lm-eval renders them
 ROWS = 256  # answers of a batch of `generate`
-PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of dense and pruned models alike
+PRODUCTS = {"cpu": "float32", "cuda": "tf32"}  # of a training, unless it is in bfloat16
 
 
 def write_problems(experiment: Experiment) -> Path:
@@ -112,7 +112,7 @@ def make_row(experiment: Experiment, row: Row, device: str, resumable: bool = Tr
         "seed": row.seed,
         "device": device_name(device),
         "settings": experiment.digest(row),
-        "products": PRODUCTS[device],
+        "products": products(experiment, device),
         "answered_by": "generate" if device == "cuda" else "engine",
         **({} if row.recipe == DENSE else _other_parent(experiment, row.dense, device, resumable)),
         **_answered(experiment, row, device, resumable),
@@ -133,13 +133,30 @@ def _other_parent(experiment: Experiment, dense: Row, device: str, resumable: bo
         raise InputError(f"{dense.key} has no row; make it first, by train --recipes {DENSE}")
     weights = checkpoint_identity(str(folder)) if folder.is_dir() else None
     if weights == record["weights"]:
+        _check_products(experiment, dense, record, device)
         return {}
     path = folder.with_name(f"{dense.key}.answers.json")
     answered = read_json(path) if path.is_file() else {}
     if weights is None or answered.get("weights") != weights:
-        answered = _answered(experiment, dense, device, resumable)
+        answered = {**_answered(experiment, dense, device, resumable), "products": products(experiment, device)}
         write_text(path, json.dumps(answered) + "\n")
+    _check_products(experiment, dense, answered, device)
     return {} if answered["weights"] == record["weights"] else {"dense": answered}
+
+
+def _check_products(experiment: Experiment, dense: Row, record: dict[str, Any], device: str) -> None:
+    """Raise an `InputError` if a dense model was trained in other products than the model that is pruned from it."""
+    now = products(experiment, device)
+    if record.get("products", now) != now:
+        raise InputError(
+            f"{experiment.model(dense)} was trained in {record['products']}, and this row would be in {now}; "
+            f"give --bf16 (or none) as for the dense model, or another --work"
+        )
+
+
+def products(experiment: Experiment, device: str) -> str:
+    """Return the number type of the products of a training."""
+    return "bfloat16" if experiment.bf16 else PRODUCTS[device]
 
 
 def device_name(device: str) -> str:

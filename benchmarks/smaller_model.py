@@ -64,6 +64,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="but for speed, whose threads are the goal's")
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help="train in bfloat16, dense and pruned models alike: for processors with avx512_bf16 or AMX",
+    )
     parser.add_argument("--changes", default="{}", help="options of all rows, for rehearsals: '{limit: 40, epochs: 1}'")
     parser.add_argument(
         "--recipe_changes",
@@ -99,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     silence_libraries()
     try:
         changes = [changes_of(name, getattr(options, name)) for name in ("changes", "recipe_changes")]
-        experiment = Experiment(options.experiment, options.work, options.pretrained, *changes)
+        experiment = Experiment(options.experiment, options.work, options.pretrained, *changes, options.bf16)
         check_plan(experiment)
         return int(globals()[options.command](experiment, options) or 0)
     except InputError as error:

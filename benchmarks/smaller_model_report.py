@@ -172,9 +172,10 @@ def _cells(cells: Sequence[Any]) -> str:
 
 
 def _devices(scored: Scored, rows: Sequence[Row]) -> str:
-    """Return the devices that trained or answered."""
+    """Return the devices that trained or answered, and the number type of products where it is noted."""
     records = [scored.records[row] for row in rows]
-    return ", ".join(sorted({each["device"] for record in records for each in (record, *record.get("made", []))}))
+    names = sorted({each["device"] for record in records for each in (record, *record.get("made", []))})
+    return ", ".join([*names, *sorted({record["products"] for record in records if "products" in record})])
 
 
 def _comparisons(experiment: Experiment, scored: Scored) -> list[str]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import _smaller_estimate
+import _smaller_rows
 import pytest
 import smaller_model
 import torch
@@ -95,6 +96,27 @@ def test_rows_of_a_machine_without_the_dense_model_have_its_answers(experiment: 
     assert third.record(rows[0])["dense"]["weights"] == there["weights"]
     (third.work / PROBLEMS).write_text((here.work / PROBLEMS).read_text())
     assert Scored(third).difference(rows[:1], "validation").by_row.keys() == {rows[0]}
+
+
+def test_rows_in_bfloat16_are_of_the_same_settings(
+    experiment: Experiment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number type is noted like the device; a model is pruned from a dense one that was trained in the same."""
+    trainings = list[bool]()
+    distill = _smaller_rows.distill
+    monkeypatch.setattr(
+        _smaller_rows,
+        "distill",
+        lambda options, host: trainings.append(options.trainer.get("bf16", False)) or distill(options, host),
+    )
+    assert command(experiment, "train", "--recipes", DENSE, "--folds", "0", "--bf16") == 0
+    assert command(experiment, "train", "--recipes", "ours", "--folds", "0") == 2
+    assert "was trained in bfloat16, and this row would be in float32" in capsys.readouterr().err
+    assert command(experiment, "train", "--recipes", "ours", "--folds", "0", "--bf16") == 0
+    assert trainings == [True, True]
+    for row in (Row(DENSE, 0, 0), Row("ours", 0, 0)):
+        assert experiment.record(row)["products"] == "bfloat16"
+        assert experiment.digest(row) == replace(experiment, bf16=True).digest(row)
 
 
 def test_rows_of_other_settings_are_refused(

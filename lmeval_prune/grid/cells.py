@@ -26,7 +26,7 @@ from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
+from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, argument_identity, code_versions
 from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
@@ -139,9 +139,10 @@ class Cell:
         }
 
 
-def versions() -> dict[str, Any]:
-    """Return the versions of all packages that can change answers and scores."""
-    return {"lmeval-prune": version("lmeval-prune"), **code_versions()}
+def versions(served: bool) -> dict[str, Any]:
+    """Return the versions of all packages, and of the way to answer, that can change answers and scores."""
+    answering = {"answering": SERVED_ANSWERING} if served else {}
+    return {"lmeval-prune": version("lmeval-prune"), **code_versions(), **answering}
 
 
 def cells_of(grid: Grid) -> list[Cell]:
@@ -163,7 +164,6 @@ class _Planner:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.versions = versions()
         self.models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
         self.tasks: dict[tuple[str, str], TaskIdentity] = {}
 
@@ -197,7 +197,7 @@ class _Planner:
                 "task": {"tasks": task.content, **prompts},
                 "template": template,
                 "drawn": random,
-                "versions": self.versions,
+                "versions": versions(variant.served),
             }
             yield Cell(
                 key=digest(cell_identity),
@@ -242,7 +242,12 @@ class _Planner:
         for name, settings in variant.prepare.items():
             preparation = make_preparation(name, settings)
             preparation.check(checkpoint.map)
-            prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": self.versions}
+            prepared = {
+                "name": name,
+                **preparation.identity(),
+                "seed": variant.seed,
+                "versions": versions(served=False),
+            }
             prepared["key"] = digest([model, prepared])
         return {
             "model": model,

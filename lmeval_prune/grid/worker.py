@@ -72,11 +72,6 @@ class VariantLM(RecordingLM):
     job_masks: tuple[HeadMask | None, ...] = ()
     store_rank = None  # each process that writes answers of the grid gets the next free file number
 
-    @property
-    def record_key(self) -> Any:
-        """Return what a cell's answers depend on, the name in `model=` too."""
-        return [*super().record_key, self.options.model]
-
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Store the answers under all masks of the job, if there are several; then answer from the store."""
         if self.job_masks and self.answering.store:
@@ -101,6 +96,11 @@ class ServedLM(PrunedServerLM):
     def record_path(self) -> Path:
         """Return the grid's file."""
         return self._record_path
+
+    @property
+    def record_key(self) -> Any:
+        """Return what a cell's answers depend on, the name in `model=` too."""
+        return [*super().record_key, self.options.model]
 
 
 class LoadedModel:
@@ -265,7 +265,7 @@ class Worker:
             "peak_rss_bytes_of_the_process": peak_memory_of_process(),
             "threads": torch.get_num_threads(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": {**versions(), "torch": torch.__version__},
+            "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
         with self.folder.new_cell(cell.key) as folder:
             write_cell(folder, {**cell.to_json(task.model_args), "ran": ran}, results)

@@ -249,7 +249,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
         if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
             return False
-        return not all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in names[0])
+        pairs = [[folder / name for folder in folders] for name in names[0]]
+        return not all(own.samefile(other) or filecmp.cmp(own, other, shallow=False) for own, other in pairs)
 
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
         """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""

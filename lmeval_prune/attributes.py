@@ -9,12 +9,16 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block, and restore them after it."""
+    """Set attributes of an object inside the block, and restore them after it; those of its class are its class's."""
     before = {name: getattr(owner, name) for name in values}
+    inherited = values.keys() - vars(owner).keys()
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if name in inherited and name in vars(owner):
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import lm_eval
 
+import lmeval_prune
 from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import files_digest
 
@@ -22,18 +24,24 @@ def code_digest(task: Any, settings: dict[str, Any]) -> str:
     they import this package, it covers all code of the package's tasks and scoring, with the word lists. Other packages
     count by their versions. `settings` is the task's configuration, with functions among the values.
     """
-    classes = [kind for kind in type(task).__mro__ if not _is_harness(kind.__module__)]
-    return files_digest(_files_of([*_callables(settings), *classes]))
+    return files_digest(_files_of([*_callables(settings), *_classes(task)]))
 
 
-def user_code_digest(settings: dict[str, Any]) -> str:
-    """Return a digest of the code in a task's settings that is neither of this package nor of lm-eval; empty without.
+def user_code_digest(task: Any, settings: dict[str, Any]) -> str:
+    """Return a digest of a task's code that is neither of this package nor of lm-eval; empty without.
 
     Theirs counts by the versions of their tasks.
     """
-    packages = [*_package_folders(), Path(lm_eval.__file__).resolve().parent]
-    files = {path for path in _files_of(_callables(settings)) if not any(map(path.is_relative_to, packages))}
+    packages = [*_package_folders(), *(Path(str(each.__file__)).resolve().parent for each in (lmeval_prune, lm_eval))]
+    classes = [kind for kind in _classes(task) if kind.__module__ not in sys.stdlib_module_names]
+    files = _files_of([*_callables(settings), *classes])
+    files = {path for path in files if not any(map(path.is_relative_to, packages))}
     return files_digest(files) if files else ""
+
+
+def _classes(task: Any) -> list[type]:
+    """Return the classes of a task, without those of lm-eval that all tasks have."""
+    return [kind for kind in type(task).__mro__ if not _is_harness(kind.__module__)]
 
 
 def _files_of(values: Iterable[Any]) -> set[Path]:

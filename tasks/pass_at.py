@@ -52,6 +52,16 @@ class PassAtTask(ScoredTask):
         keep = {"function": "take_first_k", "k": count}
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
+        if self.score not in EQUALITIES:
+            self._check(self.score(self.eval_docs[0], [""]))  # before a model generates anything
+
+    def _check(self, score: Scores) -> None:
+        """Refuse a score without `exact_match`."""
+        if "exact_match" not in score:
+            raise InputError(
+                f"task {self.config.task}: its process_results gives no exact_match, of which pass@k is computed; "
+                f"return it, 0 or 1"
+            )
 
     @property
     def ks(self) -> list[int]:
@@ -80,11 +90,8 @@ class PassAtTask(ScoredTask):
             needed = f"task {self.config.task}: {self.main} needs {self.attempts} responses to a question"
             raise InputError(f"{needed}, got {len(responses)}")
         scored = [self.score(doc, [text]) for text in responses]
-        if not all("exact_match" in score for score in scored):
-            raise InputError(
-                f"task {self.config.task}: its process_results gives no exact_match, of which pass@k is computed; "
-                f"return it, 0 or 1"
-            )
+        for score in scored:
+            self._check(score)
         extracts = {"extracted" in score for score in scored} | self._extracts
         self._extracts = extracts
         if len(extracts) > 1:

@@ -219,10 +219,17 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
     text = f"include: {path}\ntask: mine_pass4\nrepeats: 4\nprocess_results: !function own.score\n"
     (tmp_path / "mine.yaml").write_text(text)
 
+    def answer(_: object, tries: int) -> str:
+        asked.append(tries)
+        return "xy"[tries == 2]
+
     def measured(scores: str) -> dict:
+        asked.clear()
         (tmp_path / "own.py").write_text(f"def score(doc, results): return {scores}\n")
         with loading.including(str(tmp_path)):
-            return figures(run(Scripted(lambda _, tries: "xy"[tries == 2]), "mine_pass4"), "mine_pass4")
+            return figures(run(Scripted(answer), "mine_pass4"), "mine_pass4")
+
+    asked: list[int] = []
 
     right = "'exact_match': float(results[0] == 'y')"
     bare = measured(f"{{{right}}}")
@@ -233,6 +240,7 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
     assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
     with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
         measured("{'acc': 1.0}")
+    assert not asked  # no text was generated in vain
     with pytest.raises(InputError, match="gives extracted, of which maj@4 is computed, for some answers alone"):
         measured(f"{{{right}, **({{'extracted': 'y'}} if results[0] == 'y' else {{}})}}")
 

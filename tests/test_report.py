@@ -498,7 +498,9 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
             write_report(ReportOptions(**arguments))
 
     report(
-        r"different models \(test: toy, router: toy\)", test=str(tmp_path / "other"), router=str(tmp_path / "router")
+        r"different models \(test: toy with weights others, router: toy with weights w\)",
+        test=str(tmp_path / "other"),
+        router=str(tmp_path / "router"),
     )
     report("also training questions", train=str(tmp_path / "overlap"))
     report("the tries of --router are not", test=str(tmp_path / "few"), router=str(tmp_path / "router"))

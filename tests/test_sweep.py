@@ -263,15 +263,26 @@ def test_a_users_folder_of_tasks_may_be_moved(tiny_folder: Path, tmp_path: Path)
         sweep(tiny_folder, tmp_path / "s", tasks=(str(other),), **options)
 
 
+@pytest.mark.parametrize("is_class", [False, True])
 def test_changed_code_of_a_users_task_is_said(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, is_class: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also of a module beside it; earlier stores did not record it, and tasks of this package have none."""
     task = Path(few_shot(tmp_path))
     (tmp_path / "rule.py").write_text("RIGHT = 1\n")
     code = "import sys; sys.path.insert(0, str(__import__('pathlib').Path(__file__).parent))\nimport rule\n\n\n"
-    (tmp_path / "own.py").write_text(f"{code}def score(doc, results): return {{'exact_match': rule.RIGHT}}\n")
-    task.write_text(task.read_text() + "process_results: !function own.score\n")
+    if is_class:
+        code += "from lm_eval.api.task import ConfigurableTask\n\n\nclass Task(ConfigurableTask):\n    "
+        code += (
+            "def __init__(self, config): super().__init__(config={k: v for k, v in config.items() if k != 'class'})\n"
+        )
+        code += "    def process_results(self, doc, results): return {'exact_match': rule.RIGHT}\n"
+    else:
+        code += "def score(doc, results): return {'exact_match': rule.RIGHT}\n"
+    (tmp_path / "own.py").write_text(code)
+    task.write_text(
+        task.read_text() + ("class: !function own.Task\n" if is_class else "process_results: !function own.score\n")
+    )
     options = {"tasks": (str(task), "prune_tiny_words"), "heads": "L0H0", "gen_kwargs": {}, "limit": 2}
     tasks = sweep(tiny_folder, tmp_path / "s", **options).tasks
     assert "code" in tasks["mine"] and "code" not in tasks["prune_tiny_words"]

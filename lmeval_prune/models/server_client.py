@@ -139,8 +139,9 @@ class ServerClient:
         payload["seed"] = lm.seed
         if is_sampled:
             payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
-        prompt = self._prompt(name, context, length)
-        parse = partial(self._parse_generated, name=name, beginning=_beginning(context), until=until, length=length)
+        beginning = _beginning(context)
+        prompt = self._prompt(name, context, length, bool(beginning))
+        parse = partial(self._parse_generated, name=name, beginning=beginning, until=until, length=length)
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
         variant = lm.answering.variant(attempt.variant)
         return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
@@ -171,8 +172,8 @@ class ServerClient:
                 )
         return result
 
-    def _prompt(self, name: str, context: Any, length: int) -> Callable[[], dict[str, Any]]:
-        """Return a function that builds the prompt when it is sent."""
+    def _prompt(self, name: str, context: Any, length: int, has_beginning: bool) -> Callable[[], dict[str, Any]]:
+        """Return a function that builds the prompt when it is sent; a chat may end with the beginning of its answer."""
         if self.lm.chat:
             if not isinstance(context, JsonChatStr):
                 raise InputError(
@@ -180,7 +181,7 @@ class ServerClient:
                 )
             template = self.lm.options.template_arguments
             extra = {"chat_template_kwargs": template} if template else {}
-            extra |= self.lm.kind.continuation if _beginning(context) else {}
+            extra |= self.lm.kind.continuation if has_beginning else {}
             return lambda: {"messages": json.loads(context.prompt), **extra}
         if not context:
             raise InputError(f"{name}: the prompt is empty")

@@ -237,7 +237,7 @@ class Sweep:
     def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
-        code = user_code_digest(dict(vars(task.config)))
+        code = user_code_digest(task, dict(vars(task.config)))
         return {
             "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
             "num_fewshot": task.get_config("num_fewshot"),

@@ -308,6 +308,11 @@ def test_what_a_router_of_others_does_wrong_is_one_line(
             fit_embeddings(*world(200, 1), POOL[:6], "none", FitOptions(router="wrong", options={"fault": fault}))
 
 
+def test_a_fit_that_diverges_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^the fit has diverged at learning_rate=1e\+30; give a smaller one$"):
+        fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e30, epochs=2))
+
+
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:
     for row in ROWS:
         router = fitted(row, 60)

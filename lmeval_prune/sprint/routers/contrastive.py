@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.loss import agreement, constrain, contrastive_loss, ranking_losses, squared_distances
 from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
@@ -48,6 +49,8 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         for size, weight in product(self.sizes, self.weights):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
+            if not np.isfinite(loss):
+                raise InputError(f"the fit has diverged at learning_rate={self.learning_rate:g}; give a smaller one")
             yield Candidate({"p": size, "lambda": weight}, NearestHeads(theta, heads), loss, {"curve": curve})
 
     def _optimise(self, examples: Examples, size: int, weight: float) -> tuple[Tensor, Tensor, list[dict[str, float]]]:

@@ -286,7 +286,7 @@ def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, mo
         return cell.prepared
 
     keys = [prepared(1), prepared(2)]
-    monkeypatch.setattr(cells_module, "versions", lambda: {"lmeval-prune": "9"})
+    monkeypatch.setattr(cells_module, "versions", lambda served: {"lmeval-prune": "9"})
     assert len({*keys, prepared(1)}) == 3
 
 
@@ -492,7 +492,7 @@ def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
         model.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
     model.save_pretrained(copy)
     assert len({key, changed, key_of(copy)}) == 3
-    monkeypatch.setattr(cells_module, "versions", lambda: {"lm_eval": "9"})
+    monkeypatch.setattr(cells_module, "versions", lambda served: {"lm_eval": "9"})
     assert key_of(tiny_folder) != key
 
 

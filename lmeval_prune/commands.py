@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
+from lmeval_prune.artefacts import read_texts
 from lmeval_prune.errors import InputError, check_exists, did_you_mean, loading_tasks
 from lmeval_prune.options import first_argument
 from lmeval_prune.settings import Count, resolve_device
@@ -344,10 +345,10 @@ def costs(
 def _read_text(text: str) -> str:
     """Return a text, or the content of the file of this name."""
     path = Path(text)
-    is_file = len(text) < 200 and "\n" not in text and path.is_file()
-    if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:
-        raise InputError(f"--text {text}: no such file")
-    try:
-        return path.read_text(encoding="utf-8") if is_file else text
-    except UnicodeDecodeError as error:
-        raise InputError(f"--text {text}: the file is not UTF-8 text") from error
+    if len(text) < 200 and "\n" not in text and (path.is_file() or _names_file(text)):
+        return "\n\n".join(read_texts(path))
+    return text
+
+
+def _names_file(text: str) -> bool:
+    return text.endswith((".txt", ".md", ".jsonl")) and len(text.split()) == 1

@@ -92,6 +92,33 @@ def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, t
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
 
+def test_each_line_of_a_jsonl_file_is_a_text(tiny_folder: Path, text: str, tmp_path: Path) -> None:
+    """It is read as `distill --corpus` reads it, not as JSON; a text without words is left out."""
+    rows = [{"text": each, "source": "book"} for each in PARAGRAPHS] + [{"text": " "}, {"text": None}]
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert windows_of(tokenizer, str(lines)) == windows_of(tokenizer, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "One."}\n\n{"question": "Two?"}\n{"text": 3}', "line 3 of .*'text'.*also wrong: line 4"),
+        (
+            "a.json",
+            '{"text": "One."}',
+            "a.json is no text; name a text file, or .jsonl with a field `text` in each line",
+        ),
+        ("a.csv", "text\nOne.", "a.csv is no text"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_calibration(None, str(tmp_path / name), None)
+
+
 def task_of(folder: Path, **splits: str) -> str:
     """Return the path to the YAML of an lm-eval task with a training split; its data has the splits train and held."""
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]

@@ -590,10 +590,15 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
     assert main([*command, text, "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
     assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
     assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
+    drawn = (tmp_path / "map.png").read_bytes()
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    assert main([*command, str(tmp_path / "text.jsonl"), "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
+    assert (tmp_path / "map.png").read_bytes() == drawn
     for wrong, message in (
         ([text, "--token_filter", "0"], "filters no tokens"),
         ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
         (["missing.txt"], "no such file"),
+        (["missing.jsonl"], "no such file"),
         ([text, "--tokens", "-1"], "no text to plot"),
     ):
         assert main([*command, *wrong]) == 2

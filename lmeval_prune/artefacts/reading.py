@@ -9,11 +9,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from lmeval_prune.errors import InputError, check_exists, first_line, with_others
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
+TABLES = (".json", ".csv", ".tsv")  # endings of files whose texts are not told apart from the rest
 PathLike = str | os.PathLike[str]
+
+
+class _Document(TypedDict):
+    """Field of a document that is read as its text."""
+
+    text: str | None
 
 
 def read_artefact(
@@ -79,6 +88,28 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
         first, *others = mistakes
         raise InputError(with_others(str(mistakes[first]), [f"line {number}" for number in others]))
     return values
+
+
+def read_texts(path: PathLike) -> list[str]:
+    """Read the texts of a file: the field `text` of each line of a .jsonl file, else the whole file.
+
+    Raises:
+        InputError: the file is missing, is a table or is not UTF-8, or a line lacks the field.
+    """
+    path = Path(path)
+    if path.suffix == ".jsonl":
+        return [row["text"] or "" for row in read_lines(path, _Document)]
+    check_exists(path, file=path.is_dir())  # it may be a pipe
+    if path.suffix in TABLES:
+        raise InputError(f"{path} is no text; name a text file, or .jsonl with a field `text` in each line")
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 ({first_line(error)}); convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def numbered_lines(path: PathLike) -> list[tuple[int, bytes]]:

@@ -26,7 +26,8 @@ class DistanceOptions(Settings):
         apply_chat_template: as for lm_eval
         system_instruction: as for lm_eval
         metadata: as for lm_eval, e.g. data_split=train
-        text: text file instead of a task: all tokens of its windows but the first are compared
+        text: text file, or .jsonl file with a field `text`, instead of a task: all tokens of its windows but the first
+            are compared
         windows: number of windows of the text, which are read in random order of its paragraphs
         tokens: tokens of a window
         seed: seed of this order

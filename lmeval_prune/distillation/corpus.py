@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines
+from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines, read_texts
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import SHOWN, InputError, first_line, with_others
 from lmeval_prune.pruners.calibration import encode, special_tokens
@@ -271,12 +271,7 @@ def _rows_of(file: Path, field: str) -> list[dict[str, Any]]:
     if file.suffix == ".jsonl":
         rows: list[dict[str, Any]] = read_lines(file)
         return rows
-    try:
-        return [{field: file.read_text(encoding="utf-8")}]
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 ({first_line(error)}); convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
+    return [{field: text} for text in read_texts(file)]
 
 
 def _name_of(index: int, corpus: str) -> str:

@@ -21,6 +21,7 @@ from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import input_device, position_limit
+from lmeval_prune.artefacts import read_texts
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.prompts import training_documents
 
@@ -218,8 +219,9 @@ def read_calibration(
 ) -> CalibrationText:
     """Read calibration windows.
 
-    The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. The
-    result is cut into windows, and each gets the special tokens of a prompt. Arguments as in `TextOptions`.
+    The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
+    shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
+    as in `TextOptions`.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
@@ -285,17 +287,10 @@ def check_chat(tokenizer: Any, text: str | None = None) -> None:
 
 
 def _paragraphs(path: Path) -> list[str]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"no such file: {path}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"the calibration text {path} is not UTF-8 ({first_line(error)}); convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
-    except OSError as error:
-        raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
-    return [f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip()]
+    """Return the texts of a .jsonl file, or the paragraphs of another, without empty ones."""
+    texts = read_texts(path)
+    pieces = texts if path.suffix == ".jsonl" else texts[0].split("\n\n")
+    return [f"{piece.strip()}\n\n" for piece in pieces if piece.strip()]
 
 
 def _as_text(task: Any, doc: Any) -> str:

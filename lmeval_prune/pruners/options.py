@@ -189,7 +189,7 @@ class TextOptions(AnswerOptions):
 
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
-        text: calibration text: this file
+        text: calibration text: this file; of a .jsonl file the field `text` of each line
         windows: number of windows of calibration text; of own answers: number of questions
         tokens: tokens per calibration window, special tokens included (default: 128); not for own answers
         batch: calibration windows per forward pass

@@ -326,6 +326,19 @@ def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkey
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("setting", [{"device_map": "auto"}, {"max_cpu_memory": "1GB", "offload_folder": "off"}])
+def test_settings_of_parallelize_alone_are_said(
+    tiny_folder: Path, setting: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`hf` leaves them out without a word, and loads the model on one device."""
+    model(tiny_folder, **setting)
+    (message,) = [each for each in caplog.messages if "parallelize" in each and "no effect" in each]
+    assert message == f"{', '.join(setting)}: no effect without parallelize=true, as in lm-eval's hf"
+    caplog.clear()
+    model(tiny_folder)
+    assert "no effect" not in caplog.text
+
+
 def test_numbers_and_switches_of_hf_have_its_types() -> None:
     """Whatever its signature names so; text, devices and models stay as they are."""
     types = hf_arguments()
@@ -656,6 +669,28 @@ def test_the_engine_gives_the_same_texts(tiny_folder: Path, heads: str | None) -
     batched = model(tiny_folder, heads=heads, engine="batched", engine_rows=4)
     assert batched.generate_until(instances) == expected and len(set(expected)) > 10
     assert batched.engine.statistics.answers == len(instances)
+
+
+@pytest.mark.parametrize("engine", ["batched", "generate"])
+def test_a_model_that_is_built_before_an_evaluation_samples_by_the_seed_of_the_evaluation(
+    tiny_folder: Path, tmp_path: Path, engine: str
+) -> None:
+    """lm-eval sets the seed at the beginning of an evaluation; its command builds the model after that."""
+    settings = {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
+    arguments = {"engine": engine, "responses": str(tmp_path)}
+
+    def texts(lm: PrunedHFLM, seed: int) -> list[str]:
+        torch.manual_seed(seed)
+        return lm.generate_until([request("generate_until", (p, dict(settings)), i) for i, p in enumerate(PROMPTS)])
+
+    before = model(tiny_folder, **arguments)
+    by_seed = [texts(before, seed) for seed in (1, 2, 1)]
+    before.close()
+    assert by_seed[0] == by_seed[2] != by_seed[1]
+    torch.manual_seed(2)
+    after = model(tiny_folder, **arguments)
+    assert texts(after, 2) == by_seed[1]
+    assert len(after.answering.store.responses) == 2 * len(PROMPTS)  # the command finds the stored answers
 
 
 def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: Path, tmp_path: Path) -> None:

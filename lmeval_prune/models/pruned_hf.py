@@ -49,6 +49,7 @@ from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 METHODS.reserve({"self", "kwargs", *hf_arguments()})
+_PLACEMENT = ("device_map", "max_memory_per_gpu", "max_cpu_memory", "offload_folder")  # read with `parallelize` alone
 _ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 
@@ -60,9 +61,14 @@ class PrunedHFLM(AnsweringLM, HFLM):
         arguments: arguments of `hf`; methods by name, e.g. `heads=L5H3+L15H0`, with the value of the method's first
             field or a dictionary of its fields; and the fields of `Arguments`, e.g. `mask=FILE`, `responses=FOLDER`.
 
+    Attributes:
+        fixed_seed: seed of sampled answers in place of torch's.
+
     Raises:
         InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
+
+    fixed_seed: int | None = None
 
     @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
@@ -70,7 +76,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         model = self._check_pretrained()
-        self.seed = torch.initial_seed()
         self._unpadded: Counter[tuple[int, ...]] = Counter()  # token sequences to score, if padding matters
         self.endings: deque[Ending] = deque()  # of generated texts that lm-eval has not reported yet
         self._store: AnswerStore | None = None  # opened before the weights are loaded
@@ -81,6 +86,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
             if self._store:
                 self._store.close()
             raise
+
+    @property
+    def seed(self) -> int:
+        """Seed of sampled answers: torch's, which lm-eval sets at the beginning of an evaluation."""
+        return torch.initial_seed() if self.fixed_seed is None else self.fixed_seed
 
     def _check_pretrained(self) -> Any:
         """Check arguments without loading weights; return the loaded model, or a folder or name."""
@@ -107,6 +117,9 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def _load(self, pretrained: Any) -> None:
         """Load the model as `hf` does, or use a loaded one."""
         others = dict(self.arguments.others)
+        unread = [name for name in _PLACEMENT if others.get(name) is not None]
+        if unread and others.get("parallelize", False) is False:  # None: lm-eval decides
+            eval_logger.warning("%s: no effect without parallelize=true, as in lm-eval's hf", ", ".join(unread))
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         with as_input_error(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
@@ -152,7 +165,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         store = self.answering.store if parsed.responses == self.arguments.responses else None
         if store is None:
             self.answering.close()
-        self.arguments, self.seed = parsed, torch.initial_seed()
+        self.arguments = parsed
         self._prepare(store)
 
     # ------------------------------------------------------------------ loading

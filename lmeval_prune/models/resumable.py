@@ -157,7 +157,6 @@ class StoredAnswering:
 
     def __init__(self, lm: Any, name: str, identity: dict[str, Any], store: AnswerStore, store_every: int) -> None:
         self._lm, self.name, self.store, self.store_every = ref(lm), name, store, store_every
-        self.seed = torch.initial_seed()
         self.takes_seed = name in _TAKES_SEED
         self._model = digest(identity)
 
@@ -165,6 +164,11 @@ class StoredAnswering:
     def lm(self) -> Any:
         """Return the model."""
         return self._lm()
+
+    @property
+    def seed(self) -> int:
+        """Seed of sampled answers: torch's, which lm-eval sets at the beginning of an evaluation."""
+        return torch.initial_seed()
 
     @property
     def _is_served(self) -> bool:

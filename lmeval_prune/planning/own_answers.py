@@ -120,7 +120,7 @@ class Answerer:
             lm = PrunedHFLM(
                 model, tokenizer=copy.deepcopy(self.tokenizer), responses=str(self.responses), **engine, **bos
             )
-        lm.seed = self.sampling.seed
+        lm.fixed_seed = self.sampling.seed
         try:
             requests = [request for one in questions for request in [self._request(one)] * self.sampling.samples]
             texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cards.command import remembered
-from lmeval_prune.errors import InputError, did_you_mean, disk_error
+from lmeval_prune.errors import InputError, did_you_mean, disk_error, note_class, notes_of
 from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
 
@@ -73,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (InputError, OSError) as error:
-        message = str(disk_error(error, "a file") or error)
-        print(f"lmeval-prune: error: {message.partition(chr(10))[0]}", file=sys.stderr)
+        message = str(disk_error(error, "a file") or error).partition("\n")[0]
+        print(
+            " ".join([f"lmeval-prune: error: {message}", *(f"({note})" for note in notes_of(error))]), file=sys.stderr
+        )
         return 2
 
 
@@ -99,6 +101,9 @@ def _run(name: str, words: Sequence[str]) -> int:
             return int(function(*(rest if takes_words else ()), **arguments))
     except InputError as error:
         raise InputError(as_typed(str(error), options)) from error
+    except Exception as error:
+        note_class(error)
+        raise
     except KeyboardInterrupt:
         if not getattr(function, "resumes", False):
             raise

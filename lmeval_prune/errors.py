@@ -200,8 +200,31 @@ def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
         raise InputError(f"{names} cannot be loaded ({text}{place and f', {place}'})") from error
 
 
+CLASSES: dict[str, str] = {}  # of other packages that were loaded, by `MODULE:CLASS`: what named them
+
+
+def note_class(error: BaseException) -> bool:
+    """Add a note to an error in a class of another package: the class, and what named it; return whether it is one."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        place = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}"
+        path = next((path for path in CLASSES if place.startswith(f"{path}.")), None)
+        if path:
+            note = f"in {path}, which {CLASSES[path]} names"
+            if note not in notes_of(error):
+                error.add_note(note)
+            return True
+    return False
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error."""
+    return list(getattr(error, "__notes__", ()))
+
+
 def print_input_errors(function: F) -> F:
     """Decorate a function that lm-eval calls: an uncaught `InputError` is printed as one line.
+
+    An error in a class of another package gets a note of it; see `note_class`.
 
     Python programs can still catch the error: only `sys.excepthook`, which prints uncaught errors, is replaced.
     """
@@ -213,6 +236,9 @@ def print_input_errors(function: F) -> F:
         except InputError:
             if not getattr(sys.excepthook, "_lmeval_prune", False):
                 sys.excepthook = _one_line_hook(sys.excepthook)
+            raise
+        except Exception as error:
+            note_class(error)
             raise
 
     return wrapper  # type: ignore[return-value]

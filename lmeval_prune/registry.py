@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from lmeval_prune.errors import InputError, check_known, first_line
+from lmeval_prune.errors import CLASSES, InputError, check_known, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,12 @@ class Registry(MutableMapping[str, str]):
             raise InputError(
                 f"{subject}: {path} cannot be imported ({first_line(error)}); mend or uninstall its package"
             ) from error
-        if problem := _problem(kind, resolve_name(self.base)):
+        base = resolve_name(self.base)
+        if problem := _problem(kind, base):
             raise InputError(f"{subject}: {path} {problem}")
+        CLASSES.update(
+            (import_path(each), subject) for each in kind.__mro__ if issubclass(each, base) and not is_own(each)
+        )
         return kind
 
     def classes(self) -> Iterator[tuple[str, Any]]:

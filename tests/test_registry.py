@@ -26,6 +26,7 @@ from lmeval_prune.grid.selection import _artefacts
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.variants import Variant
 from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
 from lmeval_prune.pruners.table import PRUNERS
@@ -34,6 +35,7 @@ from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.table import ROUTERS
+from lmeval_prune.tasks import compat
 from tests.tiny_models import tiny
 
 MAP = map_model(tiny("llama"))
@@ -125,6 +127,42 @@ class Strict(Other):
         super().__post_init__()
         if self.factor > 1:
             raise ValueError("factor is too large")
+
+
+@dataclass(frozen=True)
+class Raising(Intervention):
+    """Raises an error that names nothing, where `place` says."""
+
+    place: str = "resolve"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.fail("init")
+
+    def resolve(self, model_map):
+        self.fail("resolve")
+        return self
+
+    def attach(self, model_map, stack):
+        self.fail("attach")
+
+        def change(x):
+            self.fail("hook")
+            return x
+
+        change_output(model_map.attention[0].o_proj, change, stack)
+
+    def fail(self, place):
+        if self.place == place:
+            torch.ones(1)[2]
+
+
+@dataclass(frozen=True)
+class Unreadable(Ascending):
+    def scores(self, model_map, text, parts, removed):
+        if self.factor == 2:
+            open("/nowhere/weights")
+        return {}[parts[0].key]
 
 
 @dataclass(frozen=True)
@@ -534,6 +572,29 @@ def test_reading_a_grid_reserves_no_names(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(METHODS, "reserve", lambda _: pytest.fail("reserved again"))
     Grid.of({"model": {"pretrained": "smollm2-135m"}, "variants": {"dense": {}}, "tasks": ["prune_tiny"]})
     assert METHODS._reserved == before
+
+
+@pytest.mark.parametrize("place", ["init", "resolve", "attach", "hook"])
+def test_an_error_in_a_method_of_another_package_is_named(install: Any, tiny_folder: Path, place: str) -> None:
+    """The error stays what it is, with its traceback; a note names the class, and the option that named it."""
+    install({"interventions": {"halve": "elsewhere:Halve", "mine": "elsewhere:Raising"}})
+    prompt = compat.request("generate_until", ("a", {"until": [], "max_gen_toks": 2}), "t", 0)
+    with pytest.raises(IndexError) as raised:
+        PrunedHFLM(str(tiny_folder), device="cpu", halve=1, mine=place).generate_until([prompt])
+    assert raised.value.__notes__ == ["in elsewhere:Raising, which method=mine names"]
+
+
+def test_an_error_in_a_pruner_of_another_package_is_named(
+    install: Any, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install({"pruners": {"mine": "elsewhere:Unreadable"}})
+    words = ["importance", "--pretrained", str(tiny_folder), "--method", "mine", "--output", str(tmp_path / "s.json")]
+    with pytest.raises(KeyError) as raised:
+        main(words)
+    assert raised.value.__notes__ == ["in elsewhere:Unreadable, which method=mine names"]
+    assert main([*words, "--options", "factor=2"]) == 2
+    line = "No such file or directory: '/nowhere/weights' (in elsewhere:Unreadable, which method=mine names)"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [{}, [1], {"schema": 5}, {"schema": "foo"}, {"schema": "lmeval-prune/router"}])

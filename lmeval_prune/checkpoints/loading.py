@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, brief, first_few, first_line
+from lmeval_prune.errors import InputError, brief, first_few, first_line, note_class
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -36,12 +36,17 @@ _MULTI_TOKEN_PREDICTION = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_hea
 
 @contextmanager
 def as_input_error(problem: str) -> Iterator[None]:
-    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block."""
+    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block.
+
+    An error in a class of another package, whose mistake it is, stays what it is; see `note_class`.
+    """
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # transformers raises errors of any type for files that it cannot read
+        if note_class(error):
+            raise
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "

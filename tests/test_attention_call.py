@@ -269,6 +269,16 @@ def test_a_method_that_returns_another_shape_is_named(place: str, fault: str, fo
         output(model, inputs)
 
 
+def test_a_model_without_weights_runs_under_a_method() -> None:
+    """Its device, which has no autocast, is that of shapes and of counts of operations."""
+    model = tiny("llama").to("meta")
+    x = torch.ones(2, device="meta")
+    with HeadMask("L0H1").applied_to(model), torch.no_grad():
+        assert model(tokens().to("meta")).logits.is_meta
+    with pytest.raises(InputError, match=r"in torch.float64, not a tensor"):
+        changed_by(tiny, x.double(), x)
+
+
 def test_a_change_may_have_another_type_under_autocast() -> None:
     """There operations choose the type; elsewhere it is refused, and so are integers."""
     x = torch.ones(2, 3)

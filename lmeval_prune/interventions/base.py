@@ -395,12 +395,15 @@ def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shap
     Under autocast the type may be another: operations choose it, and the next module converts it.
     """
     shape = tuple(shape or like.shape)
-    if isinstance(result, torch.Tensor) and result.shape == shape:
-        is_cast = result.is_floating_point() and torch.is_autocast_enabled(like.device.type)
-        if result.dtype == like.dtype or is_cast:
-            return result
+    same_shape = isinstance(result, torch.Tensor) and result.shape == shape
+    if same_shape and (result.dtype == like.dtype or (result.is_floating_point() and _is_autocast(like.device.type))):
+        return result
     kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
     raise InputError(f"{place_of(change)} returned {kind}, not a tensor {shape} in {like.dtype}; mend the method")
+
+
+def _is_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def place_of(function: Any) -> str:

@@ -170,12 +170,20 @@ class DistillTrainer(ResumableTrainer):
 
     @property
     def uses_eager_attention(self) -> bool:
-        """Whether eager attention is needed, because attention maps are compared, or is faster than SDPA."""
+        """Whether eager attention is needed, because attention maps are compared, or is faster than SDPA.
+
+        It is not faster but different where a model limits its scores, which SDPA does not.
+        """
         if self.options.uses_attention_maps:
             return True
-        is_sdpa = getattr(self.host.backbone(self.student).config, "_attn_implementation", None) == "sdpa"
-        on_cpu = self.args.device.type == "cpu" and self.args.bf16
-        return is_sdpa and on_cpu and max(self.examples.lengths) <= EAGER_TOKENS
+        if self.args.device.type != "cpu" or not self.args.bf16 or max(self.examples.lengths) > EAGER_TOKENS:
+            return False
+        configs = [self.host.backbone(model).config for model in (self.student, self.teacher) if model is not None]
+        return all(
+            getattr(config, "_attn_implementation", None) == "sdpa"
+            and getattr(config, "attn_logit_softcapping", None) is None
+            for config in configs
+        )
 
     @cached_property
     def runs_in_parts(self) -> bool:

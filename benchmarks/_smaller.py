@@ -125,8 +125,8 @@ class Experiment:
         pretrained: the model that is fine-tuned.
         changes: options that replace those of the dense model and of all recipes, for rehearsals.
         recipe_changes: options that replace those of the recipes alone.
-        bf16: whether trainings compute in bfloat16. Like the device, it is noted in a record, and is no setting: rows of
-            a GPU and of a CPU can be of one verdict, since each is compared with its own dense model.
+        bf16: whether trainings compute in bfloat16. Like the device, it is noted in a record, and is no setting: rows
+            of a GPU and of a CPU can be of one verdict, since each is compared with its own dense model.
     """
 
     file: Path

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmeval_prune import Plan, map_model
+from lmeval_prune.architectures import precision
 from lmeval_prune.architectures.precision import exact_products, with_exact_products
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
@@ -33,8 +34,9 @@ SETTINGS: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(params=SETTINGS, autouse=True)
-def setting(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A precision that a user has set."""
+def setting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A precision that a user has set, on a machine where `highest` alone is exact."""
+    monkeypatch.setattr(precision, "fast_precision", lambda: "highest")
     for backend in BACKENDS:
         by_backend(backend, "none")  # as in a new process, where that of all backends counts
     SETTINGS[request.param]()

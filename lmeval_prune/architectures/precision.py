@@ -1,9 +1,11 @@
-"""Keep matrix products of float32 exact where PyTorch may round them to TF32 or bfloat16, and refuse logits of NaN."""
+"""Keep matrix products of float32 exact where PyTorch may round them, and fast; refuse logits of NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,75 @@ def refuse_nan(logits: torch.Tensor) -> None:
         raise InputError("the model's logits are NaN, so they choose no tokens", remedy=FINITE_REMEDY)
 
 
+MANY_ROWS = 8  # of a matrix that is multiplied by weights; oneDNN takes longer to start a product
+# Errors of float32 reach about 2**-21 of a product of absolute values, of bfloat16 2**-10.
+SMALL_ERROR = 2.0**-17
+CHECKED = (((8, 64), (64, 64)), ((64, 576), (576, 192)), ((512, 192), (192, 512)), ((6, 32, 64), (6, 64, 96)))  # shapes
+
+
+@cache
+def fast_precision() -> str:
+    """Return the setting by which this machine multiplies matrices of float32 fastest without rounding them.
+
+    PyTorch multiplies them by MKL, which takes AVX2 on processors of AMD, also if they have AVX-512. With the setting
+    `medium` it takes oneDNN, which knows AVX-512. That may round to bfloat16, but does so with AMX alone; a few
+    products are compared with those of float64. On all other machines it is `highest`.
+    """
+    if torch.accelerator.is_available() or not _is_amd_with_avx512() or not _is_exact("medium"):
+        return "highest"
+    return "medium"
+
+
+def _is_amd_with_avx512(processors: Path = Path("/proc/cpuinfo")) -> bool:
+    try:
+        facts = processors.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return False
+    return "AuthenticAMD" in facts and "avx512f" in facts and torch.backends.mkldnn.is_available()
+
+
+def _is_exact(precision: str) -> bool:
+    """Return whether products of float32 are not rounded to fewer bits by a setting."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED]
+    with _set(precision):
+        products = [torch.matmul(left, right) for left, right in pairs]
+    return all(
+        bool(((product - left.double() @ right.double()).abs() <= SMALL_ERROR * (left.abs() @ right.abs())).all())
+        for product, (left, right) in zip(products, pairs, strict=True)
+    )
+
+
+@contextmanager
+def _set(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
+    """Multiply matrices of float32 fast inside the block, but exactly unless a setting allows that they are rounded.
+
+    The setting is that of the process: other threads see it, too.
+
+    Args:
+        rows: of the matrices that are multiplied by weights: tokens of a pass.
+    """
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
+        precision = "high"
+    if precision == "high" or (fast := fast_precision()) == "highest":
+        yield
+        return
+    with _set(fast if rows >= MANY_ROWS else "highest"):
+        yield
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again.
@@ -39,14 +110,11 @@ def exact_products() -> Iterator[None]:
         with _exact_backends():
             yield
         return
-    if precision == "highest":
+    if precision in ("highest", fast_precision()):
         yield
         return
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with _set("highest"):
         yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap, input_device
-from lmeval_prune.architectures.precision import refuse_nan
+from lmeval_prune.architectures.precision import fast_products, refuse_nan
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
@@ -149,7 +149,7 @@ class ModelRunner:
         to_keep: slice | torch.Tensor = slice(None)
         if len(with_logits) < len(tokens):
             to_keep = torch.tensor(with_logits, dtype=torch.long, device=self.device)
-        with self._masking(torch.tensor([masks])):
+        with self._masking(torch.tensor([masks])), fast_products(len(tokens)):
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=positions.unsqueeze(0),

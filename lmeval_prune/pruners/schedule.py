@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import UNITS, ModelMap, check_unit, config_fingerprint, uncuttable, units_of
 from lmeval_prune.architectures.blocks import weight_of
+from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
@@ -86,7 +87,9 @@ def stages(
     record = _record(pruner, pruners[CHANNELS], options, text)
     record |= scored_questions(pruners, [kind for kind in scored_kinds(options) if not has_scores_of(scores, kind)])
     if isinstance(pruner, SequentialPruner):
-        yield _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
+        with fast_products():
+            plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
+        yield plan
         return
     store = ScoreStore(work, _identity(record, model_map)) if work and text else None
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
@@ -103,7 +106,8 @@ def stages(
             if not has_scores_of(stored, kind):
                 progress(f"{task} {kind.replace('_', '-')}")
         read = replace(text, report=Estimate(task, progress, options.steps - step)) if text else None
-        scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
+        with fast_products():
+            scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
         removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
         record |= notes
         if step == options.steps and not any(removed.values()):
@@ -111,9 +115,10 @@ def stages(
         means = scored.means if step == 1 else None
         # later steps score the original weights, so least squares replaces them after the last one
         solves = options.compensation == "least_squares"
-        added, notes = ({}, {}) if solves and step < options.steps else _compensation(
-            model_map, removed, text, options, means, progress
-        )  # fmt: skip
+        added, notes = dict[str, Tensor](), dict[str, Any]()
+        if not solves or step == options.steps:
+            with fast_products():
+                added, notes = _compensation(model_map, removed, text, options, means, progress)
         compensation = {**compensation, **added}
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
         calibration = {} if renewed is None else {"calibration": renewed.record()}

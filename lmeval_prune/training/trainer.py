@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.errors import InputError
 from lmeval_prune.training.resuming import last_checkpoint
 
@@ -186,7 +187,8 @@ class ResumableTrainer(Trainer):
         Raises:
             InputError: these weights are NaN or infinite.
         """
-        self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
+        with fast_products():
+            self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         if not _has_finite_weights(self.model):
             raise InputError(
                 "the training has diverged: weights are NaN or infinite; give a smaller --rate, and another output"

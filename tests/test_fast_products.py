@@ -1,0 +1,162 @@
+"""Products of float32 are fast where a setting of PyTorch makes them so without rounding them, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lmeval_prune import map_model
+from lmeval_prune.architectures import precision
+from lmeval_prune.architectures.precision import MANY_ROWS, exact_products, fast_precision, fast_products
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.pruners.base import PRUNERS
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.training.trainer import ResumableTrainer
+from tests.tiny_models import tiny
+
+INTEL = "vendor_id : GenuineIntel\nflags : fpu avx2 avx512f amx_tile\n"
+MILAN = "vendor_id : AuthenticAMD\nflags : fpu avx avx2\n"
+HEAD = 64  # the vocabulary of tiny models is not smaller
+GENOA = "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512_bf16\n"
+
+
+@pytest.fixture(autouse=True)
+def setting() -> Iterator[None]:
+    """The default setting, before and after."""
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where `medium` is fast and exact."""
+    monkeypatch.setattr(precision, "fast_precision", lambda: "medium")
+
+
+@pytest.mark.parametrize(("facts", "expected"), [(INTEL, False), (MILAN, False), (GENOA, True), (None, False)])
+def test_the_processor_is_recognised(facts: str | None, expected: bool, tmp_path: Path) -> None:
+    if facts is not None:
+        (tmp_path / "cpuinfo").write_text(facts)
+    assert precision._is_amd_with_avx512(tmp_path / "cpuinfo") == expected
+
+
+@pytest.mark.parametrize("bits", [7, 10, 16, 23])  # of mantissas: bfloat16, TF32, between, float32
+def test_products_that_are_rounded_are_noticed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul = torch.matmul
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        lost = 23 - bits
+        half = (1 << lost) >> 1
+        return ((x.view(torch.int32) + half) >> lost << lost).view(torch.float32)
+
+    monkeypatch.setattr(torch, "matmul", lambda left, right: matmul(rounded(left), rounded(right)))
+    assert precision._is_exact("highest") == (bits > 10)
+
+
+def test_a_setting_that_rounds_or_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_is_amd_with_avx512", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for is_exact, expected in ((True, "medium"), (False, "highest")):
+        monkeypatch.setattr(precision, "_is_exact", lambda _, answer=is_exact: answer)
+        assert fast_precision.__wrapped__() == expected
+    monkeypatch.setattr(precision, "_is_exact", lambda _: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert fast_precision.__wrapped__() == "highest"
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, fast: None) -> None:
+    torch.set_float32_matmul_precision(before)
+    for rows, wanted in ((MANY_ROWS, "medium"), (MANY_ROWS - 1, "highest")):
+        with pytest.raises(ZeroDivisionError), fast_products(rows):
+            assert torch.get_float32_matmul_precision() == ("high" if before == "high" else wanted)
+            raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == before
+    with exact_products():
+        assert torch.get_float32_matmul_precision() == ("highest" if before == "high" else before)
+
+
+def test_a_setting_of_backends_is_left_alone(fast: None) -> None:
+    backend: Any = torch.backends
+    try:
+        backend.fp32_precision = "tf32"
+        with fast_products():
+            assert backend.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "fast_precision", lambda: "highest")
+    with fast_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, fast: None) -> dict[int, set[str]]:
+    """Settings by the number of rows of the products of linear layers, but for the head, which computes fewer rows."""
+    seen: dict[int, set[str]] = {}
+    forward = torch.nn.Linear.forward
+
+    def noted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features < HEAD:
+            seen.setdefault(x.numel() // x.shape[-1], set()).add(torch.get_float32_matmul_precision())
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted)
+    return seen
+
+
+def test_the_engine_is_fast_for_many_rows(seen: dict[int, set[str]]) -> None:
+    engine = Engine(tiny("llama"))
+    assert engine.unsupported is None
+    seen.clear()
+    params = SamplingParams(max_new_tokens=3)
+    list(engine.decode([Request(tuple(range(3, 13)), params=params)]))
+    list(engine.decode([Request((number + 3,), params=params) for number in range(MANY_ROWS)]))
+    assert {1, MANY_ROWS, 10} <= set(seen)
+    assert all(settings == {"medium" if rows >= MANY_ROWS else "highest"} for rows, settings in seen.items()), seen
+
+
+def test_lm_eval_scores_and_generates_fast_in_batches(seen: dict[int, set[str]], tiny_folder: Path) -> None:
+    lm = PrunedHFLM(str(tiny_folder), device="cpu", tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
+    seen.clear()
+    lm._model_call(torch.full((2, 5), 7))
+    assert seen and set().union(*seen.values()) == {"medium"}
+    for rows, setting in ((MANY_ROWS, "medium"), (2, "highest")):
+        seen.clear()
+        lm._model_generate(torch.full((rows, 3), 7), max_length=6, stop=[], attention_mask=torch.ones(rows, 3))
+        assert seen and set().union(*seen.values()) == {setting}
+
+
+def test_scoring_is_fast(seen: dict[int, set[str]]) -> None:
+    model_map = map_model(tiny("llama"))
+    text = CalibrationText.from_windows("text", torch.randint(3, 50, (4, 12)))
+    options = PruneOptions(ratio=0.5, compensation="bias")
+    list(stages(PRUNERS.load("flap")(), model_map, options, text))
+    assert seen and set().union(*seen.values()) == {"medium"}
+
+
+def test_training_is_fast(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    trainer: Any = object.__new__(ResumableTrainer)
+    monkeypatch.setattr(ResumableTrainer, "train", lambda *_, **__: seen.append(torch.get_float32_matmul_precision()))
+    trainer.args, trainer.model = arguments(), torch.nn.Linear(1, 1)
+    trainer.state = type("State", (), {"best_global_step": 1, "global_step": 1, "max_steps": 1, "log_history": []})()
+    trainer.run()
+    assert seen == ["medium"]
+
+
+def arguments() -> Any:
+    """Return arguments of a training without checkpoints."""
+    return type("Arguments", (), {"output_dir": "no checkpoints", "num_train_epochs": 1})()

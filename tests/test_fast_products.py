@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from lmeval_prune import map_model
 from lmeval_prune.architectures import precision
 from lmeval_prune.architectures.precision import MANY_ROWS, exact_products, fast_precision, fast_products
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
@@ -126,17 +124,6 @@ def test_the_engine_is_fast_for_many_rows(seen: dict[int, set[str]]) -> None:
     list(engine.decode([Request((number + 3,), params=params) for number in range(MANY_ROWS)]))
     assert {1, MANY_ROWS, 10} <= set(seen)
     assert all(settings == {"medium" if rows >= MANY_ROWS else "highest"} for rows, settings in seen.items()), seen
-
-
-def test_lm_eval_scores_and_generates_fast_in_batches(seen: dict[int, set[str]], tiny_folder: Path) -> None:
-    lm = PrunedHFLM(str(tiny_folder), device="cpu", tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
-    seen.clear()
-    lm._model_call(torch.full((2, 5), 7))
-    assert seen and set().union(*seen.values()) == {"medium"}
-    for rows, setting in ((MANY_ROWS, "medium"), (2, "highest")):
-        seen.clear()
-        lm._model_generate(torch.full((rows, 3), 7), max_length=6, stop=[], attention_mask=torch.ones(rows, 3))
-        assert seen and set().union(*seen.values()) == {setting}
 
 
 def test_scoring_is_fast(seen: dict[int, set[str]]) -> None:

@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig, LogitsProcessorList
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.architectures.precision import fast_products, refuse_nan
+from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
@@ -321,7 +321,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if not context.shape[1]:
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
         settings["return_dict_in_generate"] = False
-        with refused_settings(runs_model=True), fast_products(len(context)):
+        with refused_settings(runs_model=True):
             settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
             rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
             own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
@@ -364,13 +364,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = self._padding_mask(inps) if self._unpadded and not (args or kwargs) else None
-        with fast_products(inps.numel()):
-            if mask is None or mask.all():
-                logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
-            else:
-                dtype = self.mixed_precision_dtype
-                with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-                    logits = self.model(inps, attention_mask=mask).logits
+        if mask is None or mask.all():
+            logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
+        else:
+            dtype = self.mixed_precision_dtype
+            with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                logits = self.model(inps, attention_mask=mask).logits
         refuse_nan(logits[..., 0])
         return logits
 

@@ -10,7 +10,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.architectures import ModelMap, input_device
-from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
@@ -71,8 +70,7 @@ class Fallback:
         ends = self.stopping.ends(params)
         arguments = {**params.generation_settings(), "eos_token_id": list(ends) or None}
         arguments["max_new_tokens"] = min(params.max_new_tokens, self.context - width)
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), fast_products(len(batch)):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(batch[0].seed)
             out = model.generate(
                 input_ids=ids,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
@@ -196,7 +196,7 @@ class Experiment:
         Defaults do not count, so that rows stay valid when `distill` gets further options.
         """
         defaults = default_settings(DistillOptions)
-        options = replace(self, bf16=False).options(row)
+        options = self._options(row, bf16=False)
         settings = {k: v for k, v in result_settings(options).items() if v != defaults.get(k)}
         settings["pretrained"] = self.base
         if corpus := settings.get("corpus"):
@@ -213,6 +213,9 @@ class Experiment:
 
     def options(self, row: Row) -> DistillOptions:
         """Return the options by which a row's model is made; `InputError` if they are invalid."""
+        return self._options(row, self.bf16)
+
+    def _options(self, row: Row, bf16: bool) -> DistillOptions:
         is_dense = row.recipe == DENSE
         own = self.settings["dense"] if is_dense else self.settings["recipes"][row.recipe]
         values = {
@@ -227,7 +230,7 @@ class Experiment:
         }
         if values.get("corpus") == PROMPTS:
             values["corpus"] = str(self.work / PROMPTS)
-        if self.bf16:
+        if bf16:
             values["trainer"] = {**values.get("trainer", {}), "bf16": True}
         if is_dense:  # of `changes`, what is removed is for the recipes
             values |= {name: own[name] for name in ("ratio", "ffn_ratio", "stages") if name in own}

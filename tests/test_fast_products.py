@@ -26,12 +26,22 @@ HEAD = 64  # the vocabulary of tiny models is not smaller
 GENOA = "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512_bf16\n"
 
 
+BACKENDS: Any = torch.backends
+MATMUL = (BACKENDS.mkldnn.matmul, BACKENDS.cuda.matmul)
+
+
 @pytest.fixture(autouse=True)
-def setting() -> Iterator[None]:
-    """The default setting, before and after."""
-    torch.set_float32_matmul_precision("highest")
+def default_precision() -> Iterator[None]:
+    """The precision of a new process, before and after."""
+    set_default_precision()
     yield
+    set_default_precision()
+
+
+def set_default_precision() -> None:
     torch.set_float32_matmul_precision("highest")
+    for backend in (*MATMUL, BACKENDS):
+        backend.fp32_precision = "none"
 
 
 @pytest.fixture
@@ -84,14 +94,25 @@ def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, fast: No
 
 
 def test_a_setting_of_backends_is_left_alone(fast: None) -> None:
-    backend: Any = torch.backends
-    try:
-        backend.fp32_precision = "tf32"
-        with fast_products():
-            assert backend.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        backend.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
+    BACKENDS.fp32_precision = "tf32"
+    with fast_products():
+        assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
+    with exact_products():
+        assert [backend.fp32_precision for backend in MATMUL] == ["ieee"] * 2
+    assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
+
+
+@pytest.mark.parametrize("block", [fast_products, exact_products])
+@pytest.mark.parametrize("before", [None, "highest", "high", "medium"])
+def test_backends_follow_after_a_block_what_they_followed_before(before: str | None, block: Any, fast: None) -> None:
+    if before:
+        torch.set_float32_matmul_precision(before)
+    own = [backend.fp32_precision for backend in MATMUL]
+    with block():
+        pass
+    assert [backend.fp32_precision for backend in MATMUL] == own
+    BACKENDS.fp32_precision = "tf32"
+    assert [backend.fp32_precision for backend in MATMUL] == (own if before else ["tf32"] * 2)
 
 
 def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,47 +122,49 @@ def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch, fast: None) -> dict[int, set[str]]:
+def settings_by_rows(monkeypatch: pytest.MonkeyPatch, fast: None) -> dict[int, set[str]]:
     """Settings by the number of rows of the products of linear layers, but for the head, which computes fewer rows."""
-    seen: dict[int, set[str]] = {}
+    settings: dict[int, set[str]] = {}
     forward = torch.nn.Linear.forward
 
     def noted(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self.out_features < HEAD:
-            seen.setdefault(x.numel() // x.shape[-1], set()).add(torch.get_float32_matmul_precision())
+            settings.setdefault(x.numel() // x.shape[-1], set()).add(torch.get_float32_matmul_precision())
         return forward(self, x)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", noted)
-    return seen
+    return settings
 
 
-def test_the_engine_is_fast_for_many_rows(seen: dict[int, set[str]]) -> None:
+def test_the_engine_is_fast_for_many_rows(settings_by_rows: dict[int, set[str]]) -> None:
     engine = Engine(tiny("llama"))
     assert engine.unsupported is None
-    seen.clear()
+    settings_by_rows.clear()
     params = SamplingParams(max_new_tokens=3)
     list(engine.decode([Request(tuple(range(3, 13)), params=params)]))
     list(engine.decode([Request((number + 3,), params=params) for number in range(MANY_ROWS)]))
-    assert {1, MANY_ROWS, 10} <= set(seen)
-    assert all(settings == {"medium" if rows >= MANY_ROWS else "highest"} for rows, settings in seen.items()), seen
+    assert {1, MANY_ROWS, 10} <= set(settings_by_rows)
+    assert all(
+        settings == {"medium" if rows >= MANY_ROWS else "highest"} for rows, settings in settings_by_rows.items()
+    ), settings_by_rows
 
 
-def test_scoring_is_fast(seen: dict[int, set[str]]) -> None:
+def test_scoring_is_fast(settings_by_rows: dict[int, set[str]]) -> None:
     model_map = map_model(tiny("llama"))
     text = CalibrationText.from_windows("text", torch.randint(3, 50, (4, 12)))
     options = PruneOptions(ratio=0.5, compensation="bias")
     list(stages(PRUNERS.load("flap")(), model_map, options, text))
-    assert seen and set().union(*seen.values()) == {"medium"}
+    assert settings_by_rows and set().union(*settings_by_rows.values()) == {"medium"}
 
 
 def test_training_is_fast(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[str]()
+    settings = list[str]()
     trainer: Any = object.__new__(ResumableTrainer)
-    monkeypatch.setattr(ResumableTrainer, "train", lambda *_, **__: seen.append(torch.get_float32_matmul_precision()))
+    monkeypatch.setattr(ResumableTrainer, "train", lambda *_, **__: settings.append(torch.get_float32_matmul_precision()))
     trainer.args, trainer.model = arguments(), torch.nn.Linear(1, 1)
     trainer.state = type("State", (), {"best_global_step": 1, "global_step": 1, "max_steps": 1, "log_history": []})()
     trainer.run()
-    assert seen == ["medium"]
+    assert settings == ["medium"]
 
 
 def arguments() -> Any:

@@ -32,7 +32,7 @@ def refuse_nan(logits: torch.Tensor) -> None:
 MANY_ROWS = 8  # of a matrix that is multiplied by weights; oneDNN takes longer to start a product
 # Errors of float32 reach about 2**-21 of a product of absolute values, of bfloat16 2**-10.
 SMALL_ERROR = 2.0**-17
-CHECKED = (((8, 64), (64, 64)), ((64, 576), (576, 192)), ((512, 192), (192, 512)), ((6, 32, 64), (6, 64, 96)))  # shapes
+CHECKED_SHAPES = (((8, 64), (64, 64)), ((64, 576), (576, 192)), ((512, 192), (192, 512)), ((6, 32, 64), (6, 64, 96)))
 
 
 @cache
@@ -49,18 +49,20 @@ def fast_precision() -> str:
 
 
 def _is_amd_with_avx512(processors: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor is one whose AVX-512 oneDNN takes and MKL does not, and both libraries are there."""
     try:
         facts = processors.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         return False
-    return "AuthenticAMD" in facts and "avx512f" in facts and torch.backends.mkldnn.is_available()
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and "AuthenticAMD" in facts and "avx512f" in facts
 
 
 def _is_exact(precision: str) -> bool:
     """Return whether products of float32 are not rounded to fewer bits by a setting."""
     generator = torch.Generator().manual_seed(0)
-    pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED]
-    with _set(precision):
+    pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED_SHAPES]
+    with _matmul_precision(precision):
         products = [torch.matmul(left, right) for left, right in pairs]
     return all(
         bool(((product - left.double() @ right.double()).abs() <= SMALL_ERROR * (left.abs() @ right.abs())).all())
@@ -69,13 +71,34 @@ def _is_exact(precision: str) -> bool:
 
 
 @contextmanager
-def _set(precision: str) -> Iterator[None]:
+def _matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of products inside the block; then set that of PyTorch and of each backend again."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    with _same_backends_after():
+        torch.set_float32_matmul_precision(precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _same_backends_after() -> Iterator[tuple[Any, Any]]:
+    """Yield the backends that multiply matrices; after the block each has the precision that it had, or follows all.
+
+    `torch.set_float32_matmul_precision` gives backends a precision of their own, which does not follow a later
+    `torch.backends.fp32_precision`.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
     try:
-        yield
+        yield backends
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = "none"  # that of all backends
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision
 
 
 @contextmanager
@@ -94,7 +117,7 @@ def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     if precision == "high" or (fast := fast_precision()) == "highest":
         yield
         return
-    with _set(fast if rows >= MANY_ROWS else "highest"):
+    with _matmul_precision(fast if rows >= MANY_ROWS else "highest"):
         yield
 
 
@@ -107,30 +130,16 @@ def exact_products() -> Iterator[None]:
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
-        with _exact_backends():
+        with _same_backends_after() as backends:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
             yield
         return
     if precision in ("highest", fast_precision()):
         yield
         return
-    with _set("highest"):
+    with _matmul_precision("highest"):
         yield
-
-
-@contextmanager
-def _exact_backends() -> Iterator[None]:
-    mkldnn: Any = torch.backends.mkldnn
-    backends = torch.backends.cuda.matmul, mkldnn.matmul
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = "none"  # that of all backends
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
 
 
 def with_exact_products(items: Generator[Item]) -> Generator[Item]:

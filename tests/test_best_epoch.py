@@ -156,7 +156,11 @@ def test_the_loss_only_decides_between_equal_numbers(solved: int, other: int, lo
 @pytest.mark.parametrize("from_epoch", [1, 2])
 @pytest.mark.usefixtures("judged")
 def test_weights_of_a_diverged_training_are_not_kept(
-    options: DistillOptions, best_by: Any, from_epoch: int, monkeypatch: pytest.MonkeyPatch
+    options: DistillOptions,
+    best_by: Any,
+    from_epoch: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A loss that is NaN makes the weights NaN; those of an epoch before it are kept, if one was chosen."""
     kept, total = weights_of_epochs(monkeypatch), DistillTrainer.total
@@ -174,6 +178,7 @@ def test_weights_of_a_diverged_training_are_not_kept(
         assert not Path(changed.output).exists()
         return
     distill(changed)
+    assert capsys.readouterr().out.count("the training has diverged: the best weights before are kept") == 1
     assert read_note(changed.output)["stages"][0]["best_epoch"] == 1
     assert len(kept) == 1
     assert equal(state_of(load_pretrained(changed.output)), kept[0])

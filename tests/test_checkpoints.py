@@ -538,6 +538,20 @@ def test_the_damaged_file_among_many_is_named(
         assert message in line and path.name in line and line.endswith("fetch it again"), line
 
 
+def test_shards_of_a_cut_model_are_known_by_their_index(tmp_path: Path) -> None:
+    """Its name is another one than that of a stock model's; an error that is not the files' says nothing of them."""
+    cut(tiny("llama"), Plan(channels={"L0": [0, 1]})).model.save_pretrained(tmp_path, max_shard_size="20KB")
+    with pytest.raises(InputError, match=r"cannot be loaded .*no_such_attention"):
+        load_pretrained(tmp_path, attn_implementation="no_such_attention")
+    (shard,) = tmp_path.glob("model.pruned-00002-of-*")
+    shard.unlink()
+    with pytest.raises(InputError, match=f"lacks {shard.name}; fetch it again"):
+        load_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.pruned.json").unlink()
+    with pytest.raises(InputError, match=r"but no model\.safetensors\.index\.pruned\.json; fetch it again"):
+        load_pretrained(tmp_path)
+
+
 # ---------------------------------------------------------------- offloaded weights
 
 

@@ -206,10 +206,11 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
 def _file_fault(folder: Path) -> str | None:
     """Return which file of a folder's weights is missing or damaged; None if all can be opened."""
     shards = sorted(folder.glob("*.safetensors"))
-    indices = sorted(folder.glob("*.safetensors.index.json"))
+    indices = sorted(folder.glob("*.safetensors.index*.json"))  # with the variant, as the shards' names
     numbered = [path.name for path in shards if re.search(r"-\d+-of-\d+\.", path.name)]
     if numbered and not indices:
-        return f"{folder} has shards ({first_few(numbered, most=1)}), but no model.safetensors.index.json"
+        variant = "".join(re.findall(r"^\w+(\.\w+)-", numbered[0]))
+        return f"{folder} has shards ({first_few(numbered, most=1)}), but no model.safetensors.index{variant}.json"
     for index in indices:
         try:
             named = {str(name) for name in read_json(index, dict[str, Any])["weight_map"].values()}

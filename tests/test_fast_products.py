@@ -160,7 +160,9 @@ def test_scoring_is_fast(settings_by_rows: dict[int, set[str]]) -> None:
 def test_training_is_fast(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = list[str]()
     trainer: Any = object.__new__(ResumableTrainer)
-    monkeypatch.setattr(ResumableTrainer, "train", lambda *_, **__: settings.append(torch.get_float32_matmul_precision()))
+    monkeypatch.setattr(
+        ResumableTrainer, "train", lambda *_, **__: settings.append(torch.get_float32_matmul_precision())
+    )
     trainer.args, trainer.model = arguments(), torch.nn.Linear(1, 1)
     trainer.state = type("State", (), {"best_global_step": 1, "global_step": 1, "max_steps": 1, "log_history": []})()
     trainer.run()

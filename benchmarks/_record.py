@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -69,6 +70,19 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
     out = function()
     return out, time.perf_counter() - begin
+
+
+def seconds_in_turn(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
+    """Return the seconds that two kinds of work take in turn, and how many times as fast the first is as the second.
+
+    Args:
+        kinds: of work, by name; each returns its seconds.
+        rounds: of both; the ratio is the median of those of the rounds.
+    """
+    seconds = [{name: run() for name, run in kinds.items()} for _ in range(rounds)]
+    first, second = kinds
+    ratios = [each[second] / each[first] for each in seconds]
+    return {"seconds": seconds, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:

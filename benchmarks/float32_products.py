@@ -9,7 +9,6 @@ be the same, other results nearly. On machines where `fast_precision` is `highes
 # ruff: noqa: E402 - a checkout that is not installed will do
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from unittest.mock import patch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
-from _record import environment, write
+from _record import environment, seconds_in_turn, write
 from transformers import AutoTokenizer
 
 from lmeval_prune import map_model
@@ -88,9 +87,10 @@ def measured(run: Callable[[], Any]) -> dict[str, Any]:
         raise SystemExit(f"{sum(a != b for a, b in zip(fast, plain, strict=True))} answers differ")
     if not same and any(abs(a / b - 1) > AGREEMENT for a, b in zip(fast, plain, strict=True) if b):
         raise SystemExit("the results differ")
-    rounds = [{"fast": timed(True)[1], "plain": timed(False)[1]} for _ in range(ROUNDS)]
-    ratios = [each["plain"] / each["fast"] for each in rounds]
-    return {"seconds": rounds, "ratio": statistics.median(ratios), "ratios": ratios, "equal": same}
+    return {
+        **seconds_in_turn({"fast": lambda: timed(True)[1], "plain": lambda: timed(False)[1]}, ROUNDS),
+        "equal": same,
+    }
 
 
 def main() -> None:

@@ -10,20 +10,21 @@ the results.
 # ruff: noqa: E402 - a checkout that is not installed will do
 from __future__ import annotations
 
-import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
-from _record import environment, write
+from _record import environment, seconds_in_turn, write
 from torch.nn.functional import cross_entropy
 
 from lmeval_prune.checkpoints.loading import load_pretrained
 
+IMPLEMENTATIONS = ("eager", "sdpa")
 LENGTHS = (64, 128, 256, 512, 1024)
 TOKENS, ROUNDS = 1024, 3
 PADDING, LEARNED = 8, 16  # tokens that the first text is shorter; tokens at the end of each text whose loss counts
@@ -48,18 +49,13 @@ def step(model: Any, implementation: str, ids: torch.Tensor) -> tuple[float, flo
 def measured(model: Any, length: int) -> dict[str, Any]:
     """Return the seconds of steps of both implementations in turn, after one of each that does not count."""
     ids = torch.randint(10, 40000, (max(2, TOKENS // length), length), generator=torch.Generator().manual_seed(0))
-    losses = {name: step(model, name, ids)[0] for name in ("sdpa", "eager")}
+    losses = {name: step(model, name, ids)[0] for name in IMPLEMENTATIONS}
     if abs(losses["eager"] / losses["sdpa"] - 1) > AGREEMENT:
         raise SystemExit(f"the losses of texts of {length} tokens differ: {losses}")
-    rounds = [{name: step(model, name, ids)[1] for name in losses} for _ in range(ROUNDS)]
-    ratios = [each["sdpa"] / each["eager"] for each in rounds]
-    return {
-        "texts": len(ids),
-        "losses": losses,
-        "seconds": rounds,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+    steps: dict[str, Callable[[], float]] = {
+        name: lambda name=name: step(model, name, ids)[1] for name in IMPLEMENTATIONS
     }
+    return {"texts": len(ids), "losses": losses, **seconds_in_turn(steps, ROUNDS)}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion, stages
+from lmeval_prune.distillation import trainer as trainer_module
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.layer_map import LayerMap
@@ -35,6 +36,7 @@ from lmeval_prune.distillation.trainer import (
     EAGER_TOKENS,
     DistillTrainer,
     PaddedOrder,
+    cast_linear_weights,
     collate_with_padding,
     padded,
 )
@@ -52,7 +54,7 @@ from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
-from tests.tiny_models import tiny
+from tests.tiny_models import ALL, distinct, output, tiny, tokens
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -241,10 +243,10 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     assert prompt.endswith("a:")
 
 
-def trainer_of(options: DistillOptions, folder: Path) -> Any:
-    """A trainer whose student is the teacher itself, in float64."""
+def trainer_of(options: DistillOptions, folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """A trainer whose student is the teacher itself."""
     host = make_host(options)
-    student, teacher = (host.read(options.pretrained).double() for _ in range(2))
+    student, teacher = (host.read(options.pretrained).to(dtype) for _ in range(2))
     layers = map_model(host.backbone(student)).attention
     same = LayerMap({x.label: x.label for x in layers}, {x.label: list(range(x.heads)) for x in layers})
     return DistillTrainer(host, student, teacher, same, host.examples(), folder)
@@ -281,6 +283,38 @@ def test_short_texts_are_trained_by_eager_attention_on_a_cpu_in_bfloat16(
     trainer.examples = replace(trainer.examples, lengths=[8, EAGER_TOKENS + 1])
     assert not trainer.uses_eager_attention
     assert not trainer_of(replace(language, feature=False, hidden=True), tmp_path / "float32").uses_eager_attention
+
+
+@pytest.mark.parametrize("family", distinct(ALL))
+def test_linear_weights_in_the_dtype_of_autocast_give_the_same_outputs(family: str) -> None:
+    model = tiny(family, dtype=torch.float32).requires_grad_(False)
+    linear = sum(type(module) is torch.nn.Linear for module in model.modules())
+    embeddings = model.get_input_embeddings().weight
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = output(model, tokens())
+        cast_linear_weights(model, torch.bfloat16)
+        assert torch.equal(output(model, tokens()), expected)
+    assert embeddings.dtype == torch.float32
+    cast = [module for module in model.modules() if getattr(module, "weight", embeddings).dtype == torch.bfloat16]
+    assert len(cast) in (linear, linear - 1)  # a head can share the weights of the embeddings
+
+
+def test_the_teacher_of_a_training_in_bfloat16_has_smaller_weights_and_gives_the_same_loss(
+    language: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(language, feature=False, hidden=True, trainer={"bf16": True})
+    monkeypatch.setattr(trainer_module, "cast_linear_weights", lambda *_: None)
+    values = []
+    for number in range(2):
+        trainer = trainer_of(options, tmp_path / f"work{number}", torch.float32)
+        inputs = trainer.host.collate(trainer.examples.train[:4])
+        with trainer.accelerator.autocast():
+            values.append(trainer.losses(trainer.model, inputs, trainer.counts([inputs]))[1])
+        projection = map_model(trainer.teacher).attention[0].o_proj.weight
+        assert projection.dtype == (torch.bfloat16 if number else torch.float32)
+        assert {weight.dtype for weight in trainer.student.parameters()} == {torch.float32}
+        monkeypatch.undo()
+    assert values[0] == values[1]
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -26,6 +27,7 @@ from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_a
 
 TERMS = ("response", "feature", "hidden", "task")
 EAGER_TOKENS = 256  # of the longest text, on a CPU in bfloat16: with more, eager attention needs much memory
+MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SOLVED_THEN_LOSS = "eval_solved_then_loss"
 # Metric in the log that chooses the best epoch, and whether higher is better.
 CHOOSING: dict[BestBy | None, tuple[str, bool]] = {
@@ -103,6 +105,21 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
 
 
+def cast_linear_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store the weights of linear layers in the dtype in which autocast multiplies them: the outputs stay the same.
+
+    Autocast converts weights that are not trained at each pass. Weights in another dtype than float32, and those that
+    other modules share, as embeddings do, stay.
+    """
+    users = defaultdict[nn.Parameter, set[type]](set)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[parameter].add(type(module))
+    for parameter, types in users.items():
+        if types == {nn.Linear} and parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+
+
 class DistillTrainer(ResumableTrainer):
     """Trainer of a student with an optional teacher.
 
@@ -149,6 +166,8 @@ class DistillTrainer(ResumableTrainer):
             options.resumable,
         )
         if teacher is not None:
+            if dtype := MIXED_PRECISION.get(self.accelerator.mixed_precision):
+                cast_linear_weights(teacher, dtype)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
             if options.uses_attention_maps or options.uses_hidden_states:
                 maps = (map_model(host.backbone(each)) for each in (model, teacher))

@@ -1,4 +1,4 @@
-"""The second paper's figures (its Tables 1 to 4), and what its parameter figures could be, with the arithmetic."""
+"""The figures of Yu et al. (their Tables 1 to 4), and what its parameter figures could be, with the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the second paper's tables from rows of results, beside its own figures, with paired tests.
+"""Write the tables of Yu et al. from rows of results, beside their own figures, with paired tests.
 
     python benchmarks/distillation_report.py [--results FILE] [--output FOLDER]
 
@@ -231,7 +231,7 @@ def write(results: Path, output: Path) -> list[Path]:
         InputError: the file holds no rows.
     """
     found = Results.read(results)
-    parts = ["# Recursive distillation: the second paper's tables", _legend(found)]
+    parts = ["# Recursive distillation: the tables of Yu et al.", _legend(found)]
     for host in found.hosts:
         if not found.dense(host):
             continue
@@ -560,7 +560,7 @@ def _draw(found: Results, stem: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the second paper's tables from rows of results.")
+    parser = argparse.ArgumentParser(description="Write the tables of Yu et al. from rows of results.")
     parser.add_argument("--results", type=Path, default=RESULTS / "distillation.json")
     parser.add_argument("--output", type=Path, default=RESULTS.parent.parent / "docs/results/distillation")
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The second paper's tables, measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
+"""The tables of Yu et al., measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
 
     python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--list] [--report]
         [--unreported] [--speeds]

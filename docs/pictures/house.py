@@ -22,7 +22,7 @@ FLOORS = [
     [
         ("decoding", "the engine"),
         ("profiling", "parameters, FLOPs, speed"),
-        ("athena · training", "the second paper's host"),
+        ("athena · training", "the model of Yu et al."),
     ],
     [("interventions", "head masks, plans, token filter, probe pruning, the attention call")],
     [("checkpoints · cards", "embedded models, models without weights, cut ones; model cards")],

@@ -33,6 +33,7 @@ Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
+Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 
 

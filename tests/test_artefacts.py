@@ -68,6 +68,7 @@ from lmeval_prune.interventions.lora import read_lora_config
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.server_record import RECORD, ServerRecord
 from lmeval_prune.options import Parser
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
@@ -823,6 +824,20 @@ def _samples(folder: Path) -> Kind:
     )
 
 
+def _servers(folder: Path) -> Kind:
+    path, signature = folder / RECORD, [("a", -1.0), ("b", -2.5)]
+    record = ServerRecord(path, ["model"], "float32", True)
+    record.check("http://a", signature)
+    record.save()
+
+    def read() -> Any:
+        again = ServerRecord(path, ["model"], "float32", False)
+        again.check("http://b", signature)
+        return json.loads(path.read_bytes())["signatures"]
+
+    return Kind([path], read)
+
+
 KINDS: dict[str, Callable[[Path], Kind]] = {
     **{row.name: _intervention({row.name: row.value}) for row in ROWS if row.value is not None},
     "plan with tensors": _plan,
@@ -845,6 +860,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "costs": _costs,
     "plan with blocks": _intervention({"plan": {"heads": "L0H1", "blocks": "L1.attention+L0.feed_forward"}}),
     "samples": _samples,
+    "servers": _servers,
 }
 MADE: dict[str, tuple[Kind, Any]] = {}
 
@@ -982,6 +998,18 @@ def test_ranges_of_speeds_are_two_numbers_in_order(damaged: Any, tmp_path: Path)
     for ranges in (damaged, {speed: damaged}):
         content = json.dumps({**json.loads(path.read_text()), "ranges": ranges}).encode()
         assert refused_or(kind, path, content) is None
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"tokens": ["a"]}, {"tokens": [], "log_probabilities": []}, {"log_probabilities": [-1.0, math.nan]}]
+)
+def test_a_signature_of_a_server_has_a_number_for_each_token(damaged: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever it is compared with: no number differs from one that is none."""
+    (path,) = (kind := _servers(tmp_path)).files
+    content = json.loads(path.read_text())
+    for signature in content["signatures"].values():
+        signature |= damaged
+    assert refused_or(kind, path, json.dumps(content).encode()) is None
 
 
 def test_figures_that_were_not_measured_may_be_null(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ A cell's folder is written completely before it appears. The process that evalua
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from annotated_types import Interval, Len, Predicate
+from annotated_types import Len, Predicate
 from filelock import Timeout
 from typing_extensions import TypedDict
 
@@ -31,6 +30,7 @@ from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, new_folder, r
 from lmeval_prune.errors import InputError, did_you_mean, first_few, refuse_file
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.server_record import RECORD
+from lmeval_prune.settings import Finite
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -64,9 +64,6 @@ class Failure(TypedDict):
     """Fields of a file in `failed/` that are read."""
 
     reason: str
-
-
-Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 
 
 class Costs(TypedDict):

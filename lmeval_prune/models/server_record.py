@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Len, Predicate
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, file_lock, lock_path, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Finite
 
 RECORD = "answers.servers.json"  # in the folder of an answer store
 SCHEMA, VERSION = "lmeval-prune/servers", 1
@@ -24,12 +26,17 @@ Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabili
 
 
 class _Signature(TypedDict):
-    tokens: list[str]
-    log_probabilities: list[float]
+    tokens: Annotated[list[str], Len(1)]
+    log_probabilities: list[Finite]
+
+
+def _has_pairs(signature: _Signature) -> bool:
+    return len(signature["tokens"]) == len(signature["log_probabilities"])
 
 
 class _Content(TypedDict):
-    signatures: dict[str, _Signature]  # by a digest of what is known of the model otherwise
+    # by a digest of what is known of the model otherwise
+    signatures: dict[str, Annotated[_Signature, Predicate(_has_pairs)]]
 
 
 class ServerRecord:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from lmeval_prune import InputError
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.pruned_server import PrunedServerLM
@@ -122,6 +123,22 @@ def test_a_grid_has_models_of_several_names(tiny_folder: Path, retrained: Path, 
         settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "measure": False}
         grid = Grid.of({"model": model, "variants": variants, "tasks": ["prune_tiny_words"], **settings})
         assert run(grid, str(tmp_path)).failed == []
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_costs_of_a_model_here_are_none_of_a_served_one(tiny_folder: Path, tmp_path: Path, first: str) -> None:
+    """They are measured, whichever is evaluated first; a server is not asked again for its own, which are unknown."""
+    with remote(tiny_folder) as stub:
+        variants = {"here": {}, "there": {"base_url": stub.url}}
+        variants = {first: variants[first], **variants}
+        model = {"pretrained": str(tiny_folder), "dtype": "float64"}
+        settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "tasks": ["prune_tiny_words"]}
+        grid = Grid.of({"model": model, "variants": variants, **settings})
+        assert run(grid, str(tmp_path)).failed == []
+    assert run(grid, str(tmp_path), retry_failed=True).failed == []
+    folder = GridFolder(tmp_path)
+    costs = {cell.variant.name: folder.costs(cell.costs) for cell in cells_of(grid)}
+    assert costs["here"] and not costs["there"] and folder.failures() == {}
 
 
 def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:

@@ -184,7 +184,7 @@ class _Planner:
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         model_digest = digest([model, computation] if computation else model)
-        costs = digest(identity)
+        costs = digest({**identity, **computation} if variant.served else identity)  # a server's are unknown
         for grid_task in grid.tasks:
             task = self._task(grid_task, loading_key, loading)
             random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}

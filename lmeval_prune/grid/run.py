@@ -101,7 +101,8 @@ class _Run:
         left = [cell for cell in self.cells if cell.key not in done and cell.key not in failures]
         if self.grid.measure:
             evaluated = {cell.costs for cell in left}
-            unmeasured = {cell.costs: cell for cell in self.cells if cell.key in done and cell.costs not in evaluated}
+            done_here = [cell for cell in self.cells if cell.key in done and not cell.variant.served]
+            unmeasured = {cell.costs: cell for cell in done_here if cell.costs not in evaluated}
             left += [cell for costs, cell in unmeasured.items() if self.folder.needs_costs(costs)]
         return left
 
@@ -177,7 +178,7 @@ class _Run:
             Job(
                 str(self.folder.path),
                 tuple(group[start : start + size]),
-                measures=self.grid.measure,
+                measures=self.grid.measure and not group[0].variant.served,
                 distance=distance,
                 origin=self.origins[group[0].key] if origin_key else None,
             )

@@ -286,7 +286,7 @@ class Worker:
     def _measure(self, cell: Cell) -> str:
         """Measure the loaded variant unless its costs are known; a failure is recorded for the costs, not the cell."""
         key, lm = cell.costs, self.loaded.lm
-        assert lm is not None
+        assert isinstance(lm, VariantLM)
         with self.folder.lock(measurement_key(key)) as is_held:
             if not is_held:
                 return BUSY
@@ -403,10 +403,8 @@ def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
     return tuple(masks) if len(masks) > 1 else ()
 
 
-def _not_measurable(lm: VariantLM | ServedLM) -> str:
+def _not_measurable(lm: VariantLM) -> str:
     """Return the reason why a variant's costs cannot be measured; empty if they can."""
-    if isinstance(lm, ServedLM):
-        return "the model runs on a server"
     if lm.arguments.router:
         return "a router applies several models, one for each head"
     return "" if lm.backend == "causal" else "the model is not causal"

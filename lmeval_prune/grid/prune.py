@@ -30,7 +30,7 @@ class Prune(Preparation):
     Attributes:
         method: name of the pruner.
         ratio: share to remove, in units of `budget`.
-        budget: `parameters` or `heads`.
+        budget: `parameters`, `heads` or `latency`.
         options: options of the pruner.
         more: other settings of the plan: `unit`, `allocation`, `compensation`, …
         task, text: calibration text: the training split of a task, or a file.

@@ -35,7 +35,8 @@ class PruneOptions(Settings):
             balanced (one query head of every group). Default: group where the model has groups that can be cut, else
             head; with --budget heads, head
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
-        ffn_multiple: the number of channels that stay in each block is a multiple of this
+        ffn_multiple: the number of channels that stay in each block is a multiple of this; by default any number, with
+            allocation=composition a multiple of a 32nd of the block's
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
             add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
             shape, and the checkpoint needs no code of this package); with a budget of parameters also joint (compare

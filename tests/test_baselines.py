@@ -903,7 +903,7 @@ def test_what_falls_short_is_said(
     arguments = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
     assert main([*words, "--ffn_multiple", "16", *arguments]) == 0
     assert "% of the channels: less than --ffn_ratio 0.3, as only whole units" in capsys.readouterr().out
-    assert "gives 15 of 64 windows of 32 tokens" in caplog.text
+    assert "gives 15 of 128 windows of 32 tokens" in caplog.text
     tiny("llama", seed=1).save_pretrained(tmp_path / "other")
     assert main(["cut", "--pretrained", str(tmp_path / "other"), "--plan", plan, "--output", str(tmp_path / "x")]) == 2
     shown = capsys.readouterr().err

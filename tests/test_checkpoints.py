@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, wi
 from lmeval_prune.cli import main
 from lmeval_prune.distance.tokens import logits_of
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.surgery.cut import cut, cut_to
@@ -550,6 +553,29 @@ def test_shards_of_a_cut_model_are_known_by_their_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.pruned.json").unlink()
     with pytest.raises(InputError, match=r"but no model\.safetensors\.index\.pruned\.json; fetch it again"):
         load_pretrained(tmp_path)
+
+
+def test_a_cut_model_is_loaded_without_warnings_of_values_that_layers_have(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    smaller = cut(load_pretrained(tiny_folder), Plan(channels={"L0": [0, 1]}))
+    save_checkpoint(tmp_path / "cut", smaller.model, smaller.manifest, AutoTokenizer.from_pretrained(tiny_folder))
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+    logger.addHandler(caplog.handler)
+    loads: list[Callable[[], Any]] = [
+        lambda: load_pretrained(tmp_path / "cut"),
+        lambda: Checkpoint({"pretrained": str(tmp_path / "cut")}),
+        lambda: PrunedHFLM(pretrained=str(tmp_path / "cut")),
+        lambda: AutoConfig.from_pretrained(tmp_path / "cut"),
+    ]
+    warnings = []
+    for load in loads:
+        transformers.utils.logging.warning_once.cache_clear()
+        caplog.clear()
+        load()
+        warnings.append("Reading global config value" in caplog.text)
+    logger.removeHandler(caplog.handler)
+    assert warnings == [False, False, False, True]
 
 
 # ---------------------------------------------------------------- offloaded weights

@@ -59,7 +59,7 @@ def as_input_error(problem: str) -> Iterator[None]:
 def read_config(pretrained: str, revision: str | None = None) -> Any:
     """Read the configuration of a folder, hub model or embedded model without running code of the model."""
     embedded.check_name(pretrained, {"revision": revision})
-    with as_input_error(f"cannot read the model {pretrained}"):
+    with as_input_error(f"cannot read the model {pretrained}"), modeling_pruned.without_warnings_of_layers():
         return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
 
 

@@ -69,7 +69,7 @@ class Pruned:
     """Mixin for a stock model class whose layers may differ: `class PrunedX(Pruned, X)`."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        with _without_warnings_of_layers():  # built by values of the whole model; those of layers follow
+        with without_warnings_of_layers():  # built by values of the whole model; those of layers follow
             super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self
         prefix = f"{model.base_model_prefix}."
@@ -111,7 +111,7 @@ class Pruned:
 
 
 @contextmanager
-def _without_warnings_of_layers() -> Iterator[None]:
+def without_warnings_of_layers() -> Iterator[None]:
     """Leave out transformers' warning that a value of the whole model is read though layers have their own."""
 
     def is_shown(record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.cost_table import CostTable
-from lmeval_prune.pruners.options import AnswerOptions, PruneOptions, TextOptions
+from lmeval_prune.pruners.options import WINDOW, AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import class_record
 from lmeval_prune.settings import Count, Seed, Use
@@ -52,9 +52,9 @@ class Prune(Preparation):
     more: dict[str, Any] = field(default_factory=dict)
     task: str | None = None
     text: str | None = None
-    windows: Count = 128
-    tokens: Count = 128
-    batch: Count = 8
+    windows: Count = TextOptions.windows
+    tokens: Count = WINDOW
+    batch: Count = TextOptions.batch
     seed: Seed = 0
     apply_chat_template: bool = False
     own_answers: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error
+from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
@@ -35,7 +36,7 @@ class Checkpoint:
         self.path = embedded.resolve(str(loading["pretrained"]))
         embedded.check_name(self.path, self.loading)
         self._trust = bool(loading.get("trust_remote_code"))
-        with self._refused():
+        with self._refused(), without_warnings_of_layers():
             self.config: Any = AutoConfig.from_pretrained(
                 self.path, **self.files, revision=self.revision, trust_remote_code=self._trust
             )

@@ -23,6 +23,7 @@ from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
+from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
@@ -174,7 +175,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         self._check_world_size()
         if (Path(pretrained) / SETTINGS).is_file():
             raise InputError(f"{pretrained} is an ATHENA model; use --model athena")
-        with as_input_error(f"cannot read the model {pretrained}"):
+        with as_input_error(f"cannot read the model {pretrained}"), without_warnings_of_layers():
             super()._get_config(pretrained, **kwargs)
 
     def _create_tokenizer(self, *args: Any, **kwargs: Any) -> None:

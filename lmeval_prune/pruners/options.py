@@ -206,7 +206,7 @@ class TextOptions(AnswerOptions):
     )
     task: str | None = None
     text: str | None = None
-    windows: Count = 64
+    windows: Count = 128
     tokens: Annotated[int, Ge(2)] | None = None
     batch: Count = 8
     seed: int = 0

@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,7 +201,8 @@ def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
         raise InputError(f"{names} cannot be loaded ({text}{place and f', {place}'})") from error
 
 
-CLASSES: dict[str, str] = {}  # of other packages that were loaded, by `MODULE:CLASS`: what named them
+# The options that name a class of another package, or one that derives from it, by `MODULE:CLASS`
+CLASSES: defaultdict[str, set[str]] = defaultdict(set)
 
 
 def note_class(error: BaseException) -> bool:
@@ -209,7 +211,7 @@ def note_class(error: BaseException) -> bool:
         place = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}"
         path = next((path for path in CLASSES if place.startswith(f"{path}.")), None)
         if path:
-            note = f"in {path}, which {CLASSES[path]} names"
+            note = f"in {path}, which {' or '.join(sorted(CLASSES[path]))} names"
             if note not in notes_of(error):
                 error.add_note(note)
             return True

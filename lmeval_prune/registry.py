@@ -113,9 +113,9 @@ class Registry(MutableMapping[str, str]):
         base = resolve_name(self.base)
         if problem := _problem(kind, base):
             raise InputError(f"{subject}: {path} {problem}")
-        CLASSES.update(
-            (import_path(each), subject) for each in kind.__mro__ if issubclass(each, base) and not is_own(each)
-        )
+        for each in kind.__mro__:
+            if issubclass(each, base) and not is_own(each):
+                CLASSES[import_path(each)].add(subject)
         return kind
 
     def classes(self) -> Iterator[tuple[str, Any]]:

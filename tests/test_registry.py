@@ -158,6 +158,18 @@ class Raising(Intervention):
 
 
 @dataclass(frozen=True)
+class Common(Halve):
+    def resolve(self, model_map):
+        torch.ones(1)[int(self.factor)]
+        return self
+
+
+@dataclass(frozen=True)
+class Derived(Common):
+    """Has the code of another."""
+
+
+@dataclass(frozen=True)
 class Unreadable(Ascending):
     def scores(self, model_map, text, parts, removed):
         if self.factor == 2:
@@ -582,6 +594,13 @@ def test_an_error_in_a_method_of_another_package_is_named(install: Any, tiny_fol
     with pytest.raises(IndexError) as raised:
         PrunedHFLM(str(tiny_folder), device="cpu", halve=1, mine=place).generate_until([prompt])
     assert raised.value.__notes__ == ["in elsewhere:Raising, which method=mine names"]
+
+
+def test_an_error_in_code_that_two_methods_share_is_named_by_both(install: Any, tiny_folder: Path) -> None:
+    install({"interventions": {"common": "elsewhere:Common", "derived": "elsewhere:Derived"}})
+    with pytest.raises(IndexError) as raised:
+        PrunedHFLM(str(tiny_folder), device="cpu", derived=0, common=5)
+    assert raised.value.__notes__ == ["in elsewhere:Common, which method=common or method=derived names"]
 
 
 def test_an_error_in_a_pruner_of_another_package_is_named(

@@ -9,16 +9,19 @@ repeats: 8
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean
 
-from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.tasks.compat import all_responses
 from lmeval_prune.tasks.results import EQUALITIES, Scores, same_text
 from lmeval_prune.tasks.scored import ScoredTask
+
+logger = logging.getLogger(__name__)
 
 
 class PassAtTask(ScoredTask):
@@ -53,7 +56,19 @@ class PassAtTask(ScoredTask):
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
         if self.score not in EQUALITIES:
-            self._check(self.score(self.eval_docs[0], [""]))  # before a model generates anything
+            self._try_score()
+
+    def _try_score(self) -> None:
+        """Score an empty answer, before a model generates anything; warn of a function that fails at it."""
+        try:
+            score = self.score(self.eval_docs[0], [""])
+        except Exception as error:  # functions of users raise errors of any type
+            logger.warning(
+                "task %s: its process_results fails at an empty answer, which would end an evaluation (%s)",
+                *(self.config.task, first_line(error)),
+            )
+        else:
+            self._check(score)
 
     def _check(self, score: Scores) -> None:
         """Refuse a score without `exact_match`."""

@@ -213,7 +213,7 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
         TaskManager(include_path=str(tmp_path), include_defaults=False).load(["mine_pass3"])
 
 
-def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
+def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It needs `exact_match` alone; with `extracted` there is a vote, too."""
     path = ROOT / "tasks" / "tiny" / "prune_tiny_words_pass4.yaml"
     text = f"include: {path}\ntask: mine_pass4\nrepeats: 4\nprocess_results: !function own.score\n"
@@ -241,6 +241,9 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
         measured("{'acc': 1.0}")
     assert not asked  # no text was generated in vain
+    assert measured("{'exact_match': float(results[0].split()[-1] == 'y')}") == bare
+    line = "mine_pass4: its process_results fails at an empty answer, which would end an evaluation (IndexError: list index"
+    assert line in caplog.text
     with pytest.raises(InputError, match="gives extracted, of which maj@4 is computed, for some answers alone"):
         measured(f"{{{right}, **({{'extracted': 'y'}} if results[0] == 'y' else {{}})}}")
 

@@ -483,6 +483,23 @@ def test_stores_that_other_code_scored_are_compared_with_a_warning(
     assert ("the code of toy has changed between sweeps" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("other", [{"chat_template": "other"}, {"generation": {"max_gen_toks": 9}}])
+def test_an_order_made_from_other_answers_is_reported_with_a_note(
+    stores: tuple[Outcomes, Outcomes], tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a routed run with such prompts or limits is, which it gives the result of."""
+    train, _ = stores
+    fit(train, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")
+    write(tmp_path / "unlike", 400, 30, tasks={"toy": {**TASKS["toy"], **other}})
+    options = ReportOptions(str(tmp_path / "unlike"), str(tmp_path / "out"), router=str(tmp_path / "router"), n=2)
+    write_report(options)
+    write_report(replace(options, router=None, train=str(tmp_path / "train")))
+    ending = f" have different settings of toy ({', '.join(other)}): an order made from the one may not suit the other"
+    for subject in ("the test store and the router's outcomes", "the two stores"):
+        assert f"{subject}{ending}" in caplog.text
+    assert f"The two stores{ending}" in (tmp_path / "out/report.md").read_text()
+
+
 def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
     fit(train, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")
@@ -513,10 +530,10 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
         report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
-    write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
+    write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "metric": "other"}})
     report("the two stores have different settings of toy", train=str(tmp_path / "unlike"))
     unlike = {"test": str(tmp_path / "unlike"), "router": str(tmp_path / "router")}
-    report(r"test store and the router's outcomes have different settings of toy \(chat_template\)", **unlike)
+    report(r"test store and the router's outcomes have different settings of toy \(metric\)", **unlike)
     masked = {"interventions": [{"method": "heads", "version": 1, "heads": ["L1H0"]}]}
     write(tmp_path / "masked", 200, 30, model=masked)
     for other in ({"train": str(tmp_path / "masked")}, {**unlike, "test": str(tmp_path / "masked")}):

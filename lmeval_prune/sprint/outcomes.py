@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 3  # 1: texts of answers in cells.parquet; 2: only pruned heads, cells.parquet has `head` for `attempt`
 
+ANSWER_SETTINGS = ("generation", "num_fewshot", "chat_template", "system_instruction")  # others are of their scoring
 LATER_SETTINGS = ("scoring", "scored_splits")  # settings of a task that earlier stores may lack
 
 _KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}

@@ -6,6 +6,7 @@ Inputs: outcome stores of sweeps, a fitted router, and lm-eval's samples files.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,11 +36,19 @@ from lmeval_prune.sprint.curves import (
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import LATER_SETTINGS, Outcomes, OutcomeStore, comparable, warn_of_other_code
+from lmeval_prune.sprint.outcomes import (
+    ANSWER_SETTINGS,
+    LATER_SETTINGS,
+    Outcomes,
+    OutcomeStore,
+    comparable,
+    warn_of_other_code,
+)
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routing import describe_interventions
 
+logger = logging.getLogger(__name__)
 ROUTER = "SPRINT router"  # name of the router's curve
 
 
@@ -47,7 +56,9 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
     """Write the report; return the path of its Markdown file, and what unknown outcomes left out (empty: nothing)."""
     folder = Path(options.output)
     refuse_file(folder, " for the report")
-    test, train, router = _read_inputs(options)
+    test, train, router, notes = _read_inputs(options)
+    for note in notes:
+        logger.warning("%s", note)
     entries = _entries(options, test, train, router)
     curves, missing = _curves(options, test, train, router, entries)
     left_out = _left_out(options, test, router, missing)
@@ -71,6 +82,7 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
         "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
         "left_out": left_out,
+        "notes": notes,
         **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }
     write_text(folder / "report.json", json.dumps({"created_by": CREATED_BY, **numbers}, indent=1) + "\n")
@@ -89,6 +101,7 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
         choices=_choice_table(head_counts),
         heads=heads,
         left_out=left_out,
+        notes=notes,
     )
     write_text(folder / "report.md", text)
     return folder / "report.md", left_out
@@ -149,8 +162,11 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
     }
 
 
-def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
-    """Read the test store, the training store and the router; raise `InputError` if they do not match."""
+def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None, list[str]]:
+    """Read the test store, the training store and the router; raise `InputError` if they do not match.
+
+    The last item has notes on other answers than those of the test store.
+    """
     test = OutcomeStore(options.test).read(unfinished=True)
     if unknown := int((~test.columns([DENSE]).observed).sum()):
         raise InputError(
@@ -165,13 +181,14 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
         router = router.reading(test)
     models = {"test": test.model, "train": train.model if train else {}}
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
+    notes: list[str] = []
     if train:
         check_disjoint(test.texts, train.texts)
-        _check_same_settings(test, train.tasks, "the two stores")
+        notes += _compare_settings(test, train.tasks, "the two stores")
     if router:
-        _check_same_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
+        notes += _compare_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
     _check_sizes(options, test, train, router)
-    return test, train, router
+    return test, train, router, notes
 
 
 def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Outcomes, Outcomes | None]:
@@ -210,16 +227,26 @@ def check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
         )
 
 
-def _check_same_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> None:
-    """Refuse other settings of the same task than the test store's."""
+def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> list[str]:
+    """Refuse other scoring of a task than the test store's; return notes on other answers, of which a run warns."""
+    notes = []
     for task in sorted(test.tasks.keys() & tasks.keys()):
         settings, others = comparable(test.tasks[task]), comparable(tasks[task])
-        for key in sorted(settings.keys() | others.keys()):
-            if settings.get(key) != others.get(key) and not (
-                key in LATER_SETTINGS and None in (settings.get(key), others.get(key))
-            ):
-                raise InputError(f"{subject} have different settings of {task} ({key}); sweep both alike")
+        different = [
+            key
+            for key in sorted(settings.keys() | others.keys())
+            if settings.get(key) != others.get(key)
+            and not (key in LATER_SETTINGS and None in (settings.get(key), others.get(key)))
+        ]
+        if scoring := [key for key in different if key not in ANSWER_SETTINGS]:
+            raise InputError(f"{subject} have different settings of {task} ({', '.join(scoring)}); sweep both alike")
+        if different:
+            notes.append(
+                f"{subject} have different settings of {task} ({', '.join(different)}): an order made from the one may "
+                f"not suit the other; sweep both alike"
+            )
         warn_of_other_code(task, test.tasks[task], tasks[task])
+    return notes
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
-from lmeval_prune.artefacts import read_texts
+from lmeval_prune.artefacts import TABLES, read_texts
 from lmeval_prune.errors import InputError, check_exists, did_you_mean, loading_tasks
 from lmeval_prune.options import first_argument
 from lmeval_prune.settings import Count, resolve_device
@@ -351,4 +351,4 @@ def _read_text(text: str) -> str:
 
 
 def _names_file(text: str) -> bool:
-    return text.endswith((".txt", ".md", ".jsonl")) and len(text.split()) == 1
+    return text.endswith((".txt", ".md", ".jsonl", *TABLES)) and len(text.split()) == 1

@@ -599,6 +599,7 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
         ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
         (["missing.txt"], "no such file"),
         (["missing.jsonl"], "no such file"),
+        (["missing.csv"], "no such file"),
         ([text, "--tokens", "-1"], "no text to plot"),
     ):
         assert main([*command, *wrong]) == 2

@@ -17,6 +17,7 @@ from lmeval_prune.artefacts.locks import (
 )
 from lmeval_prune.artefacts.reading import (
     NONFINITE_REMEDY,
+    TABLES,
     check_finite,
     numbered_lines,
     parse_json,
@@ -43,9 +44,9 @@ from lmeval_prune.artefacts.writing import (
 )
 
 __all__ = [
-    "CREATED_BY", "ENVELOPE", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "cache_folder", "check_finite", "check_writable",
-    "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path",
-    "new_file", "new_folder", "numbered_lines", "open_append", "output_lock", "parse_json", "read_artefact",
-    "read_json", "read_lines", "read_table", "read_tensors", "read_texts", "validate_json", "without_addresses",
-    "without_nan", "write_artefact", "write_bytes", "write_text",
+    "CREATED_BY", "ENVELOPE", "NONFINITE_REMEDY", "TABLES", "TEMPORARY_PREFIX", "cache_folder", "check_finite",
+    "check_writable", "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest",
+    "final_path", "lock_path", "new_file", "new_folder", "numbered_lines", "open_append", "output_lock",
+    "parse_json", "read_artefact", "read_json", "read_lines", "read_table", "read_tensors", "read_texts",
+    "validate_json", "without_addresses", "without_nan", "write_artefact", "write_bytes", "write_text",
 ]  # fmt: skip

@@ -206,12 +206,20 @@ CLASSES: defaultdict[str, set[str]] = defaultdict(set)
 
 
 def note_class(error: BaseException) -> bool:
-    """Add a note to an error in a class of another package: the class, and what named it; return whether it is one."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        place = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}"
-        path = next((path for path in CLASSES if place.startswith(f"{path}.")), None)
-        if path:
-            note = f"in {path}, which {' or '.join(sorted(CLASSES[path]))} names"
+    """Add a note to an error in a class of another package: the class, and what named it; return whether it is one.
+
+    A function of its module, as a hook can be, counts as the class if this package has called it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" for frame in frames]
+    for number, place in reversed([*enumerate(places)]):
+        module, _, _ = place.partition(":")
+        paths = [path for path in CLASSES if place.startswith(f"{path}.")][:1]
+        note = f"in {paths[0]}, which" if paths else f"in {place}, beside a class that"
+        if not paths and any(caller.startswith("lmeval_prune.") for caller in places[:number]):
+            paths = [path for path in CLASSES if path.startswith(f"{module}:")]
+        if paths:
+            note = f"{note} {' or '.join(sorted(set().union(*(CLASSES[path] for path in paths))))} names"
             if note not in notes_of(error):
                 error.add_note(note)
             return True

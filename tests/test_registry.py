@@ -17,7 +17,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import CLASSES, InputError, note_class
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
@@ -127,6 +127,20 @@ class Strict(Other):
         super().__post_init__()
         if self.factor > 1:
             raise ValueError("factor is too large")
+
+
+def fail(x):
+    return torch.ones(1)[2]
+
+
+@dataclass(frozen=True)
+class Failing(Intervention):
+    """Has a hook that is a function of its module."""
+
+    factor: float = 1.0
+
+    def attach(self, model_map, stack):
+        change_output(model_map.attention[0].o_proj, fail, stack)
 
 
 @dataclass(frozen=True)
@@ -594,6 +608,19 @@ def test_an_error_in_a_method_of_another_package_is_named(install: Any, tiny_fol
     with pytest.raises(IndexError) as raised:
         PrunedHFLM(str(tiny_folder), device="cpu", halve=1, mine=place).generate_until([prompt])
     assert raised.value.__notes__ == ["in elsewhere:Raising, which method=mine names"]
+
+
+def test_an_error_in_a_function_beside_a_method_is_named(install: Any, tiny_folder: Path) -> None:
+    """If this package has called it: a program of the same module that calls this package is not at fault."""
+    CLASSES.clear()  # of other tests
+    install({"interventions": {"mine": "elsewhere:Failing"}})
+    prompt = compat.request("generate_until", ("a", {"until": [], "max_gen_toks": 2}), "t", 0)
+    with pytest.raises(IndexError) as raised:
+        PrunedHFLM(str(tiny_folder), device="cpu", mine=1).generate_until([prompt])
+    assert raised.value.__notes__ == ["in elsewhere:fail, beside a class that method=mine names"]
+    with pytest.raises(IndexError) as raised:
+        importlib.import_module("elsewhere").fail(None)
+    assert not note_class(raised.value)
 
 
 def test_an_error_in_code_that_two_methods_share_is_named_by_both(install: Any, tiny_folder: Path) -> None:

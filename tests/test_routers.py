@@ -309,7 +309,9 @@ def test_what_a_router_of_others_does_wrong_is_one_line(
 
 
 def test_a_fit_that_diverges_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"^the fit has diverged at learning_rate=1e\+30; give a smaller one$"):
+    with pytest.raises(
+        InputError, match=r"^the fit with p=32 and lambda=0 has diverged at learning_rate=1e\+30; give a smaller one$"
+    ):
         fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e30, epochs=2))
 
 

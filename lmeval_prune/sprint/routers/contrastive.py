@@ -50,7 +50,8 @@ class Contrastive(ContrastiveOptions, RouterMethod):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
             if not np.isfinite(loss):
-                raise InputError(f"the fit has diverged at learning_rate={self.learning_rate:g}; give a smaller one")
+                fit = f"the fit with p={size} and lambda={weight:g}"
+                raise InputError(f"{fit} has diverged at learning_rate={self.learning_rate:g}; give a smaller one")
             yield Candidate({"p": size, "lambda": weight}, NearestHeads(theta, heads), loss, {"curve": curve})
 
     def _optimise(self, examples: Examples, size: int, weight: float) -> tuple[Tensor, Tensor, list[dict[str, float]]]:

@@ -562,6 +562,7 @@ def test_a_cut_model_is_loaded_without_warnings_of_values_that_layers_have(
     save_checkpoint(tmp_path / "cut", smaller.model, smaller.manifest, AutoTokenizer.from_pretrained(tiny_folder))
     logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
     logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)  # other tests silence transformers
     loads: list[Callable[[], Any]] = [
         lambda: load_pretrained(tmp_path / "cut"),
         lambda: Checkpoint({"pretrained": str(tmp_path / "cut")}),

@@ -84,9 +84,9 @@ def test_a_setting_that_rounds_or_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
 def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, fast: None) -> None:
     torch.set_float32_matmul_precision(before)
-    for rows, wanted in ((MANY_ROWS, "medium"), (MANY_ROWS - 1, "highest")):
+    for rows, expected in ((MANY_ROWS, "medium"), (MANY_ROWS - 1, "highest")):
         with pytest.raises(ZeroDivisionError), fast_products(rows):
-            assert torch.get_float32_matmul_precision() == ("high" if before == "high" else wanted)
+            assert torch.get_float32_matmul_precision() == ("high" if before == "high" else expected)
             raise ZeroDivisionError
         assert torch.get_float32_matmul_precision() == before
     with exact_products():

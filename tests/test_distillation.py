@@ -208,6 +208,22 @@ def test_a_language_model(language: DistillOptions) -> None:
     assert_distance(language, note["stages"][-1]["distance"])
 
 
+def test_a_compiled_student_learns_the_same(language: DistillOptions, tmp_path: Path) -> None:
+    """Hooks that collect hidden states are set anew at each step, after the student was compiled."""
+    eager = replace(language, hidden=True)
+    compiled = replace(
+        eager, output=str(tmp_path / "compiled"), trainer={"torch_compile": True, "torch_compile_backend": "eager"}
+    )
+    distill(eager)
+    torch.compiler.reset()
+    try:
+        distill(compiled)
+        assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+    finally:
+        torch.compiler.reset()
+    assert_same(eager.output, compiled.output)
+
+
 def assert_distance(options: DistillOptions, distance: dict[str, Any]) -> None:
     """That of the last stage from the unpruned model, on the answers of the validation problems."""
     dense, student = (load_pretrained(each).float() for each in (options.pretrained, options.output))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap, takes_logits_to_keep
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -50,7 +50,8 @@ class BlockKl(DepthPruner):
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
         one batch: layers · tokens of the batch · width numbers. Beside them stand three tensors of counted tokens ·
-        vocabulary numbers in float32, which are larger for models with a large vocabulary.
+        vocabulary numbers in float32, which are larger for models with a large vocabulary. The output head reads
+        counted tokens only.
         """
         model, text, sums, count = model_map.model, self.require_text(text), sums or Sums(), 0
         before = make_plan(earlier.removed, True, compensation=earlier.compensation)
@@ -60,9 +61,7 @@ class BlockKl(DepthPruner):
             if all(sums.has(number, part.key) for part in parts):
                 continue
             arguments = {**inputs, "use_cache": False}
-            if takes_logits_to_keep(model):  # the columns on the CPU, as hidden states can be on another device
-                arguments["logits_to_keep"] = tokens.any(0).nonzero()[:, 0].cpu()
-            with torch.no_grad():
+            with torch.no_grad(), _reading(model.get_output_embeddings(), tokens):
                 dense = _log_probabilities(model(**arguments).logits, tokens)
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
@@ -79,16 +78,33 @@ class BlockKl(DepthPruner):
         return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in totals.items()})
 
 
+@contextmanager
+def _reading(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
+    """Let an output head read only some tokens inside the block: the model's logits are (1, tokens, vocabulary).
+
+    Args:
+        head: the output head; None for a model that computes logits without a module.
+        tokens: mask of these tokens, (rows, columns).
+    """
+
+    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = inputs
+        return hidden[tokens.to(hidden.device)][None], *others
+
+    with ExitStack() as stack:
+        if head is not None:
+            stack.callback(head.register_forward_pre_hook(select).remove)
+        yield
+
+
 def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log probabilities of the next token after each counted token, (counted tokens, vocabulary).
 
     Args:
-        logits: of all columns, or of those with a counted token alone.
+        logits: of the counted tokens, in a single row; of all, if the model computes logits without a module.
         tokens: mask of the counted tokens, (rows, columns).
     """
-    if logits.shape[1] < tokens.shape[1]:
-        tokens = tokens[:, tokens.any(0)]
-    logits = logits[tokens.to(logits.device)]
+    logits = logits[tokens.to(logits.device)] if logits.shape[:2] == tokens.shape else logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 

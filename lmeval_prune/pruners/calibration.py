@@ -70,8 +70,10 @@ class CalibrationText:
     ) -> CalibrationText:
         """Make a text of prompts and answers, token ids, each pair in a row of its own, padded on the right.
 
-        Without `prompts_count`, only the tokens of the answers are measured.
+        Pairs are sorted by length, so that batches have little padding. Without `prompts_count`, only the tokens of the
+        answers are measured.
         """
+        answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))
         batches, counted = [], []
         for start in range(0, len(answers), batch):
             rows = answers[start : start + batch]

@@ -304,33 +304,39 @@ def test_short_texts_are_trained_by_eager_attention_on_a_cpu_in_bfloat16(
 @pytest.mark.parametrize("family", distinct(ALL))
 def test_linear_weights_in_the_dtype_of_autocast_give_the_same_outputs(family: str) -> None:
     model = tiny(family, dtype=torch.float32).requires_grad_(False)
-    linear = sum(type(module) is torch.nn.Linear for module in model.modules())
-    embeddings = model.get_input_embeddings().weight
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings().weight
     with torch.autocast("cpu", torch.bfloat16):
         expected = output(model, tokens())
-        cast_linear_weights(model, torch.bfloat16)
+        cast_linear_weights(model, "cpu")
         assert torch.equal(output(model, tokens()), expected)
-    assert embeddings.dtype == torch.float32
-    cast = [module for module in model.modules() if getattr(module, "weight", embeddings).dtype == torch.bfloat16]
-    assert len(cast) in (linear, linear - 1)  # a head can share the weights of the embeddings
+    for module in model.modules():
+        is_tied = module is head and head.weight is embeddings
+        is_cast = type(module) is torch.nn.Linear and not is_tied
+        for weight in module.parameters(recurse=False):
+            assert weight.dtype == (torch.bfloat16 if is_cast else torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["athena", "language"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_teacher_of_a_training_in_bfloat16_has_smaller_weights_and_gives_the_same_loss(
-    language: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, precision: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(language, feature=False, hidden=True, trainer={"bf16": True})
-    monkeypatch.setattr(trainer_module, "cast_linear_weights", lambda *_: None)
-    values = []
-    for number in range(2):
-        trainer = trainer_of(options, tmp_path / f"work{number}", torch.float32)
+    """Without autocast, as on a CPU with `fp16`, the teacher stays in float32."""
+    options = replace(request.getfixturevalue(kind), feature=False, hidden=True, trainer={precision: True})
+
+    def trained(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        trainer = trainer_of(options, tmp_path / folder, torch.float32)
+        assert map_model(trainer.host.backbone(trainer.teacher)).attention[0].o_proj.weight.dtype == dtype
+        assert {weight.dtype for weight in trainer.student.parameters()} == {torch.float32}
         inputs = trainer.host.collate(trainer.examples.train[:4])
         with trainer.accelerator.autocast():
-            values.append(trainer.losses(trainer.model, inputs, trainer.counts([inputs]))[1])
-        projection = map_model(trainer.teacher).attention[0].o_proj.weight
-        assert projection.dtype == (torch.bfloat16 if number else torch.float32)
-        assert {weight.dtype for weight in trainer.student.parameters()} == {torch.float32}
-        monkeypatch.undo()
-    assert values[0] == values[1]
+            terms: dict[str, torch.Tensor] = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))[1]
+        return terms
+
+    terms = trained("smaller", torch.bfloat16 if precision == "bf16" else torch.float32)
+    monkeypatch.setattr(trainer_module, "cast_linear_weights", lambda *_: None)
+    assert trained("whole", torch.float32) == terms
+    assert {"response", "hidden", "task"} <= terms.keys()
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])
@@ -903,6 +909,10 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
         ({"trainer": {"seed": 3}}, "seed follows from the other options"),
         ({"trainer": {"save_only_model": True}}, "save_only_model does not suit distillation"),
+        (
+            {"trainer": {"fp16": True}},
+            "with fp16 transformers trains in float32 on a CPU; give bf16=true, or leave it out",
+        ),
         ({"trainer": {"max_steps": 3}}, "max_steps does not suit distillation"),
         ({"trainer": {"ignore_data_skip": True}}, "ignore_data_skip does not suit distillation"),
         ({"trainer": {"label_smoothing_factor": 0.5}}, "label_smoothing_factor does not suit distillation"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -27,7 +26,6 @@ from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_a
 
 TERMS = ("response", "feature", "hidden", "task")
 EAGER_TOKENS = 256  # of the longest text, on a CPU in bfloat16: with more, eager attention needs much memory
-MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SOLVED_THEN_LOSS = "eval_solved_then_loss"
 # Metric in the log that chooses the best epoch, and whether higher is better.
 CHOOSING: dict[BestBy | None, tuple[str, bool]] = {
@@ -105,19 +103,24 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
 
 
-def cast_linear_weights(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_linear_weights(model: nn.Module, device: str) -> None:
     """Store the weights of linear layers in the dtype in which autocast multiplies them: the outputs stay the same.
 
     Autocast converts weights that are not trained at each pass. Weights in another dtype than float32, and those that
-    other modules share, as embeddings do, stay.
+    other modules share, as embeddings do, stay; without autocast all do.
+
+    Args:
+        model: a model that is not trained.
+        device: type of the device on which it runs.
     """
-    users = defaultdict[nn.Parameter, set[type]](set)
+    if not torch.is_autocast_enabled(device):
+        return
+    linear, others = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[parameter].add(type(module))
-    for parameter, types in users.items():
-        if types == {nn.Linear} and parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(dtype)
+        (linear if type(module) is nn.Linear else others).update(module.parameters(recurse=False))
+    for parameter in linear - others:
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(torch.get_autocast_dtype(device))
 
 
 class DistillTrainer(ResumableTrainer):
@@ -166,8 +169,8 @@ class DistillTrainer(ResumableTrainer):
             options.resumable,
         )
         if teacher is not None:
-            if dtype := MIXED_PRECISION.get(self.accelerator.mixed_precision):
-                cast_linear_weights(teacher, dtype)
+            with self.accelerator.autocast():
+                cast_linear_weights(teacher, self.args.device.type)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
             if options.uses_attention_maps or options.uses_hidden_states:
                 maps = (map_model(host.backbone(each)) for each in (model, teacher))
@@ -370,6 +373,8 @@ def check_arguments(options: DistillOptions) -> None:
         arguments = distillation_arguments(options, Path(options.output))
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise InputError(f"trainer: transformers refuses {options.trainer} ({first_line(error)})") from error
+    if arguments.fp16 and arguments.device.type == "cpu":
+        raise InputError("trainer: with fp16 transformers trains in float32 on a CPU; give bf16=true, or leave it out")
     if arguments.per_device_eval_batch_size < 1:
         raise InputError("trainer: per_device_eval_batch_size must be at least 1")
 

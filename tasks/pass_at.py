@@ -34,8 +34,7 @@ class PassAtTask(ScoredTask):
     `algebra`, …). With k = N both estimators are equal.
 
     Raises:
-        InputError: `repeats` is not a whole number above 0, or the task has no `process_results` that gives
-            `exact_match`.
+        InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
     """
 
     @print_input_errors
@@ -55,11 +54,21 @@ class PassAtTask(ScoredTask):
         keep = {"function": "take_first_k", "k": count}
         config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config)
-        if self.score not in EQUALITIES:
-            self._try_score()
 
-    def _try_score(self) -> None:
-        """Score an empty answer, before a model generates anything; warn of a function that fails at it."""
+    @print_input_errors
+    def build_all_requests(self, **options: Any) -> None:
+        """Build the requests of a function that can score their answers; see `Task.build_all_requests`."""
+        self.check_score()
+        super().build_all_requests(**options)
+
+    def check_score(self) -> None:
+        """Score an empty answer, before a model generates anything; warn of a function that fails at it.
+
+        Raises:
+            InputError: the score has no `exact_match`.
+        """
+        if self.score in EQUALITIES or not callable(self.config.process_results):  # lm_eval --predict_only
+            return
         try:
             score = self.score(self.eval_docs[0], [""])
         except Exception as error:  # functions of users raise errors of any type

@@ -16,6 +16,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
+from lmeval_prune.grid.configuration import GridTask
+from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
@@ -49,7 +51,7 @@ class Scripted(LM):
         raise NotImplementedError
 
 
-def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **metadata):
+def run(model, *names: str, limit: int | None = 6, cache: str | None = None, predict_only: bool = False, **metadata):
     return simple_evaluate(
         model=model,
         tasks=list(names),
@@ -57,6 +59,7 @@ def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **m
         limit=limit,
         bootstrap_iters=0,
         use_cache=cache,
+        predict_only=predict_only,
     )
 
 
@@ -214,7 +217,7 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
 
 
 def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It needs `exact_match` alone; with `extracted` there is a vote, too."""
+    """It needs `exact_match` alone, and that only where answers are scored; with `extracted` there is a vote, too."""
     path = ROOT / "tasks" / "tiny" / "prune_tiny_words_pass4.yaml"
     text = f"include: {path}\ntask: mine_pass4\nrepeats: 4\nprocess_results: !function own.score\n"
     (tmp_path / "mine.yaml").write_text(text)
@@ -223,11 +226,11 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptur
         asked.append(tries)
         return "xy"[tries == 2]
 
-    def measured(scores: str) -> dict:
+    def measured(scores: str, **options: bool) -> dict:
         asked.clear()
         (tmp_path / "own.py").write_text(f"def score(doc, results): return {scores}\n")
         with loading.including(str(tmp_path)):
-            return figures(run(Scripted(answer), "mine_pass4"), "mine_pass4")
+            return figures(run(Scripted(answer), "mine_pass4", **options), "mine_pass4")
 
     asked: list[int] = []
 
@@ -241,6 +244,9 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptur
     with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
         measured("{'acc': 1.0}")
     assert not asked  # no text was generated in vain
+    with loading.including(str(tmp_path)), pytest.raises(InputError, match="its process_results gives no exact_match"):
+        TaskIdentity.of(loading.task_manager(), GridTask("mine_pass4"))
+    assert measured("{'acc': 1.0}", predict_only=True) == {"bypass": 999} and asked
     assert measured("{'exact_match': float(results[0].split()[-1] == 'y')}") == bare
     line = "mine_pass4: its process_results fails at an empty answer, which would end an evaluation (IndexError: list index"
     assert line in caplog.text

@@ -18,6 +18,7 @@ from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.hub import dataset_revision
 from lmeval_prune.tasks.loading import load_tasks
+from lmeval_prune.tasks.pass_at import PassAtTask
 from lmeval_prune.tasks.prompts import exemplars_of, training_documents
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _configure(task: Any, grid_task: GridTask) -> None:
 
 
 def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
-    """Raise `InputError` for a metric, a filter or a gen_kwargs setting that does not exist."""
+    """Raise `InputError` for a metric, a filter or a gen_kwargs setting that does not exist, or no score of pass@k."""
     metric, _, filter_name = (grid_task.metric or "").partition(",")
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
@@ -112,6 +113,8 @@ def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
     for setting in grid_task.gen_kwargs:
         if setting not in known:
             raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
+    if isinstance(task, PassAtTask):
+        task.check_score()
 
 
 def _build_questions(task: Any, docs: list[Any]) -> list[Any]:

@@ -211,19 +211,24 @@ def note_class(error: BaseException) -> bool:
     A function of its module, as a hook can be, counts as the class if this package has called it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    places = [f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" for frame in frames]
-    for number, place in reversed([*enumerate(places)]):
-        module, _, _ = place.partition(":")
-        paths = [path for path in CLASSES if place.startswith(f"{path}.")][:1]
-        note = f"in {paths[0]}, which" if paths else f"in {place}, beside a class that"
-        if not paths and any(caller.startswith("lmeval_prune.") for caller in places[:number]):
-            paths = [path for path in CLASSES if path.startswith(f"{module}:")]
-        if paths:
-            note = f"{note} {' or '.join(sorted(set().union(*(CLASSES[path] for path in paths))))} names"
-            if note not in notes_of(error):
-                error.add_note(note)
-            return True
+    names = [f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" for frame in frames]
+    for number, name in reversed([*enumerate(names)]):
+        is_called = any(caller.startswith("lmeval_prune.") for caller in names[:number])
+        beside = [path for path in CLASSES if is_called and path.partition(":")[0] == name.partition(":")[0]]
+        if path := next((path for path in CLASSES if name.startswith(f"{path}.")), None):
+            note = f"in {path}, which {_options_of([path])} names"
+        elif beside:
+            note = f"in {name}, beside a class that {_options_of(beside)} names"
+        else:
+            continue
+        if note not in notes_of(error):
+            error.add_note(note)
+        return True
     return False
+
+
+def _options_of(paths: Iterable[str]) -> str:
+    return " or ".join(sorted(set().union(*(CLASSES[path] for path in paths))))
 
 
 def notes_of(error: BaseException) -> list[str]:

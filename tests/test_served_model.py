@@ -123,6 +123,9 @@ def test_a_grid_has_models_of_several_names(tiny_folder: Path, retrained: Path, 
         settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "measure": False}
         grid = Grid.of({"model": model, "variants": variants, "tasks": ["prune_tiny_words"], **settings})
         assert run(grid, str(tmp_path)).failed == []
+    folders = [GridFolder(tmp_path).answers(cell.answers) for cell in cells_of(grid)]
+    ((whole,), (quantised,)) = ([row["response"] for row in read_answers(folder)] for folder in folders)
+    assert whole != quantised
 
 
 @pytest.mark.parametrize("first", ["here", "there"])
@@ -147,7 +150,7 @@ def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:
     settings = {"model": model, "tasks": ["prune_tiny_words"]}
     named = {"dense": {"model": "dense"}, "cut": {"model": "cut"}}
     assert len({cell.key for cell in cells_of(Grid.of({**settings, "variants": named}))}) == 2
-    addresses = {"dense": {}, "cut": {"base_url": "http://127.0.0.1:10"}}
+    addresses = {"dense": {}, "cut": {"base_url": "http://127.0.0.1:10", "model": None}}
     with pytest.raises(InputError, match="two cells are the same"):
         cells_of(Grid.of({**settings, "variants": addresses}))
 

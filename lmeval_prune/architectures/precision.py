@@ -62,7 +62,7 @@ def _is_exact(precision: str) -> bool:
     """Return whether products of float32 are not rounded to fewer bits by a setting."""
     generator = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED_SHAPES]
-    with _matmul_precision(precision):
+    with _with_matmul_precision(precision):
         products = [torch.matmul(left, right) for left, right in pairs]
     return all(
         bool(((product - left.double() @ right.double()).abs() <= SMALL_ERROR * (left.abs() @ right.abs())).all())
@@ -70,11 +70,19 @@ def _is_exact(precision: str) -> bool:
     )
 
 
+def _matmul_precision() -> str | None:
+    """Return PyTorch's precision of products; None if `torch.backends` has another, as transformers' `tf32` sets."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 @contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
+def _with_matmul_precision(precision: str) -> Iterator[None]:
     """Set the precision of products inside the block; then set that of PyTorch and of each backend again."""
     before = torch.get_float32_matmul_precision()
-    with _same_backends_after():
+    with _restored_backends():
         torch.set_float32_matmul_precision(precision)
         try:
             yield
@@ -83,7 +91,7 @@ def _matmul_precision(precision: str) -> Iterator[None]:
 
 
 @contextmanager
-def _same_backends_after() -> Iterator[tuple[Any, Any]]:
+def _restored_backends() -> Iterator[tuple[Any, Any]]:
     """Yield the backends that multiply matrices; after the block each has the precision that it had, or follows all.
 
     `torch.set_float32_matmul_precision` gives backends a precision of their own, which does not follow a later
@@ -110,14 +118,10 @@ def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     Args:
         rows: of the matrices that are multiplied by weights: tokens of a pass.
     """
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
-        precision = "high"
-    if precision == "high" or (fast := fast_precision()) == "highest":
+    if _matmul_precision() in (None, "high") or fast_precision() == "highest":
         yield
         return
-    with _matmul_precision(fast if rows >= MANY_ROWS else "highest"):
+    with _with_matmul_precision(fast_precision() if rows >= MANY_ROWS else "highest"):
         yield
 
 
@@ -127,10 +131,9 @@ def exact_products() -> Iterator[None]:
 
     The setting is that of the process: other threads see it, too.
     """
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by `torch.backends`, as transformers' `tf32` does
-        with _same_backends_after() as backends:
+    precision = _matmul_precision()
+    if precision is None:
+        with _restored_backends() as backends:
             for backend in backends:
                 backend.fp32_precision = "ieee"
             yield
@@ -138,7 +141,7 @@ def exact_products() -> Iterator[None]:
     if precision in ("highest", fast_precision()):
         yield
         return
-    with _matmul_precision("highest"):
+    with _with_matmul_precision("highest"):
         yield
 
 

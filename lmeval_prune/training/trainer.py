@@ -123,12 +123,12 @@ class Divergence(TrainerCallback):
     They are neither validated nor kept as a checkpoint.
     """
 
-    is_known = False
+    has_diverged = False
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Look at the weights."""
-        if not self.is_known and not _has_finite_weights(model):  # transformers logs again at the end
-            self.is_known = True
+        if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
+            self.has_diverged = True
             control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
             if state.is_world_process_zero and state.best_global_step:
                 print("the training has diverged: the best weights before are kept", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from itertools import pairwise
@@ -344,11 +345,7 @@ def costs(
 
 def _read_text(text: str) -> str:
     """Return a text, or the content of the file of this name."""
-    path = Path(text)
-    if len(text) < 200 and "\n" not in text and (path.is_file() or _names_file(text)):
-        return "\n\n".join(read_texts(path))
+    names_file = text.endswith((".txt", ".md", ".jsonl", *TABLES)) and len(text.split()) == 1
+    if names_file or os.path.exists(text):  # noqa: PTH110 - also of a text, which may be too long for a name
+        return "\n\n".join(read_texts(text))
     return text
-
-
-def _names_file(text: str) -> bool:
-    return text.endswith((".txt", ".md", ".jsonl", *TABLES)) and len(text.split()) == 1

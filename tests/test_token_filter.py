@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
@@ -591,15 +592,25 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
     assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
     drawn = (tmp_path / "map.png").read_bytes()
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
-    assert main([*command, str(tmp_path / "text.jsonl"), "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
-    assert (tmp_path / "map.png").read_bytes() == drawn
+    path = tmp_path / ("long" * 50) / "text.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"text": text}))
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    for name in (str(path), f"/dev/fd/{reader}"):
+        (tmp_path / "map.png").unlink()
+        assert main([*command, name, "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
+        assert (tmp_path / "map.png").read_bytes() == drawn
+    os.close(reader)
     for wrong, message in (
         ([text, "--token_filter", "0"], "filters no tokens"),
         ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
         (["missing.txt"], "no such file"),
         (["missing.jsonl"], "no such file"),
         (["missing.csv"], "no such file"),
+        (["missing" * 50 + ".txt"], "no such file"),
+        ([str(tmp_path)], "is a folder; name a file in it"),
         ([text, "--tokens", "-1"], "no text to plot"),
     ):
         assert main([*command, *wrong]) == 2

@@ -99,7 +99,7 @@ def read_texts(path: PathLike) -> list[str]:
     path = Path(path)
     if path.suffix == ".jsonl":
         return [row["text"] or "" for row in read_lines(path, _Document)]
-    check_exists(path, file=path.is_dir())  # it may be a pipe
+    check_exists(path, file=os.path.isdir(path))  # noqa: PTH112 - not of a pipe, but also of a name that is too long
     if path.suffix in TABLES:
         raise InputError(f"{path} is no text; name a text file, or .jsonl with a field `text` in each line")
     try:

@@ -14,6 +14,7 @@ import torch
 from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding import progress as progress_module
@@ -25,6 +26,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
+from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
 from tests.test_grid import described
@@ -189,6 +191,8 @@ def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: 
     assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
     message = "error: 100% of the answers were cut off at 3 tokens, sweep again with more max_gen_toks: no "
     assert message in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"^a router needs at least two heads"):  # whatever the answers' lengths
+        fit(result.columns(["dense"]), "all-minilm-l6-v2")
     command = [
         "sweep",
         "--model_args",

@@ -25,6 +25,10 @@ from lmeval_prune.sprint.routers import calibration
 from lmeval_prune.sprint.routers.base import Candidate, Examples
 
 
+class UnsolvedError(InputError):
+    """Questions that no head solves."""
+
+
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:
     """Fit a router to outcomes.
 
@@ -43,7 +47,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
-    with _naming(cut_off):
+    with _naming_cut_answers(cut_off):
         _check_outcomes(outcomes)
     z = torch.from_numpy(outcomes.z)
     x, fingerprint = _embed(encoder, outcomes)
@@ -61,16 +65,16 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "held_out": len(groups) - len(used),
         "seen": sorted({digest(text) for text in outcomes.texts}),
     }
-    with _naming(cut_off):
+    with _naming_cut_answers(cut_off):
         return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts), dense)
 
 
 @contextmanager
-def _naming(cut_off: str) -> Iterator[None]:
-    """Say in an error about outcomes that answers were cut off, a likely cause."""
+def _naming_cut_answers(cut_off: str) -> Iterator[None]:
+    """Say of questions that no head solves that answers were cut off, a likely cause."""
     try:
         yield
-    except InputError as error:
+    except UnsolvedError as error:
         if not cut_off:
             raise
         raise InputError(f"{cut_off}, sweep again with more max_gen_toks: {error}") from None
@@ -127,9 +131,11 @@ def fit_embeddings(
     if options.validation and not validation:
         raise InputError(f"validation={options.validation:g} of {len(z)} questions is none; give more, or 0")
     if options.validation and not (z[validation] == 1).any():
-        raise InputError("no validation question is solved by any head; sweep more questions, or set validation to 0")
+        raise UnsolvedError(
+            "no validation question is solved by any head; sweep more questions, or set validation to 0"
+        )
     if not (z[training] == 1).any():
-        raise InputError("no training question is solved by any head; sweep more or easier questions")
+        raise UnsolvedError("no training question is solved by any head; sweep more or easier questions")
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
     dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     is_guarded = (method.guarded if options.guard is None else options.guard) and DENSE in pool
@@ -217,7 +223,7 @@ def _check_outcomes(outcomes: Outcomes) -> None:
         )
     observed = outcomes.z[outcomes.observed]
     if not observed.size or observed.max() == 0:
-        raise InputError(
+        raise UnsolvedError(
             f"none of the {len(outcomes.texts)} questions that are not held out is solved by any head: there is "
             f"nothing to learn; sweep more or easier questions, or lower holdout"
         )

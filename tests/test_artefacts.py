@@ -1001,7 +1001,13 @@ def test_ranges_of_speeds_are_two_numbers_in_order(damaged: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "damaged", [{"tokens": ["a"]}, {"tokens": [], "log_probabilities": []}, {"log_probabilities": [-1.0, math.nan]}]
+    "damaged",
+    [
+        {"tokens": ["a"]},
+        {"tokens": [], "log_probabilities": []},
+        {"log_probabilities": [-1.0, math.nan]},
+        {"log_probabilities": [-1.0, -1e200]},
+    ],
 )
 def test_a_signature_of_a_server_has_a_number_for_each_token(damaged: dict[str, Any], tmp_path: Path) -> None:
     """Whatever it is compared with: no number differs from one that is none."""

@@ -45,8 +45,8 @@ def set_default_precision() -> None:
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where `medium` is fast and exact."""
+def medium_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where `medium` is also exact."""
     monkeypatch.setattr(precision, "fast_precision", lambda: "medium")
 
 
@@ -82,7 +82,7 @@ def test_a_setting_that_rounds_or_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
-def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, fast: None) -> None:
+def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, medium_is_fast: None) -> None:
     torch.set_float32_matmul_precision(before)
     for rows, expected in ((MANY_ROWS, "medium"), (MANY_ROWS - 1, "highest")):
         with pytest.raises(ZeroDivisionError), fast_products(rows):
@@ -93,7 +93,7 @@ def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, fast: No
         assert torch.get_float32_matmul_precision() == ("highest" if before == "high" else before)
 
 
-def test_a_setting_of_backends_is_left_alone(fast: None) -> None:
+def test_a_setting_of_backends_is_left_alone(medium_is_fast: None) -> None:
     BACKENDS.fp32_precision = "tf32"
     with fast_products():
         assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
@@ -104,7 +104,9 @@ def test_a_setting_of_backends_is_left_alone(fast: None) -> None:
 
 @pytest.mark.parametrize("block", [fast_products, exact_products])
 @pytest.mark.parametrize("before", [None, "highest", "high", "medium"])
-def test_backends_follow_after_a_block_what_they_followed_before(before: str | None, block: Any, fast: None) -> None:
+def test_backends_follow_after_a_block_what_they_followed_before(
+    before: str | None, block: Any, medium_is_fast: None
+) -> None:
     if before:
         torch.set_float32_matmul_precision(before)
     own = [backend.fp32_precision for backend in MATMUL]
@@ -122,7 +124,7 @@ def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def settings_by_rows(monkeypatch: pytest.MonkeyPatch, fast: None) -> dict[int, set[str]]:
+def settings_by_rows(monkeypatch: pytest.MonkeyPatch, medium_is_fast: None) -> dict[int, set[str]]:
     """Settings by the number of rows of the products of linear layers, but for the head, which computes fewer rows."""
     settings: dict[int, set[str]] = {}
     forward = torch.nn.Linear.forward
@@ -157,7 +159,7 @@ def test_scoring_is_fast(settings_by_rows: dict[int, set[str]]) -> None:
     assert settings_by_rows and set().union(*settings_by_rows.values()) == {"medium"}
 
 
-def test_training_is_fast(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_fast(medium_is_fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = list[str]()
     trainer: Any = object.__new__(ResumableTrainer)
     monkeypatch.setattr(

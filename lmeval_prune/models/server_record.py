@@ -101,7 +101,7 @@ def distance(first: Signature, second: Signature, mismatch: float | None = None)
     squares = []
     for (token, value), (other_token, other_value) in zip(first, second, strict=False):
         difference = value - other_value if token == other_token or mismatch is None else mismatch
-        squares.append(difference**2)
+        squares.append(difference * difference)  # `**` raises an error for a very large one
         if token != other_token:
             break
     return math.sqrt(sum(squares) / len(squares))

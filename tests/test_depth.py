@@ -20,6 +20,7 @@ from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
+from lmeval_prune.surgery import depth
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.test_surgery import compare, implementations, stored
 from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
@@ -295,6 +296,13 @@ def test_blocks_that_others_need_are_refused() -> None:
         cut(tiny("t5"), Plan(blocks="encoder.L0.attention"))
     with pytest.raises(InputError, match="has experts, whose weights cannot be zeroed"):
         cut(tiny("mixtral"), Plan(blocks="L0.feed_forward"), keep_shapes=True)
+
+
+def test_a_model_that_decodes_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the NaN is: in the second of two outputs, here."""
+    monkeypatch.setattr(depth, "_decoded", lambda model: [depth.run(model) * torch.nan])
+    with pytest.raises(InputError, match=r"computes something else than the plan \(difference nan\); keep its first"):
+        cut(tiny("llama"), Plan(blocks="L0.attention"))
 
 
 def test_zeroed_blocks_keep_their_shapes(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def why_different(model: Any, depth: Depth) -> str:
             outputs = [run(model), *_decoded(model)]
     except Exception as error:  # model classes raise errors of any type
         return f"does not run ({first_line(error)})"
-    difference = max(float((output - depth.logits).abs().max()) for output in outputs)
+    difference = float(torch.stack([(output - depth.logits).abs().max() for output in outputs]).max())  # NaN if one is
     return "" if difference <= tolerance else f"computes something else than the plan (difference {difference:.2g})"
 
 

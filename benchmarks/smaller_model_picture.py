@@ -1,0 +1,103 @@
+"""Draw how many points of accuracy recipes of smaller_model.py lose on validation problems, from the results files.
+
+    python benchmarks/smaller_model_picture.py
+
+Writes docs/results/smaller_model/differences.png and .svg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from _record import RESULTS
+from _smaller import Row
+from _smaller_scores import Difference
+
+from lmeval_prune.artefacts import read_json
+from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+
+PICTURE = Path(__file__).parents[1] / "docs" / "results" / "smaller_model" / "differences"
+SPLITS = {"validation": "greedy answers", "sampled": "any of 8 samples right"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows of a recipe in a results file."""
+
+    label: str
+    file: str
+    recipe: str
+    seeds: Collection[int]
+
+    def differences(self) -> dict[str, Difference]:
+        """Return the differences to the dense models that were pruned, by split."""
+        records = {
+            Row(self.recipe, record["fold"], record["seed"]): record
+            for record in read_json(RESULTS / f"smaller_model_{self.file}.json")["rows"].values()
+            if record["recipe"] == self.recipe and record["seed"] in self.seeds
+        }
+        return {split: _difference(records, split) for split in SPLITS}
+
+
+SERIES = (
+    Series("depth: nine layers at once\n14 epochs in large batches", "gpu", "depth", [0]),
+    Series("width_short: a third of heads and channels\nfive epochs", "cpu", "width_short", [0]),
+    Series(
+        "depth_greedy_prompts: nine layers, one by one\nthe seed of the choice", "greedy", "depth_greedy_prompts", [0]
+    ),
+    Series("the same by the seeds of the verdict\non a GPU, answers lost", "greedy", "depth_greedy_prompts", [1, 2, 3]),
+    Series("the same by the seeds of the verdict\non a CPU", "verdict", "depth_greedy_prompts", [1, 2, 3]),
+)
+
+
+def _difference(records: dict[Row, Any], split: str) -> Difference:
+    """Return the difference of rows on a split."""
+    right = {
+        row: [_bits(each[split]) for each in (record["right"], record["dense"])] for row, record in records.items()
+    }
+    by_row = {row: own - dense for row, (own, dense) in right.items()}
+    return Difference(by_row, float(np.mean([own.mean() for own, _ in right.values()])))
+
+
+def _bits(text: str) -> np.ndarray:
+    """Return a results file's digits, 1 for a right answer, as numbers."""
+    return np.array([int(digit) for digit in text], dtype=float)
+
+
+def main() -> None:
+    """Draw the figure."""
+    goal = yaml.safe_load((Path(__file__).parent / "smaller_model.yaml").read_text())["goal"]
+    canvas, axes = figure(8.2, 4.2, "Accuracy on validation problems, less that of the dense model")
+    for number, series in enumerate(SERIES):
+        for (split, difference), offset in zip(series.differences().items(), (-0.12, 0.12), strict=True):
+            y, (low, high) = number + offset, difference.interval
+            colour = COLOURS[split == "sampled"]
+            axes.plot([low, high], [y, y], color=colour, lw=1.5, solid_capstyle="butt")
+            label = SPLITS[split] if not number else None
+            axes.plot(difference.mean, y, "o" if split == "validation" else "s", color=colour, ms=6, label=label)
+        rows, folds = len(difference.by_row), len(difference.folds)
+        axes.annotate(
+            f"{rows} rows, {folds} folds", (1.0, number), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            textcoords="offset points", va="center", fontsize=8, color="0.35", annotation_clip=False,
+        )  # fmt: skip
+    axes.axvline(0, color="0.5", lw=0.8)
+    axes.axvline(-goal["loss"], color="0.5", lw=0.8, ls="--")
+    axes.axvline(goal["lower_bound"], color="0.5", lw=0.8, ls=":")
+    axes.set_yticks(range(len(SERIES)), [series.label for series in SERIES], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"points, with the 95% interval over folds; the goal: a mean right of the dashed line (−{goal['loss']}),\n"
+        f"an interval right of the dotted one (−{-goal['lower_bound']:g}), on tests, by all rows of the verdict",
+        fontsize=8,
+    )
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    save(canvas, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -315,6 +315,12 @@ def test_a_fit_that_diverges_is_one_line() -> None:
         fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e30, epochs=2))
 
 
+def test_a_fit_that_diverges_later_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fitted_router = fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e10, epochs=6))
+    assert all(bool(tensor.isfinite().all()) for tensor in (fitted_router.ranker.theta, fitted_router.ranker.heads))
+    assert "has diverged at learning_rate=1e+10 in epoch 2: the best epoch before is kept" in caplog.text
+
+
 def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:
     for row in ROWS:
         router = fitted(row, 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,8 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.loss import agreement, constrain, contrastive_loss, ranking_losses, squared_distances
 from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +52,13 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         for size, weight in product(self.sizes, self.weights):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
-            if not np.isfinite(loss):
-                fit = f"the fit with p={size} and lambda={weight:g}"
-                raise InputError(f"{fit} has diverged at learning_rate={self.learning_rate:g}; give a smaller one")
+            if not np.isfinite([loss, curve[-1]["training"]]).all():
+                fit = (
+                    f"the fit with p={size} and lambda={weight:g} has diverged at learning_rate={self.learning_rate:g}"
+                )
+                if not np.isfinite(loss):
+                    raise InputError(f"{fit}; give a smaller one")
+                logger.warning("%s in epoch %d: the best epoch before is kept; give a smaller one", fit, len(curve))
             yield Candidate({"p": size, "lambda": weight}, NearestHeads(theta, heads), loss, {"curve": curve})
 
     def _optimise(self, examples: Examples, size: int, weight: float) -> tuple[Tensor, Tensor, list[dict[str, float]]]:

@@ -451,6 +451,17 @@ def test_texts_of_a_plan_are_only_shown() -> None:
     assert_harmless(plans({"stages": [stage, stage]}), set())
 
 
+def test_a_stage_that_only_trained_removed_nothing() -> None:
+    parent = {"name": "m", "revision": ""}
+    counts = {"heads": 0, "kv_heads": 0, "channels": 0}
+    trained = {"plan": {"made": {}}, "parent": parent, "removed": counts, "notes": []}
+    masked = {**trained, "removed": {**counts, "heads": 2}}
+    manifest: Any = {"class": "C", "stages": [trained]}
+    assert plans(manifest).startswith("Nothing was removed.\n")
+    told = plans({**manifest, "stages": [trained, masked]})
+    assert told.startswith("1. Stage 1: nothing was removed.\n2. Stage 2: chosen by hand.\n")
+
+
 def test_no_text_ends_a_block_of_code() -> None:
     (token,) = MarkdownIt("commonmark").parse(code("bash", "echo '\n```\n````x\n# Heading'"))
     assert token.type == "fence" and token.content == "echo '\n```\n````x\n# Heading'\n"

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
@@ -31,6 +32,7 @@ from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder, quick_training
 from tests.kills import Killed
 from tests.test_distillation import assert_same, killed_at, losses, plain_descent
+from tests.test_own_answers import task_file
 from tests.tiny_models import tiny, tokens
 
 LORA = {"r": 2, "lora_dropout": 0.1}
@@ -478,6 +480,46 @@ def test_lessons_are_at_most_as_long_as_the_positions(
     whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, epochs=0, **taught)
     note = distill(whole)["material"]["lessons"]["train"]
     assert note["kept"] == 4 * note["questions"] and note["too_long"] == 2 * note["questions"] > 0
+
+
+# ---------------------------------------------------------------- tasks of one's own
+
+
+def sums_with_a_test(folder: Path) -> str:
+    """Write a task with 20 training questions and a test question."""
+    folder.mkdir()
+    (folder / "test.jsonl").write_text(json.dumps({"question": "What is 1 + 2?", "answer": "3"}))
+    files = {"train": str(folder / "rows.jsonl"), "test": str(folder / "test.jsonl")}
+    return task_file(folder, dataset_kwargs={"data_files": files, "cache_dir": str(folder)}, test_split="test")
+
+
+def test_a_task_of_ones_own_has_its_splits_in_its_file(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe's split is refused with the words that take it back, and the last line evaluates the task as it stands."""
+    sums_with_a_test(tmp_path / "own tasks")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("distill: {test: fold0, ratio: 0.5, unit: balanced, stages: 1, epochs: 0, feature: false}")
+    words = ["distill", "--config", str(recipe), "--pretrained", str(tiny_folder), "--output", str(tmp_path / "out")]
+    words += ["--task", "sums", "--include_path", str(tmp_path / "own tasks"), "--best_by", "none"]
+    assert main(words) == 2
+    assert (
+        capsys.readouterr().err.splitlines()[-1].endswith('leave the option out, or take back a recipe\'s: --test ""')
+    )
+    assert main([*words, "--test", ""]) == 0
+    assert f"--tasks sums --include_path '{tmp_path / 'own tasks'}'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["{}", r"\boxed{{}}"])
+def test_answers_that_the_scorer_finds_wrong_are_warned_of(
+    options: DistillOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: str
+) -> None:
+    own = replace(options, task=sums_with_a_test(tmp_path / "own"), test=None, answer=answer)
+    for settings, is_wrong in ((own, answer != "{}"), (replace(options, answer=answer), False)):
+        caplog.clear()
+        host = make_host(settings)
+        host.check_scoring(host.examples())
+        assert ("counts as wrong" in caplog.text) == is_wrong
 
 
 # ---------------------------------------------------------------- corpora

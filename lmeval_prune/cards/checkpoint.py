@@ -148,13 +148,17 @@ def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:
     lines = []
     for stage in manifest["stages"]:
         made = stage["plan"].get("made", {})
+        if not made and not without({**manifest, "stages": [stage]}):
+            lines.append("nothing was removed")
+            continue
         chosen = f"by the method {inline_code(made['method'])}" if made.get("method") else "by hand"
         wanted = f": {escape_markdown(made['removes'])}" if made.get("removes") else ""
         text = (made.get("calibration") or {}).get("text")
         lines.append(f"chosen {chosen}{wanted}{f'; calibrated on {escape_markdown(text)}' if text else ''}")
-    several = len(lines) > 1
-    told = [f"{number}. Stage {number}: {line}." for number, line in enumerate(lines, 1)] if several else lines
-    text = "\n".join(told) if several else f"What was removed was {told[0]}."
+    if len(lines) > 1:
+        text = "\n".join(f"{number}. Stage {number}: {line}." for number, line in enumerate(lines, 1))
+    else:
+        text = f"What was removed was {lines[0]}." if lines[0].startswith("chosen") else f"{lines[0].capitalize()}."
     return f"{text}\n\nAll settings, and what was removed where, are in {file}."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from typing import Any
 
 from lmeval_prune.distillation.options import DistillOptions
@@ -27,6 +28,7 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
     from lmeval_prune.reporting.quiet import silence_libraries
+    from lmeval_prune.tasks.loading import included_folder
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     silence_libraries()
@@ -55,11 +57,12 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         task, model = f"prune_{splits['data']}_equation", "athena"
     else:
         task, model = splits["task"] or "TASK", "pruned-hf"
+    folder = f" --include_path {shlex.quote(own)}" if (own := included_folder()) else ""
     metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
     chat = " --apply_chat_template" if settings.chat else ""
     print(
         f"{settings.output}: test it with\n  lm_eval --model {model} --model_args pretrained={settings.output} "
-        f"--tasks {task}{metadata}{chat}"
+        f"--tasks {task}{folder}{metadata}{chat}"
     )
     push(settings.output, push_to_hub)
     return 0

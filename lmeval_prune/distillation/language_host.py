@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, cali
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.settings import is_given
+from lmeval_prune.tasks import tries
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import exemplars_of, prompt_of
@@ -257,8 +259,12 @@ class LanguageHost(Host):
 
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
-        if self.options.train or self.options.test:
-            raise InputError(f"train and test are for tasks of lmeval-prune; leave them out for {self.options.task}")
+        if names := [name for name in ("train", "test") if getattr(self.options, name)]:
+            raise InputError(
+                f"{' and '.join(names)}: the task {self.options.task} names its splits itself (training_split and "
+                f"test_split in its YAML file); leave the option out, or take back a recipe's: "
+                f"{' '.join(f'--{name} {chr(34) * 2}' for name in names)}"
+            )
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
@@ -361,6 +367,22 @@ class LanguageHost(Host):
         if self.options.train_on == "teacher" or self.options.best_by == "accuracy":
             document = examples.questions[0].question.document
             self.answerer.check_scoring(document, self.options.answer_metric)
+        self._check_written_answers([problem.question.document for problem in examples.questions[:8]])
+
+    def _check_written_answers(self, documents: Sequence[dict[str, Any]]) -> None:
+        """Warn if answers are written in another form than the task's targets, and its scorer finds none right."""
+        options, task = self.options, self.answerer.task
+        if task is None or (options.answer == "{}" and options.answer_field is None):
+            return
+        texts = [options.answer.replace("{}", self.target(document)) for document in documents]
+        with suppress(Exception):  # of the task's own functions, or a metric that is not 0 or 1
+            name, _ = tries.choose_metric(task, options.answer_metric)
+            if not any(tries.outcomes(task, name, documents, texts)):
+                logger.warning(
+                    "answers are learned as %r, which %s of the task %s counts as wrong: write another --answer, or "
+                    'take a recipe\'s back by --answer ""',
+                    *(texts[0], name, options.task),
+                )
 
     @override
     def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:

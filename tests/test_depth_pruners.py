@@ -289,6 +289,17 @@ def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("parts", "ratio", "most"), [("layers", 0.5, 2), ("attention", 0.75, 3), ("heads", 0.5, 8)])
+def test_no_more_steps_than_units_that_go(parts: Any, ratio: float, most: int) -> None:
+    model_map, pruner = map_model(tiny("llama", num_hidden_layers=4)), make_pruner("random", {})
+    options = PruneOptions(ratio, parts=parts, steps=most)
+    assert len(list(stages(pruner, model_map, options))) == most
+    with pytest.raises(
+        InputError, match=rf"^steps={most + 1}: the ratio removes at most {most} {parts}, and each step"
+    ):
+        list(stages(pruner, model_map, replace(options, steps=most + 1)))
+
+
 @pytest.mark.parametrize("family", ["llama", "bart"])
 @pytest.mark.parametrize("parts", ["layers", "attention"])
 def test_the_last_attention_stays(family: str, parts: Any) -> None:

@@ -437,6 +437,14 @@ def check_methods(
             raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
     if not _removes_a_unit(pruners, model_map, options):
         raise _nothing_removed(pruners, model_map, options)
+    if options.steps > 1 and options.allocation != COMPOSITION:
+        *_, removed = smallest_removal(model_map, options, pruners)
+        if (units := sum(map(len, removed.values()))) < options.steps:
+            parts = " or ".join(options.kinds).replace("_", "-")
+            raise InputError(
+                f"steps={options.steps}: the ratio removes at most {units} {parts}, and each step at least one; give "
+                f"--steps {units} or fewer"
+            )
 
 
 def _removes_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -87,7 +88,15 @@ def main() -> None:
             }
             print(batch, rates[str(batch)]["tokens_per_second"], rates[str(batch)]["gain"], flush=True)
     work = {name: getattr(options, name) for name in ("prompt", "new", "rounds")}
+    about["versions"]["xllamacpp"] = _version(options.llamacpp)
     write(options.name, {"environment": about, "work": work, "models": checks, "batches": rates})
+
+
+def _version(llamacpp: Path) -> str:
+    """Return the version of xllamacpp in the environment of its server."""
+    program = "from importlib.metadata import version; print(version('xllamacpp'))"
+    done = subprocess.run([llamacpp.with_name("python"), "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _prompt(tokenizer: Any, number: int, length: int) -> list[int]:

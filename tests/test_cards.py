@@ -29,7 +29,7 @@ from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.card import athena_card
 from lmeval_prune.cards import hub
 from lmeval_prune.cards.card import Card, code, is_unchanged, quoted
-from lmeval_prune.cards.checkpoint import plans
+from lmeval_prune.cards.checkpoint import plans, without
 from lmeval_prune.cards.command import command_line, remembered
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.pruned import save_checkpoint
@@ -799,3 +799,15 @@ def test_a_tracker_that_is_not_installed_is_said_before_the_work(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 2
     assert "needs the package wandb" in capsys.readouterr().err and not (path / "compare").exists()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "heads", "words"),
+    [
+        (["L1"], "", ", without 1 layer: in all 2 blocks, 4 attention heads and 48 feed-forward channels"),
+        (["L1.attention"], "L0H0-1", ", without 1 block: in all 6 attention heads"),
+        ([], "L0H0-1", ", without 2 attention heads"),
+    ],
+)
+def test_what_goes_with_a_layer_is_not_counted_beside_it(blocks: list[str], heads: str, words: str) -> None:
+    assert without(cut(tiny("llama", num_hidden_layers=3), Plan(heads, blocks=blocks)).manifest) == words

@@ -626,6 +626,12 @@ def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
     assert_same(whole.output, again.output)
 
 
+def test_a_single_update_has_a_learning_rate(language: DistillOptions) -> None:
+    """All of it would be warmup, at a rate of 0."""
+    [stage] = distill(replace(language, batch=8, limit=8))["stages"]
+    assert [row["learning_rate"] for row in stage["log"] if "learning_rate" in row] == [language.rate]
+
+
 def test_interrupted_language_model_ends_the_same(language: DistillOptions, tmp_path: Path) -> None:
     """Also where the output head is the embedding."""
     tied = tmp_path / "tied"

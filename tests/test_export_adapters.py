@@ -307,7 +307,7 @@ def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pyte
     manifest = tmp_path / "out" / "L0H0+L0H1" / "lmeval_prune.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({name: value for name, value in content.items() if name != "hash"}))
-    with pytest.raises(InputError, match=r"hash.: Field required"):
+    with pytest.raises(InputError, match=r"lacks the field 'hash'; it has "):
         read_adapters(tmp_path / "out")
     manifest.write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):

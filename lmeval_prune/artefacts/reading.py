@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.errors import InputError, check_exists, first_line, with_others
+from lmeval_prune.errors import InputError, check_exists, first_few, first_line, with_others
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
@@ -143,6 +143,8 @@ def validate_json(value: Any, kind: Any, path: object) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part)[:40] for part in first["loc"])
         name = f"field {field!a}" if field else "content"
+        if first["type"] == "missing" and len(first["loc"]) == 1 and value:
+            raise InputError(f"{path} lacks the field {field!a}; it has {first_few(map(str, value))}") from None
         raise InputError(f"{path} is damaged or of another kind ({name}: {first['msg'].splitlines()[0]})") from None
     return value
 

@@ -133,14 +133,18 @@ def _row(name: str, before: int, after: int) -> dict[str, str]:
 
 
 def without(manifest: Mapping[str, Any]) -> str:
-    """Say in a few words what all stages removed, as a continuation; empty if nothing was."""
+    """Say in a few words what all stages removed, as a continuation; empty if nothing was.
+
+    Blocks are also those of whole layers, and heads and channels also those of blocks.
+    """
     counts = checkpoint_columns(dict(manifest))["removed"] if manifest["stages"] else {}
-    names = {"heads": "attention heads", "channels": "feed-forward channels", "blocks": "blocks", "layers": "layers"}
-    words = [f"{counts[key]:,} {name}" for key, name in names.items() if counts.get(key)]
+    names = {"layers": "layers", "blocks": "blocks", "heads": "attention heads", "channels": "feed-forward channels"}
+    words = [f"{n:,} {name[:-1] if n == 1 else name}" for key, name in names.items() if (n := counts.get(key))]
     if not words:
         zeroed = any(stage["notes"] for stage in manifest["stages"])
         return ", with some of its weights set to zero" if zeroed else ""
-    return ", without " + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    whole = f"{words.pop(0)}: in all " if counts.get("blocks") else ""
+    return f", without {whole}" + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:

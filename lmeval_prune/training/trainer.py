@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from lmeval_prune.architectures.precision import fast_products
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.training.resuming import last_checkpoint
 
@@ -205,6 +206,11 @@ class ResumableTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.resumable:
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the scheduler, without warmup for a single update, whose learning rate would be 0."""
+        with replaced(self.args, warmup_steps=self.args.warmup_steps if num_training_steps > 1 else 0):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)

@@ -55,7 +55,7 @@ def _training(options: DistillOptions, material: Mapping[str, Any], best_by: Bes
     teacher = "the unpruned model" if options.teacher is None else escape_markdown(without_folders(options.teacher))
     later = "" if options.stages == 1 else ", and each stage's model by the one before"
     later = ", as in all stages" if options.teachers == "first" and later else later
-    lines = [f"On {material['train']} texts of {source}; {material['validation']} others for validation."]
+    lines = [f"On {material['train']} texts of {source}, and {material['validation']} for validation."]
     if options.uses_teacher:
         lines.append(f"The first stage was taught by {teacher}{later}.")
     lines.append(f"Terms of the loss: {', '.join(learned)}.")

@@ -133,6 +133,15 @@ def _place_of(error: BaseException) -> str:
     return ""
 
 
+def _missing_split(error: BaseException) -> str:
+    """Return which split a data set of `datasets` lacks, and which it has; empty for another error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    data = frame.f_locals.get("self")
+    if not isinstance(error, KeyError) or type(data).__name__ not in ("DatasetDict", "IterableDatasetDict"):
+        return ""
+    return f"its data have no split {error.args[0]!r}; they have {first_few(data)}"
+
+
 def brief(text: str, length: int) -> str:
     """Return a text in one line of at most `length` characters; a longer one is cut after a word and ends in `…`."""
     text = " ".join(text.split())
@@ -197,7 +206,7 @@ def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
     except Exception as error:  # data set loaders and functions of tasks raise many types
         names = first_few(each.get("task") if isinstance(each, dict) else each for each in tasks)
         text = yaml_error_text(error) if getattr(error, "problem_mark", None) else first_line(error)
-        place = _place_of(error)
+        text, place = _missing_split(error) or text, _place_of(error)
         raise InputError(f"{names} cannot be loaded ({text}{place and f', {place}'})") from error
 
 

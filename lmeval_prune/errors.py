@@ -139,7 +139,7 @@ def _missing_split(error: BaseException) -> str:
     data = frame.f_locals.get("self")
     if not isinstance(error, KeyError) or type(data).__name__ not in ("DatasetDict", "IterableDatasetDict"):
         return ""
-    return f"its data have no split {error.args[0]!r}; they have {first_few(data)}"
+    return f"its data have no split {error.args[0]!r}; they have {first_few(data or ())}"
 
 
 def brief(text: str, length: int) -> str:

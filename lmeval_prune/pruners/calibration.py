@@ -212,7 +212,7 @@ def read_calibration(
     tokenizer: Any,
     text: str | None,
     task: str | None,
-    windows: int = 64,
+    windows: int = 128,
     tokens: int = 128,
     batch: int = 8,
     seed: int = 0,

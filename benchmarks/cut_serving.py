@@ -83,7 +83,7 @@ def main() -> None:
                     name: statistics.median(batch * options.new / seconds[name] for seconds in turns["seconds"])
                     for name in checkpoints
                 },
-                "gain": {"median": statistics.median(gains), "low": min(gains), "high": max(gains)},
+                "gain": {"median": turns["ratio"] - 1, "low": min(gains), "high": max(gains)},
                 "seconds": turns["seconds"],
             }
             print(batch, rates[str(batch)]["tokens_per_second"], rates[str(batch)]["gain"], flush=True)

@@ -48,7 +48,10 @@ SERIES = (
     Series("depth: nine layers at once\n14 epochs in large batches", "gpu", "depth", [0]),
     Series("width_short: a third of heads and channels\nfive epochs", "cpu", "width_short", [0]),
     Series(
-        "depth_greedy_prompts: nine layers, one by one\nthe seed of the choice", "greedy", "depth_greedy_prompts", [0]
+        "depth_greedy_prompts: nine layers, one after the other\nthe seed of the choice",
+        "greedy",
+        "depth_greedy_prompts",
+        [0],
     ),
     Series("the same by the seeds of the verdict\non a GPU, answers lost", "greedy", "depth_greedy_prompts", [1, 2, 3]),
     Series("the same by the seeds of the verdict\non a CPU", "verdict", "depth_greedy_prompts", [1, 2, 3]),

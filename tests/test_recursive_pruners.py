@@ -239,8 +239,9 @@ def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> 
     expected = calibration_text(text.name, answers, host.answerer.sampling, True)
     assert text.record() == expected.record() and len(drawn) == 6
     rows = [row[real.bool()].tolist() for row, real in zip(*text.batches[0], strict=True)]
-    for problem in drawn:
-        assert any(row[: problem.start] == problem.ids[: problem.start] for row in rows)
+    ordered = sorted(zip(drawn, answers, strict=True), key=lambda pair: len(pair[1][0].prompt) + len(pair[1][0].tokens))
+    for row, (problem, _) in zip(rows, ordered, strict=True):
+        assert row[: problem.start] == problem.ids[: problem.start]
 
 
 # ---------------------------------------------------------------- a teacher's answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import shutil
@@ -262,6 +263,16 @@ def test_no_page_and_no_result_names_a_folder_of_a_machine() -> None:
     for path in (*LINKED, *texts):
         found = re.search(r"(?<![\w.])/(?:home|root|work|Users|tmp)/[\w.]+", path.read_text(encoding="utf-8"))
         assert not found, f"{path}: {found[0]}"
+
+
+def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/site"))
+    stage = importlib.import_module("stage")
+    monkeypatch.setattr(stage, "STAGE", tmp_path)
+    stage.stage()  # ends the program for a folder of results without a command, and for a page or picture that is not there
+    shown = (tmp_path / "results.md").read_text(encoding="utf-8")
+    pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/results").rglob("*.png")}
+    assert pictures and all(f"]({name})" in shown for name in pictures)
 
 
 def templates() -> set[str]:

@@ -19,6 +19,7 @@ FOLDERS = {
         "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2; lmeval-prune grid compare out/smollm2",
     ),
     "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py"),
+    "smaller_model": ("A smaller model", "python benchmarks/smaller_model_picture.py"),
     "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py"),
     "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py"),
 }
@@ -37,8 +38,9 @@ def page(root: Path) -> str:
         if not command and folder.name not in results:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
         command = command or record_of(results[folder.name])["command"]
-        about = root / f"docs/{folder.name}.md"
-        explained = f", explained in [{about.stem}](docs/{about.name})" if about.is_file() else ""
+        names = [f"docs/{folder.name}.md", f"docs/{folder.name.replace('_', '-')}.md"]
+        about = next((root / name for name in names if (root / name).is_file()), None)
+        explained = f", explained in [{about.stem}](docs/{about.name})" if about else ""
         parts += [f"## {title}", f"`{command}`{explained}."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]

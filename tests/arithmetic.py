@@ -41,12 +41,12 @@ def figures(name: str) -> dict[str, Any]:
             return {"version": method.version, "figures": _summary({"output": output(model, tokens())})}
     if kind == "pruner":
         return _of_pruner(own)
-    prompts = [tuple(one.tolist()) for one in tokens(4, 9)]
+    prompts = [tuple(sequence.tolist()) for sequence in tokens(4, 9)]
     sampled = SamplingParams(max_new_tokens=12, do_sample=True, temperature=2.0)
     requests = [Request(prompt, None, params, 7) for prompt in prompts for params in (SamplingParams(12), sampled)]
     answers = Engine(tiny("llama"), deterministic=True).decode(requests)
-    by_place = sorted((requests.index(request), answer) for request, answer in answers)
-    return {"version": ANSWERING, "figures": [token for _, answer in by_place for token in answer]}
+    by_index = sorted((requests.index(request), answer) for request, answer in answers)
+    return {"version": ANSWERING, "figures": [token for _, answer in by_index for token in answer]}
 
 
 def _of_pruner(name: str) -> dict[str, Any]:

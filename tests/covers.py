@@ -22,7 +22,7 @@ def cover(sizes: Sequence[int], together: int, times: int = 1) -> set[tuple[int,
         times: in as many different cases, if the cross has them.
 
     Returns:
-        Cases, each with the place of its value in each axis.
+        Cases, each with the index of its value in each axis.
     """
     together = min(together, len(sizes))
     cases = list(itertools.product(*map(range, sizes)))
@@ -41,7 +41,7 @@ def cover(sizes: Sequence[int], together: int, times: int = 1) -> set[tuple[int,
                 key=lambda case: (
                     sum(choice in missing for choice in choices(case)),
                     sum(pair not in paired for pair in choices(case, 2)),
-                    -sum(used[place] for place in enumerate(case)),
+                    -sum(used[axis_value] for axis_value in enumerate(case)),
                 ),
             )
             missing.difference_update(choices(best))
@@ -67,14 +67,14 @@ def crossed(
         always: cases that run in any case, each with a value of every axis.
         options: of `pytest.mark.parametrize`.
     """
-    values = [list(each) for each in axes.values()]
-    everyday = cover([len(each) for each in values], together, times)
-    everyday |= {tuple(each.index(value) for each, value in zip(values, case, strict=True)) for case in always}
+    values = [list(axis) for axis in axes.values()]
+    everyday = cover([len(axis) for axis in values], together, times)
+    everyday |= {tuple(axis.index(value) for axis, value in zip(values, case, strict=True)) for case in always}
     parameters = [
         pytest.param(
-            *(each[place] for each, place in zip(values, places, strict=True)),
-            marks=() if places in everyday else pytest.mark.long,
+            *(axis[index] for axis, index in zip(values, indices, strict=True)),
+            marks=() if indices in everyday else pytest.mark.long,
         )
-        for places in itertools.product(*(range(len(each)) for each in values))
+        for indices in itertools.product(*(range(len(axis)) for axis in values))
     ]
     return pytest.mark.parametrize(tuple(axes), parameters, **options)

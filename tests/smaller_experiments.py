@@ -87,7 +87,7 @@ def record(experiment: Experiment, row: Row, right: dict[str, str], parameters: 
         ]
         for split in documents
     }
-    sampled = [{"id": each["id"], "answers": ["none", each["answer"]]} for each in answers["validation"]]
+    sampled = [{"id": answer["id"], "answers": ["none", answer["answer"]]} for answer in answers["validation"]]
     content = {
         **{"recipe": row.recipe, "fold": row.fold, "seed": row.seed, "device": "here", "seconds": 1.0},
         **{"settings": experiment.digest(row), "weights": f"of {row.key}"},

@@ -115,7 +115,7 @@ class Stub:
             {"id": self.name, "root": self.root, "parent": None, "max_model_len": self.length, "owned_by": self.kind}
         ]
         if self.kind == "vllm":
-            cards += [{"id": each, "root": f"/adapters/{each}", "parent": self.name} for each in self.adapters]
+            cards += [{"id": adapter, "root": f"/adapters/{adapter}", "parent": self.name} for adapter in self.adapters]
         return {"object": "list", "data": cards}
 
     def lora_adapters(self) -> list[dict[str, Any]]:
@@ -128,8 +128,8 @@ class Stub:
         """Return the pruned heads of a request; None if it names an unknown adapter."""
         model = payload.get("model")
         if self.kind == "llamacpp":
-            scales = {each["id"]: each["scale"] for each in payload.get("lora", [])}
-            on = [each["path"].split("/")[-2] for each in self.lora_adapters() if scales.get(each["id"], 1)]
+            scales = {entry["id"]: entry["scale"] for entry in payload.get("lora", [])}
+            on = [adapter["path"].split("/")[-2] for adapter in self.lora_adapters() if scales.get(adapter["id"], 1)]
             return "+".join(on)
         if model == self.name:
             return self.adapters[-1] if self.leaks and self.waiting > 1 and self.adapters else ""

@@ -147,7 +147,8 @@ def test_the_corpus_is_broad_and_says_each_thing_once() -> None:
 def test_every_form_is_filled(name: str) -> None:
     for case in cases(name):
         assert not any(
-            place in case.text for place in ("{gold}", "{latex}", "{target}", "{other}", "{part}", "{sum}", "{value}")
+            placeholder in case.text
+            for placeholder in ("{gold}", "{latex}", "{target}", "{other}", "{part}", "{sum}", "{value}")
         )
 
 
@@ -200,16 +201,16 @@ def test_time_grows_with_the_size_of_a_hostile_text_and_no_more(scorer: str) -> 
     compared = scorer.startswith("mathematics")  # by a computer algebra system, which has a time limit of its own
     sizes = (1_000, 2_000) if compared else (4_000, 8_000, 16_000)
     names = list(HOSTILE)[:: 20 if compared else 1]
-    found = {name: superlinear(lambda text: function(row, [text]), HOSTILE[name], sizes) for name in names}
-    assert not any(found.values()), {name: step for name, step in found.items() if step}
+    steps = {name: superlinear(lambda text: function(row, [text]), HOSTILE[name], sizes) for name in names}
+    assert not any(steps.values()), {name: step for name, step in steps.items() if step}
 
 
 @pytest.mark.parametrize("sizes", [(15_000, 30_000), pytest.param((250_000, 1_000_000), marks=pytest.mark.long)])
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_a_megabyte_of_anything_is_scored(scorer: str, sizes: tuple[int, int]) -> None:
     function, row = SCORERS[scorer]
-    found = {name: superlinear(lambda text: function(row, [text]), HOSTILE[name], sizes) for name in LONGEST}
-    assert not any(found.values()), {name: step for name, step in found.items() if step}
+    steps = {name: superlinear(lambda text: function(row, [text]), HOSTILE[name], sizes) for name in LONGEST}
+    assert not any(steps.values()), {name: step for name, step in steps.items() if step}
 
 
 def test_fences_after_an_answer_and_its_solution_take_linear_time() -> None:
@@ -233,8 +234,8 @@ def test_a_rule_is_switched_off_where_it_stands_and_nowhere_else() -> None:
         "signs": {"×": ["times"]},
         "steps": [["a", "b"]],
     }
-    found = dict(entries(lists))
-    assert found == {
+    rules = dict(entries(lists))
+    assert rules == {
         ("verbs", 0): "is",
         ("verbs", 1): "are",
         ("scales", "ten"): "ten",

@@ -70,8 +70,8 @@ def test_rows_belong_to_the_heads_that_the_table_says(family: str, part: str) ->
             after = _head_outputs(model, layer)
             weight[rows.start : rows.stop] = kept
             changed = {h for h in range(layer.heads) if (after - before)[..., h, :].abs().max() > 1e-9}
-            mine = {index} if part == "q" else {h for h in range(layer.heads) if layer.kv_head_of(h) == index}
-            assert changed == mine or (normed_across_heads and mine <= changed), (layer.name, index)
+            expected = {index} if part == "q" else {h for h in range(layer.heads) if layer.kv_head_of(h) == index}
+            assert changed == expected or (normed_across_heads and expected <= changed), (layer.name, index)
 
 
 def test_stablelm_bigcode_and_falcon_variants() -> None:

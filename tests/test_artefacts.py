@@ -548,8 +548,8 @@ def tensors_of(tensors: Any) -> Any:
 def of_intervention(path: Path) -> Any:
     loaded = load_intervention(path)
     more = {name: tensors_of(getattr(loaded, name)) for name in ("compensation", "scores") if hasattr(loaded, name)}
-    made = dict(getattr(loaded, "made", {}))
-    return type(loaded), loaded.settings(), more, json.dumps(made), json.dumps(loaded.origin.model)  # type: ignore[union-attr]
+    provenance = dict(getattr(loaded, "made", {}))
+    return type(loaded), loaded.settings(), more, json.dumps(provenance), json.dumps(loaded.origin.model)  # type: ignore[union-attr]
 
 
 def _intervention(value: dict[str, Any]) -> Callable[[Path], Kind]:
@@ -603,16 +603,16 @@ def _fitted_router(method: str) -> Callable[[Path], Kind]:
         generator = torch.Generator().manual_seed(0)
         z = torch.randint(0, 2, (8, 4), generator=generator).float()
         options = next(row for row in ROUTER_ROWS if row.name == method).options
-        given = FitOptions(router=method, options=options, validation=0.0)
+        fit_options = FitOptions(router=method, options=options, validation=0.0)
         pool = ["dense", "L0H0", "L0H1", "L1H0"]
-        fit_embeddings(torch.randn(8, 3, generator=generator), z, pool, "none", given).save(folder)
+        fit_embeddings(torch.randn(8, 3, generator=generator), z, pool, "none", fit_options).save(folder)
 
         def read() -> Any:
             result, x = Router.load(folder), torch.ones(2, 3)
             chances = result.chances(x)
             assert chances is not None
-            found = result.ranking(x), chances.tolist(), result.pool, result.method, str(result.about)
-            return tensors_of(result.ranker.tensors), result.ranker.settings, *found
+            outputs = result.ranking(x), chances.tolist(), result.pool, result.method, str(result.about)
+            return tensors_of(result.ranker.tensors), result.ranker.settings, *outputs
 
         return Kind(sorted(folder.glob("router.*")), read)
 

@@ -69,11 +69,11 @@ class Literal:
             parts.append(sum(w / sum(weights) * v[own] for w, v in zip(weights, vs, strict=True)))
         return torch.cat(parts)
 
-    def merge(self, operator: str, one: Tensor, other: Tensor) -> Tensor:
+    def merge(self, operator: str, first: Tensor, second: Tensor) -> Tensor:
         name = f"merges.{operator}"
-        pair = [self.norm(f"{name}.norm", x) for x in (one, other)]
+        pair = [self.norm(f"{name}.norm", x) for x in (first, second)]
         seen = sum(self.attention(f"{name}.attention", x, pair) for x in pair)
-        return self.ffn(f"{name}.feed_forward", one + other + self.linear(f"{name}.attention.output", seen))
+        return self.ffn(f"{name}.feed_forward", first + second + self.linear(f"{name}.attention.output", seen))
 
     def judge(self, name: str, thought: Tensor, references: list[Tensor]) -> tuple[Tensor, float]:
         x = self.ffn(f"{name}.before", thought)
@@ -82,18 +82,20 @@ class Literal:
         x = self.ffn(f"{name}.after", x + self.linear(f"{name}.attention.output", seen))
         return x, float(self.linear(f"{name}.score", x)[0])
 
-    def think(self, operator: str, one: Tensor, other: Tensor) -> Tensor:
+    def think(self, operator: str, first: Tensor, second: Tensor) -> Tensor:
         if operator in ("num", "con"):
-            return one
+            return first
         return (
-            self.merge(operator, one, other) if operator in ("add", "mul") else self.ffn(f"transforms.{operator}", one)
+            self.merge(operator, first, second)
+            if operator in ("add", "mul")
+            else self.ffn(f"transforms.{operator}", first)
         )
 
     def begin(self, problem: EncodedProblem) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Leaves, premises and the goal."""
         with torch.no_grad():
             hidden = self.model.encoder(torch.tensor([problem.ids])).last_hidden_state[0]
-        leaves = [hidden[place] for _, place in problem.numbers]
+        leaves = [hidden[position] for _, position in problem.numbers]
         for vector in self.w["constants.vectors"]:
             up = self.linear("constants.up", self.norm("constants.norm", vector))
             leaves.append(self.linear("constants.down", self.gelu(up)))
@@ -128,13 +130,13 @@ class Literal:
         sources, premises, goal = self.begin(example.problem)
         kept, reasons = list[Tensor](), list[float]()
         for depth, (candidates, labels) in enumerate(example.steps):
-            found = []
+            judgements = []
             for candidate in candidates:
                 source = kept if depth else sources
                 thought = self.think(candidate.operator, source[candidate.first], source[candidate.second])
-                found.append((thought, *self.judge("reason", thought, premises)))
-            reasons += [logit for _, _, logit in found]
-            for (thought, context, _), label in zip(found, labels, strict=True):
+                judgements.append((thought, *self.judge("reason", thought, premises)))
+            reasons += [logit for _, _, logit in judgements]
+            for (thought, context, _), label in zip(judgements, labels, strict=True):
                 if label:
                     kept.append(thought)
                     premises.append(context)
@@ -175,11 +177,11 @@ def test_batched_examples_equal_single_examples(model: Athena) -> None:
     for number, example in enumerate(together):
         with torch.no_grad():
             alone = model(**(single := collated(model, [example])))
-        mine, kept = got.candidate_problem == number, got.kept_problem == number
-        torch.testing.assert_close(got.reason[mine], alone.reason, **CLOSE)
+        candidates, kept = got.candidate_problem == number, got.kept_problem == number
+        torch.testing.assert_close(got.reason[candidates], alone.reason, **CLOSE)
         torch.testing.assert_close(got.answer[kept], alone.answer, **CLOSE)
         labels = inputs["labels"]
-        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), single["labels"])
+        assert torch.equal(torch.cat([labels[:split][candidates], labels[split:][kept]]), single["labels"])
 
 
 def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -> None:
@@ -204,10 +206,10 @@ def test_gradients_reach_all_weights_except_attention_to_a_single_key(model: Ath
     task_loss(model(**inputs), inputs["labels"]).backward()
     still = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-12}
     model.zero_grad()
-    one_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
+    single_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
     shifts = tuple(name for name in still if name.endswith("key.bias"))  # add the same to every score
-    assert {name for name in still if not name.startswith((*one_key, *shifts, "encoder.pooler"))} == set()
-    assert {name for name in still if name.startswith(one_key)} >= {f"{name}.weight" for name in one_key}
+    assert {name for name in still if not name.startswith((*single_key, *shifts, "encoder.pooler"))} == set()
+    assert {name for name in still if name.startswith(single_key)} >= {f"{name}.weight" for name in single_key}
 
 
 def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> None:

@@ -124,7 +124,9 @@ def test_other_contents_are_refused_before_and_after_the_end(
     """A file that changed under its name, as a folder that was written again, or one that another option names."""
     path = tmp_path / changed
     shutil.copytree(getattr(options, changed), path)
-    begun, done = (replace(options, output=str(tmp_path / each), **{changed: str(path)}) for each in ("begun", "done"))
+    begun, done = (
+        replace(options, output=str(tmp_path / folder), **{changed: str(path)}) for folder in ("begun", "done")
+    )
     with pytest.MonkeyPatch.context() as patch:
         killed_at(patch, "compute_loss", 9)
         with pytest.raises(Killed):

@@ -133,7 +133,7 @@ ORDER = ["a", "dense", "b", "c"]
 )
 def test_mixes(mix: str, expected: str) -> None:
     names = expected.split()
-    assert [str(each) for each in Mix.parse(mix).attempts(ORDER, len(names))] == names
+    assert [str(attempt) for attempt in Mix.parse(mix).attempts(ORDER, len(names))] == names
     assert str(Mix.parse(mix)) == mix
 
 
@@ -195,7 +195,7 @@ def test_pass_of_mixes_is_the_mean_over_all_draws(mix: str) -> None:
     n = 3 if mix in ("next", "dense|next") else 5
     curve = policy_curve("x", policy, outcomes, n, parsed)
     for i in range(len(outcomes.texts)):
-        kinds = [(each.variant, each.temperature) for each in parsed.attempts(policy.pool, n)]
+        kinds = [(attempt.variant, attempt.temperature) for attempt in parsed.attempts(policy.pool, n)]
         for k in range(n):
             expected, tokens = literal_pass(outcomes, i, kinds[: k + 1])
             assert curve.values[i, k] == pytest.approx(expected, abs=1e-12)
@@ -260,17 +260,17 @@ def literal_choice(
     rule: str, tries: list[str], answers: list[str], weights: list[float], logprobs: list[float]
 ) -> tuple:
     """A vote, answer by answer; answers are numbers."""
-    given = [i for i, answer in enumerate(answers) if answer]
-    if not given:
+    answered = [i for i, answer in enumerate(answers) if answer]
+    if not answered:
         return None, False
     if rule == "likelihood":
-        top = max(logprobs[i] for i in given)
-        leaders = [i for i in given if logprobs[i] == top]
+        top = max(logprobs[i] for i in answered)
+        leaders = [i for i in answered if logprobs[i] == top]
         return leaders[0], len({float(answers[i]) for i in leaders}) > 1
     totals: dict[float, float] = {}
     first: dict[float, int] = {}
-    for i in given:
-        voters = [k for k in given if tries[k] == tries[i]]
+    for i in answered:
+        voters = [k for k in answered if tries[k] == tries[i]]
         share = {"majority": 1.0, "weighted": weights[i], "variants": 1.0 / len(voters)}[rule]
         totals[float(answers[i])] = totals.get(float(answers[i]), 0.0) + share
         first.setdefault(float(answers[i]), i)

@@ -184,8 +184,8 @@ def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -
         copied = copy.deepcopy(model)
         assert torch.equal(out(copied), plain)
         assert torch.equal(out(model), doubled)
-    for each, own in ((model, plain), (other, expected), (copied, plain)):
-        assert torch.equal(out(each), own)
+    for instance, own in ((model, plain), (other, expected), (copied, plain)):
+        assert torch.equal(out(instance), own)
     assert torch.equal(through(copied, double, inputs, attention_mask=mask).nan_to_num(), doubled)
     assert torch.equal(out(copied), plain)
     assert not torch.equal(doubled, plain)
@@ -202,7 +202,7 @@ def test_other_implementations_are_refused() -> None:
 class Wrong(Intervention):
     """Returns what is no attention, no input or no output, some of which PyTorch would broadcast."""
 
-    place: str
+    callback: str
     fault: str
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
@@ -214,8 +214,8 @@ class Wrong(Intervention):
             return self.broken(x, None)[0]
 
         for layer in model_map.attention:
-            {"input": change_input, "output": change_output}.get(self.place, no_hook)(layer.o_proj, change, stack)
-        if self.place == "handler":
+            {"input": change_input, "output": change_output}.get(self.callback, no_hook)(layer.o_proj, change, stack)
+        if self.callback == "handler":
             intercept_attention(model_map, handler, stack)
 
     def broken(self, x: torch.Tensor, weights: Any) -> Any:
@@ -236,7 +236,7 @@ def no_hook(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fault", "found"),
+    ("callback", "fault", "message"),
     [
         ("handler", "transposed", r"handler returned \(2, 4, 6, 8\) in torch.float64, not a tensor \(2, 6, 4, 8\)"),
         ("handler", "first token", r"handler returned \(2, 1, 4, 8\)"),
@@ -245,9 +245,9 @@ def no_hook(*_: Any) -> None:
         ("handler", "three", "handler returned no pair of outputs and weights"),
         ("handler", "one", "handler returned no pair of outputs and weights"),
         *(
-            (place, fault, f"change returned {found}, not a tensor .2, 6, 32. in torch.float64")
-            for place in ("input", "output")
-            for fault, found in {
+            (callback, fault, f"change returned {returned}, not a tensor .2, 6, 32. in torch.float64")
+            for callback in ("input", "output")
+            for fault, returned in {
                 "first token": r"\(2, 1, 32\) in torch.float64",
                 "first row": r"\(1, 6, 32\) in torch.float64",
                 "float32": r"\(2, 6, 32\) in torch.float32",
@@ -256,15 +256,15 @@ def no_hook(*_: Any) -> None:
         ),
     ],
 )
-def test_a_method_that_returns_another_shape_is_named(place: str, fault: str, found: str) -> None:
+def test_a_method_that_returns_another_shape_is_named(callback: str, fault: str, message: str) -> None:
     """Without a refusal most of these are broadcast, reshaped or ignored, and answers are wrong without a word."""
     model, inputs = tiny("llama"), tokens(2, 6)
     dense = output(model, inputs)
-    with Wrong(place, "none").applied_to(model):
+    with Wrong(callback, "none").applied_to(model):
         assert torch.equal(output(model, inputs), dense)
     with (
-        pytest.raises(InputError, match=rf"{__name__}\.Wrong\.attach\..*{found}"),
-        Wrong(place, fault).applied_to(model),
+        pytest.raises(InputError, match=rf"{__name__}\.Wrong\.attach\..*{message}"),
+        Wrong(callback, fault).applied_to(model),
     ):
         output(model, inputs)
 

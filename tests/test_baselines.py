@@ -192,11 +192,11 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
 def test_flap_reference_in_steps_removes_no_more_than_the_target() -> None:
     """A step whose target earlier ones have reached removes nothing, also if nothing is left."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    one = PruneOptions(0.06, allocation="flap_reference", parts="heads", unit="group", allow_empty_layer=True)
-    (plan,) = stages(make_pruner("random", {}), model_map, one)
-    *_, last = stages(make_pruner("random", {}), model_map, replace(one, steps=4))
+    options = PruneOptions(0.06, allocation="flap_reference", parts="heads", unit="group", allow_empty_layer=True)
+    (plan,) = stages(make_pruner("random", {}), model_map, options)
+    *_, last = stages(make_pruner("random", {}), model_map, replace(options, steps=4))
     assert len(plan.heads) == 2 and last.heads == plan.heads
-    *_, plan = stages(make_pruner("random", {}), model_map, replace(one, ratio=0.99, steps=4))
+    *_, plan = stages(make_pruner("random", {}), model_map, replace(options, ratio=0.99, steps=4))
     assert plan.provenance["parameters"]["removed"] == plan.provenance["parameters"]["removable"]
 
 
@@ -268,8 +268,8 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
             for head in heads:
                 weight_of(own.o_proj)[:, own.columns(head)] *= by
             rows = [*(own.rows("q", head) for head in heads), own.rows("k", group), own.rows("v", group)]
-        for each in rows:
-            weight_of(each.module)[each.start : each.stop] *= by
+        for span in rows:
+            weight_of(span.module)[span.start : span.stop] *= by
         return loss(smaller, text)
 
     step = 2e-3  # norms compute in float32
@@ -862,7 +862,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
     drawn = ["--windows", "4", "--tokens", "32", "--text"]
     first, second = ([*drawn, str(tmp_path / f"{name}.txt")] for name in ("Ann", "Bob"))
 
-    def made(*words: str) -> dict[str, Any]:
+    def provenance_of(*words: str) -> dict[str, Any]:
         (tmp_path / "plan.json").unlink(missing_ok=True)
         assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
         return dict(Plan.load(tmp_path / "plan.json").provenance)
@@ -870,12 +870,12 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
     flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
     assert main(["importance", *model, "--method", "random", "--channels", "--output", drawn_by_chance]) == 0
-    about = made("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
+    about = provenance_of("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
     assert (about["calibration"]["text"], about["compensation_calibration"]["text"]) == ("file Ann.txt", "file Bob.txt")
     assert "ffn_calibration" not in about
     only = ["--method", "flap", "--parts", "channels", "--ratio", "0.3", "--output", str(tmp_path / "only.json")]
     assert main(["prune", *model, *first, *only]) == 0
-    assert made("--scores", str(tmp_path / "only.json"), *second, "--ratio", "0.4")["ffn_calibration"]
+    assert provenance_of("--scores", str(tmp_path / "only.json"), *second, "--ratio", "0.4")["ffn_calibration"]
     capsys.readouterr()
     for words, message in (
         (["--scores", flap, "--method", "magnitude"], "has scores of flap with its own options"),
@@ -1139,7 +1139,7 @@ def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> No
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).provenance["parameters"]
     assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")
-    (line,) = (each.getMessage() for each in caplog.records)
+    (line,) = (record.getMessage() for record in caplog.records)
     share = f"{100 * counted['removed'] / counted['removable']:.1f}%"
     assert line.startswith("allocation flap_reference misses the budget by more than one unit: " + share)
     caplog.clear()

@@ -83,8 +83,8 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def weights_of_epochs(patch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
@@ -136,7 +136,7 @@ def test_the_epoch_that_solves_most_is_kept(
     assert values(options.output, ACCURACY) == [sum(several) / 2 for several in rights[:epochs]]
     assert len(weights) == epochs and note["stages"][0]["best_epoch"] == best
     kept = load_pretrained(options.output).state_dict()
-    assert [equal(kept, each) for each in weights] == [epoch == best for epoch in range(1, epochs + 1)]
+    assert [equal(kept, state) for state in weights] == [epoch == best for epoch in range(1, epochs + 1)]
     card = (Path(options.output) / "README.md").read_text()
     assert "validation accuracy" in card and "the epoch that solves most validation problems was kept" in card
     assert re.search(rf"\| +{max(map(sum, rights)) / 2:g}(\.0+)? +\|", card)
@@ -145,11 +145,11 @@ def test_the_epoch_that_solves_most_is_kept(
 @settings(max_examples=200)
 @given(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1e4), st.floats(0, 1e4))
 def test_the_loss_only_decides_between_equal_numbers(solved: int, other: int, loss: float, other_loss: float) -> None:
-    one, two = solved_then_loss(solved, loss, 500), solved_then_loss(other, other_loss, 500)
+    first, second = solved_then_loss(solved, loss, 500), solved_then_loss(other, other_loss, 500)
     if solved != other:
-        assert (one > two) == (solved > other)
+        assert (first > second) == (solved > other)
     elif abs(loss - other_loss) > 1e-3 * max(loss, other_loss, 1.0):
-        assert (one > two) == (loss < other_loss)
+        assert (first > second) == (loss < other_loss)
 
 
 @pytest.mark.parametrize("best_by", ["loss", "accuracy", "none"])

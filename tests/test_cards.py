@@ -382,8 +382,8 @@ def test_front_matter_of_any_text_is_read_as_it_was_meant(
 
 def test_a_readme_that_is_not_a_card_or_was_changed_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Beside a router or a GGUF file; the tags of a card do not make it ours again."""
-    path, made = tmp_path / "README.md", Origin("m")
-    first, second = (Card(title, made, "adapter", "lmeval-prune", [], "It.", {}) for title in ("first", "second"))
+    path, origin = tmp_path / "README.md", Origin("m")
+    first, second = (Card(title, origin, "adapter", "lmeval-prune", [], "It.", {}) for title in ("first", "second"))
     path.write_text("my notes")
     first.write(tmp_path)
     assert path.read_text() == "my notes" and f"{path} is not replaced" in caplog.text
@@ -590,7 +590,7 @@ def test_the_revision_is_that_of_the_files_that_were_read() -> None:
 def grid_for_the_hub(
     path: Path,
     config: dict[str, Any],
-    asked: int = 4,
+    effective: int = 4,
     value: float = 0.75,
     entry: dict[str, Any] | None = None,
     **cell: Any,
@@ -604,7 +604,7 @@ def grid_for_the_hub(
         results = json.loads((folder / "results.json").read_text())
         results["results"]["gsm"] = {"alias": "gsm", "exact_match,none": mean}
         results["configs"]["gsm"] = config
-        results |= {"n-samples": {"gsm": {"original": 4, "effective": asked}}, "n-shot": {"gsm": 5}}
+        results |= {"n-samples": {"gsm": {"original": 4, "effective": effective}}, "n-shot": {"gsm": 5}}
         results |= {"date": 1.7e9, "lm_eval_version": "0.4.13"}
         (folder / "results.json").write_text(json.dumps(results))
         content = json.loads((folder / "cell.json").read_text())
@@ -641,7 +641,7 @@ def test_the_id_of_a_task_is_that_of_the_benchmarks_own_file(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("config", "asked", "value", "note"),
+    ("config", "effective", "value", "note"),
     [
         ({"dataset_path": "json", "dataset_kwargs": {"data_files": "x"}}, 4, 0.5, "its data set is not on the Hub"),
         (GSM8K, 2, 0.5, "2 of its 4 questions were asked"),
@@ -649,9 +649,9 @@ def test_the_id_of_a_task_is_that_of_the_benchmarks_own_file(tmp_path: Path, mon
     ],
 )
 def test_what_is_no_result_for_the_hub_is_left_out_with_one_line(
-    config: dict[str, Any], asked: int, value: float, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], effective: int, value: float, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = grid_for_the_hub(tmp_path / "grid", config, asked, value)
+    path = grid_for_the_hub(tmp_path / "grid", config, effective, value)
     assert main(["grid", "compare", str(path), "--eval_results", f"cut={tmp_path / 'model'}"]) == 0
     printed = capsys.readouterr().out
     assert note in printed and "nothing is written" in printed and not (tmp_path / "model").exists()
@@ -750,10 +750,10 @@ def test_cells_are_logged_to_wandb_by_lm_evals_logger(tmp_path: Path, monkeypatc
     logged = install_tracker(monkeypatch, "wandb")
     path = grid_for_the_hub(tmp_path / "grid", GENERATED)
     assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 0
-    assert [each[1] for each in logged if each[0] == "init"] == [
+    assert [entry[1] for entry in logged if entry[0] == "init"] == [
         {"name": f"{variant} on gsm", "project": "mine"} for variant in ("dense", "cut")
     ]
-    values = {key: value for each in logged if each[0] == "log" for key, value in each[1].items()}
+    values = {key: value for entry in logged if entry[0] == "log" for key, value in entry[1].items()}
     assert values["gsm/exact_match"] == 0.75 and list(values["gsm_eval_results"]["exact_match"]) == [1, 1, 1, 0]
     assert logged.count("finished") == 2
 
@@ -762,9 +762,9 @@ def test_cells_are_logged_to_trackio_by_lm_evals_logger(tmp_path: Path, monkeypa
     logged = install_tracker(monkeypatch, "trackio")
     path = grid_for_the_hub(tmp_path / "grid", GENERATED)
     assert main(["grid", "compare", str(path), "--trackio_args", "project=mine"]) == 0
-    values = [each[1] for each in logged if each[0] == "log"]
-    assert [each["gsm/exact_match"] for each in values if "gsm/exact_match" in each] == [0.5, 0.75]
-    traces = [each["gsm/sample"] for each in values if "gsm/sample" in each]
+    values = [entry[1] for entry in logged if entry[0] == "log"]
+    assert [value["gsm/exact_match"] for value in values if "gsm/exact_match" in value] == [0.5, 0.75]
+    traces = [value["gsm/sample"] for value in values if "gsm/sample" in value]
     assert len(traces) == 8 and traces[0]["messages"][0]["content"] == "prompt 0"
     assert logged.count("finished") == 2
 
@@ -778,7 +778,7 @@ def test_samples_that_the_logger_cannot_read_are_left_out_with_a_warning(
     path = grid_for_the_hub(tmp_path / "grid", config)
     assert main(["grid", "compare", str(path), "--wandb_args", "project=mine"]) == 0
     assert "dense on gsm: the samples are not logged to wandb (KeyError: 'algebra')" in caplog.text
-    assert logged.count("finished") == 2 and [each for each in logged if each[0] == "log"]
+    assert logged.count("finished") == 2 and [entry for entry in logged if entry[0] == "log"]
 
 
 def test_a_tracker_that_refuses_is_one_line_after_the_tables(

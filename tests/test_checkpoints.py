@@ -617,8 +617,8 @@ def test_a_model_that_is_offloaded_completely_answers_as_in_memory(
     for arguments in ({}, loading):
         lm: Any = PrunedHFLM(str(folder), device="cpu", batch_size=4, engine=engine, heads="L1H2", **arguments)
         assert {parameter.is_meta for parameter in lm.model.parameters()} == {bool(arguments)}
-        asked = [generation(number) for number in range(3)]
-        texts.append(lm.generate_until(asked, disable_tqdm=True))
+        instances = [generation(number) for number in range(3)]
+        texts.append(lm.generate_until(instances, disable_tqdm=True))
         windows.append(logits_of(lm.model)([5, 6, 7]))
         lm.close()
     assert texts[0] == texts[1]

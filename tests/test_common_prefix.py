@@ -50,8 +50,8 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     Gradients that are zero but for rounding are compared relative to a hundredth of the largest.
     """
     least = 0.01 * max(float(x.norm()) for x in expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert float((one - other).norm()) < 1e-5 * max(float(other.norm()), least)
+    for tensor, reference in zip(actual, expected, strict=True):
+        assert float((tensor - reference).norm()) < 1e-5 * max(float(reference.norm()), least)
 
 
 @pytest.mark.parametrize("family", distinct(CAUSAL))

@@ -120,9 +120,9 @@ def test_the_table_of_aggregations_is_lm_evals() -> None:
             assert DEFAULT_AGGREGATIONS.get(metric, "mean") in names, metric
     items = [(-3.0, 2), (-1.5, 4)]
     for name in ("weighted_perplexity", "bits_per_byte"):
-        each = AGGREGATIONS[name]
-        mean = each.factor * sum(value for value, _ in items) / sum(weight for _, weight in items)
-        assert (math.exp(mean) if each.is_exponential else mean) == pytest.approx(getattr(metrics, name)(items))
+        entry = AGGREGATIONS[name]
+        mean = entry.factor * sum(value for value, _ in items) / sum(weight for _, weight in items)
+        assert (math.exp(mean) if entry.is_exponential else mean) == pytest.approx(getattr(metrics, name)(items))
     assert math.exp(AGGREGATIONS["perplexity"].factor * -2.25) == pytest.approx(metrics.perplexity([-3.0, -1.5]))
 
 
@@ -248,9 +248,9 @@ def with_groups_in_names(run: Path, target: Path, group: str) -> Path:
     for task in new.values():
         results["configs"][task]["_qualified_name"] = task
     for config in results["configs"].values():
-        config["metric_list"] = [{**each, **({"kwargs": {}} if group else {})} for each in config["metric_list"]]
-        for each in config.get("filter_list") or []:
-            each |= {"metric_list": config["metric_list"]} if group else {}
+        config["metric_list"] = [{**metric, **({"kwargs": {}} if group else {})} for metric in config["metric_list"]]
+        for pipeline in config.get("filter_list") or []:
+            pipeline |= {"metric_list": config["metric_list"]} if group else {}
     path.write_text(json.dumps({"results": results.pop("results"), **results}))
     for file in list(target.rglob("samples_*")):
         task = file.name.removeprefix("samples_").rpartition("_")[0]
@@ -286,8 +286,8 @@ def test_tasks_that_0_5_names_by_their_groups_are_those_of_0_4(runs: dict[str, P
     assert rows("old", "new") == expected
     named = {f"tiny_group::{task}" if task in ("tiny_words", "tiny_more") else task for task in expected}
     for second in ("old", "new"):
-        found = rows("new", second)
-        assert found.keys() == named and {task.rpartition("::")[2]: row for task, row in found.items()} == expected
+        actual = rows("new", second)
+        assert actual.keys() == named and {task.rpartition("::")[2]: row for task, row in actual.items()} == expected
     assert rows("new", "old", tasks=["tiny_words"]) == {"tiny_group::tiny_words": expected["tiny_words"]}
     assert [*rows("new", "old", tasks=["tiny_group"])] == [
         "tiny_group::tiny_words",
@@ -455,7 +455,7 @@ def test_seeds_with_other_examples_are_paired_by_prompt() -> None:
     """A seed may change the prompt: answers to the same prompt are compared, if there are any."""
 
     def answers(*responses: tuple[str, str]) -> dict[Any, Any]:
-        return {("task", 0): {"responses": [Response(*each, []) for each in responses]}}
+        return {("task", 0): {"responses": [Response(*pair, []) for pair in responses]}}
 
     base = answers(("one", "x"), ("two", "y"))
     assert distances(base, answers(("two", "y"), ("one", "x")))["same_answers"] == 1
@@ -578,7 +578,7 @@ def old_layout(run: Path, target: Path, version: str) -> Path:
             del row["filter"], row["metrics"]
             if version == "0.4.0":
                 del row["doc_hash"], row["prompt_hash"], row["target_hash"]
-                row["arguments"] = [list(each.values()) for each in row["arguments"].values()]
+                row["arguments"] = [list(arguments.values()) for arguments in row["arguments"].values()]
         if version == "0.4.0":
             name = re.sub("/|=", "__", results["config"]["model_args"])
             (target / f"{name}_{task}.jsonl").write_text(json.dumps(rows, indent=2))

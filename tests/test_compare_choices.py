@@ -27,12 +27,12 @@ def write_run(folder: Path, tasks: dict[str, Row], groups: dict[str, list[str]] 
     folder.mkdir()
     for task, row in tasks.items():
         rows = [{"doc_id": i, "filter": "none", "target": "0", **row(i, rng)} for i in range(COUNT)]
-        for each in rows:
-            each |= {"doc_hash": json.dumps(each["doc"]), "filtered_resps": [r[0] for r in each["resps"]]}
-        lines = (json.dumps(each) + "\n" for each in rows)
+        for sample in rows:
+            sample |= {"doc_hash": json.dumps(sample["doc"]), "filtered_resps": [r[0] for r in sample["resps"]]}
+        lines = (json.dumps(entry) + "\n" for entry in rows)
         (folder / f"samples_{task}_2026-01-01.jsonl").write_text("".join(lines))
         metric = rows[0]["metrics"][0]
-        values = [each[metric] for each in rows]
+        values = [entry[metric] for entry in rows]
         is_pair = isinstance(values[0], list)
         mean = math.exp(-np.sum(values, 0)[0] / np.sum(values, 0)[1]) if is_pair else float(np.mean(values))
         results["results"][task] = {f"{metric},none": mean}
@@ -103,7 +103,7 @@ def test_the_likeliest_choice_and_the_divergence_are_those_of_the_choices(tmp_pa
     paths = runs(tmp_path, {"t": row})
     pairs, same, divergences = zip(*(rows_of(path, "t") for path in paths), strict=True), [], []
     for pair in pairs:
-        likelihoods = [[float(response[0][0]) for response in each["resps"][:count]] for each in pair]
+        likelihoods = [[float(response[0][0]) for response in sample["resps"][:count]] for sample in pair]
         p, q = ([math.exp(value) / sum(map(math.exp, own)) for value in own] for own in likelihoods)
         same.append(p.index(max(p)) == q.index(max(q)))
         divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
@@ -135,10 +135,10 @@ def test_questions_with_one_text_and_other_choices_are_not_one_question(tmp_path
 def test_outcomes_of_one_question_are_no_independent_outcomes(tmp_path: Path) -> None:
     """A group whose tasks ask the same questions has a row for each question, as all tasks together have."""
 
-    def asked_with_choices(i: int, rng: random.Random) -> dict[str, Any]:
+    def multiple_choice(i: int, rng: random.Random) -> dict[str, Any]:
         return choice(f"What is {i}?", [[f"What is {i}?", f" {x}"] for x in "ab"], rng)
 
-    tasks = {"plain": generated("What is {}?"), "choices": asked_with_choices, "other": generated("Why is {}?")}
+    tasks = {"plain": generated("What is {}?"), "choices": multiple_choice, "other": generated("Why is {}?")}
     paths = runs(tmp_path, tasks, {"both": ["plain", "choices"]})
     comparison = compare(paths)
     values = [[np.array([row[m] for row in rows_of(path, task)]) for task, m in

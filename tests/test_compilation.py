@@ -44,7 +44,7 @@ def test_code_that_cannot_be_kept_is_compiled_anew(
 def test_all_loops_of_the_kernels_are_kept_there() -> None:
     for module in (decode, filtering):
         folder = Path(module.__file__ or "").resolve().parent
-        functions = [each for each in vars(module).values() if hasattr(each, "py_func")]
+        functions = [value for value in vars(module).values() if hasattr(value, "py_func")]
         assert functions
         for function in functions:
             path = Path(function._cache.cache_path).resolve()

@@ -138,11 +138,11 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
 def test_what_is_not_a_number_is_seen(name: str, number: float, dtype: torch.dtype) -> None:
     """Of one key-value head in the row that reads it, as in PyTorch."""
-    given = arguments(dtype)
-    given[name][{"query": (1, 1), "keys": (0, 0, 2), "values": (0, 0, 2)}[name]] = number
-    out, _ = compiled.decode(**given)
-    keys, values = (given[name][0].repeat_interleave(2, 0)[:, :3].float() for name in ("keys", "values"))
-    query = given["query"][1, :, None].float()
+    inputs = arguments(dtype)
+    inputs[name][{"query": (1, 1), "keys": (0, 0, 2), "values": (0, 0, 2)}[name]] = number
+    out, _ = compiled.decode(**inputs)
+    keys, values = (inputs[name][0].repeat_interleave(2, 0)[:, :3].float() for name in ("keys", "values"))
+    query = inputs["query"][1, :, None].float()
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.3)[:, 0]
     assert not expected.isfinite().all()
     torch.testing.assert_close(out[1], expected, rtol=1e-4, atol=1e-5, equal_nan=True)

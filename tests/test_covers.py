@@ -38,8 +38,8 @@ def test_values_that_need_no_company_get_all_sorts() -> None:
     """A cover of single values pairs them as differently as it can."""
     cases = cover([12, 4, 2, 2], 1)
     assert len(cases) == 12
-    for one, other in itertools.combinations((1, 2, 3), 2):
-        assert len({(case[one], case[other]) for case in cases}) == {(1, 2): 8, (1, 3): 8, (2, 3): 4}[one, other]
+    for axis, other in itertools.combinations((1, 2, 3), 2):
+        assert len({(case[axis], case[other]) for case in cases}) == {(1, 2): 8, (1, 3): 8, (2, 3): 4}[axis, other]
 
 
 def test_what_is_in_no_cover_is_long_and_nothing_is_lost() -> None:

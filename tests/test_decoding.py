@@ -55,12 +55,12 @@ def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:
 def alone(model: nn.Module, request: Request) -> list[int]:
     """The reference: plain `generate`, this request only."""
     ids = torch.tensor([request.prompt])
-    asked = request.params
+    params = request.params
     arguments: dict[str, Any] = {
-        "max_new_tokens": asked.max_new_tokens, "do_sample": False, "repetition_penalty": asked.repetition_penalty,
+        "max_new_tokens": params.max_new_tokens, "do_sample": False, "repetition_penalty": params.repetition_penalty,
     }  # fmt: skip
-    if asked.eos is not None:
-        arguments["eos_token_id"] = list(asked.eos) or None
+    if params.eos is not None:
+        arguments["eos_token_id"] = list(params.eos) or None
     with request.mask.applied_to(model) if request.mask else nullcontext():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **arguments)
     answer = out[0, ids.shape[1] :].tolist()
@@ -70,36 +70,38 @@ def alone(model: nn.Module, request: Request) -> list[int]:
     return answer
 
 
-def some_requests(model: nn.Module, seed: int, prompts: int = 4, each: int = 6, longest: int = 14) -> list[Request]:
+def some_requests(
+    model: nn.Module, seed: int, prompts: int = 4, per_prompt: int = 6, longest: int = 14
+) -> list[Request]:
     rng = random.Random(seed)
     layers = list(map_model(model).attention)
-    found = []
+    requests = []
     for _ in range(prompts):
         prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, longest)))
-        for _ in range(rng.randint(1, each)):
+        for _ in range(rng.randint(1, per_prompt)):
             heads = [
                 f"L{layer.index}H{rng.randrange(layer.heads)}"
                 for layer in rng.choices(layers, k=rng.choice([0, 1, 1, 2]))
             ]
             stop = rng.choice([(), ("A",), ("BC", "Z")])
-            found.append(
+            requests.append(
                 Request(
                     prompt,
                     HeadMask("+".join(heads)) if heads else None,
                     SamplingParams(
                         rng.choice([1, 2, 7, 30]), (2,), stop, repetition_penalty=rng.choice([1.0, 1.0, 1.3])
                     ),
-                    tag=len(found),
+                    tag=len(requests),
                 )
             )
-    rng.shuffle(found)
-    return found
+    rng.shuffle(requests)
+    return requests
 
 
 def answers(engine: Engine, requests: list[Request]) -> dict[Any, list[int]]:
-    found = list(engine.decode(requests))
-    assert sorted(request.tag for request, _ in found) == sorted(request.tag for request in requests)
-    return {request.tag: answer for request, answer in found}
+    results = list(engine.decode(requests))
+    assert sorted(request.tag for request, _ in results) == sorted(request.tag for request in requests)
+    return {request.tag: answer for request, answer in results}
 
 
 # those with experts or layers of several kinds, and those that the engine does not run
@@ -113,9 +115,9 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
     assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
     requests = some_requests(model, seed=1)
-    found = answers(engine, requests)
+    result = answers(engine, requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert result[request.tag] == alone(model, request), request
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,9 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
     assert engine.unsupported is None
     requests = some_requests(model, seed=2, longest=20)
-    found = answers(engine, requests)
+    result = answers(engine, requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert result[request.tag] == alone(model, request), request
 
 
 CASES: dict[str, Any] = {
@@ -163,14 +165,14 @@ CASES: dict[str, Any] = {
 
 def check_any_options_and_order(family: str, seed: int, block: int, options: dict[str, Any]) -> None:
     model = model_of(family)
-    requests = some_requests(model, seed, prompts=3, each=4)
+    requests = some_requests(model, seed, prompts=3, per_prompt=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         schedule = dict(options)
         top = {name: schedule.pop(name) for name in ("max_rows", "deterministic")}
-        found = answers(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests)
+        result = answers(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests)
     for request in requests:
-        assert found[request.tag] == alone(model, request), request
+        assert result[request.tag] == alone(model, request), request
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -211,7 +213,7 @@ def test_drafts_and_followers_are_used() -> None:
 def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
     model = model_of("llama", layers=4)
     prompt = tuple(range(5, 15))
-    one = SamplingParams(1)
+    params = SamplingParams(1)
     run = [0] * 4
     hooks = [
         layer.register_forward_hook(lambda *_, i=i: run.__setitem__(i, run[i] + 1))
@@ -220,7 +222,7 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
     engine = Engine(model)
     assert engine.unsupported is None
     run[:] = [0] * 4
-    requests = [Request(prompt, HeadMask(f"L{layer}H0"), one) for layer in (1, 3)] + [Request(prompt, None, one)]
+    requests = [Request(prompt, HeadMask(f"L{layer}H0"), params) for layer in (1, 3)] + [Request(prompt, None, params)]
     list(engine.decode(requests))
     for hook in hooks:
         hook.remove()
@@ -261,8 +263,8 @@ def test_what_a_short_check_cannot_see_is_refused(family: str, changes: dict[str
     engine = Engine(model, Letters())
     assert reason in str(engine.unsupported)
     requests = some_requests(model, seed=5, longest=20)
-    found = answers(engine, requests)
-    assert all(found[request.tag] == alone(model, request) for request in requests)
+    result = answers(engine, requests)
+    assert all(result[request.tag] == alone(model, request) for request in requests)
 
 
 def test_a_model_that_does_not_know_logits_to_keep_falls_back() -> None:
@@ -273,19 +275,19 @@ def test_a_model_that_does_not_know_logits_to_keep_falls_back() -> None:
 
 
 def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> None:
-    one, other = model_of("llama"), model_of("llama", vocab_size=60)
-    requests = some_requests(one, seed=6)
-    reference = answers(Engine(one, Letters()), requests)
+    model, other = model_of("llama"), model_of("llama", vocab_size=60)
+    requests = some_requests(model, seed=6)
+    reference = answers(Engine(model, Letters()), requests)
     small = [Request(tuple(t % 57 + 3 for t in r.prompt), r.mask, r.params, tag=r.tag) for r in requests]
     expected = answers(Engine(other, Letters()), small)
-    first, second = Engine(one, Letters(), max_rows=3).decode(requests), Engine(other, Letters()).decode(small)
+    first, second = Engine(model, Letters(), max_rows=3).decode(requests), Engine(other, Letters()).decode(small)
     mixed: list[dict[Any, list[int]]] = [{}, {}]
     for pair in itertools.zip_longest(first, second):
-        for found, item in zip(mixed, pair, strict=True):
-            if item:
-                found[item[0].tag] = item[1]
+        for result, answered in zip(mixed, pair, strict=True):
+            if answered:
+                result[answered[0].tag] = answered[1]
     assert mixed == [reference, expected]
-    engine, again = Engine(one, Letters(), max_rows=2), Engine(one, Letters())
+    engine, again = Engine(model, Letters(), max_rows=2), Engine(model, Letters())
     run = engine.decode(requests)
     next(run)
     with pytest.raises(InputError, match="decoding on this model already"):
@@ -336,9 +338,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, method: str, after: Any) -> None:
     inner = getattr(Scheduler, method)
 
     def watched(self: Scheduler, *args: Any) -> Any:
-        found = inner(self, *args)
+        result = inner(self, *args)
         after(self)
-        return found
+        return result
 
     monkeypatch.setattr(Scheduler, method, watched)
 
@@ -466,10 +468,10 @@ def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, mo
         Request(
             tuple(rng.choices(range(3, VOCABULARY), k=length)),
             mask,
-            SamplingParams(4 + place % 5, eos=()),
-            tag=(place, i),
+            SamplingParams(4 + number % 5, eos=()),
+            tag=(number, i),
         )
-        for place, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
+        for number, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
         for i, mask in enumerate([None, HeadMask("L1H0"), HeadMask("L2H1")])
     ]
     answers(Engine(model, max_rows=7, schedule=Schedule(share=share, follow=2)), requests)
@@ -500,8 +502,8 @@ def test_what_is_stored_and_kept_stays_within_memory(
     layers = list(map_model(model).attention)
     masks = [HeadMask(f"L{layer.index}H0") for layer in layers]
     requests = [
-        Request((5, 6, 7, place), mask, SamplingParams(16, eos=()), tag=(place, str(mask)))
-        for place in range(3, 9)
+        Request((5, 6, 7, token), mask, SamplingParams(16, eos=()), tag=(token, str(mask)))
+        for token in range(3, 9)
         for mask in [None, *masks]
     ]
     held: list[int] = []
@@ -509,7 +511,11 @@ def test_what_is_stored_and_kept_stays_within_memory(
 
     def stored(cache: KVCache) -> list[torch.Tensor]:
         states: list[Any] = [state for states in cache.states.values() for state in states.values()]
-        tensors = [one for each in (cache.keys, cache.values, cache.positions, cache.lengths) for one in each.values()]
+        tensors = [
+            tensor
+            for by_layer in (cache.keys, cache.values, cache.positions, cache.lengths)
+            for tensor in by_layer.values()
+        ]
         return [*tensors, *(tensor for state in states for tensor in state.tensors)]
 
     def created(self: KVCache, *args: Any) -> None:
@@ -520,11 +526,15 @@ def test_what_is_stored_and_kept_stays_within_memory(
 
     def measure(run: Scheduler) -> None:
         caches[:1] = [run.runner.cache]
-        tensors = [one for cache in caches for one in stored(cache)]
+        tensors = [tensor for cache in caches for tensor in stored(cache)]
         for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
-            for one in question.leader_cache:
-                tensors += [one.keys, one.values, *([] if one.positions is None else [one.positions])]
-                tensors += [tensor for state in one.states.values() for tensor in state.tensors]
+            for layer_cache in question.leader_cache:
+                tensors += [
+                    layer_cache.keys,
+                    layer_cache.values,
+                    *([] if layer_cache.positions is None else [layer_cache.positions]),
+                ]
+                tensors += [tensor for state in layer_cache.states.values() for tensor in state.tensors]
             tensors += [*(piece for pieces in question.layer_inputs.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
@@ -567,8 +577,8 @@ def test_models_wrapped_by_peft() -> None:
     requests = some_requests(model, seed=7, prompts=2)
     engine = Engine(wrapped, Letters())
     assert engine.unsupported is None
-    found = answers(engine, requests)
-    assert all(found[request.tag] == alone(wrapped, request) for request in requests)
+    result = answers(engine, requests)
+    assert all(result[request.tag] == alone(wrapped, request) for request in requests)
 
 
 def test_the_fallback_takes_nothing_from_the_models_own_generation_config() -> None:
@@ -831,7 +841,7 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
         past = torch.tensor([history]).expand(len(logits), -1)
         return SAMPLER._processors(request, logits.device)(past, logits.clone())
 
-    found = [0, 0, 0]
+    counts = [0, 0, 0]
     for number in range(draws):
         logits, changes = 3 * torch.randn(50, generator=generator), dict[str, Any]()
         ranked = scores_of(logits[None], **plain)[0].double().sort(descending=True)
@@ -861,8 +871,8 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
         others = draw(cumulative_distribution(moved), torch.full((len(moved), 1), uniform, dtype=torch.float64))
         changed = bool((others != drawn).any())
         assert near or not changed, (number, changes, uniform)
-        found = [a + b for a, b in zip(found, (near, changed, not near), strict=True)]
-    assert min(found) > 0.05 * draws, found
+        counts = [a + b for a, b in zip(counts, (near, changed, not near), strict=True)]
+    assert min(counts) > 0.05 * draws, counts
 
 
 @pytest.mark.parametrize("setting", [*SAMPLED, {"top_k": 50}, {"top_k": 50, "top_p": 0.95}], ids=str)

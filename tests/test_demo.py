@@ -180,10 +180,10 @@ def test_the_decoding_is_one_sentence_and_the_cut_one_table(output: Path) -> Non
 def next_commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
     """Return the words of the commands for the same model, and of those for one of one's own."""
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  lm")]
-    mine = [any(YOURS in word for word in words) for words in commands]
-    assert mine == sorted(mine) and {*mine} == {False, True}
-    return [w for w, m in zip(commands, mine, strict=True) if not m], [
-        w for w, m in zip(commands, mine, strict=True) if m
+    own = [any(YOURS in word for word in words) for words in commands]
+    assert own == sorted(own) and {*own} == {False, True}
+    return [w for w, m in zip(commands, own, strict=True) if not m], [
+        w for w, m in zip(commands, own, strict=True) if m
     ]
 
 

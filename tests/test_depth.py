@@ -87,7 +87,7 @@ LITERAL: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("family", LITERAL)
 def test_a_block_that_is_left_out_is_not_in_the_layer_s_formula(family: str, without: str) -> None:
     model, literal = tiny(family), tiny(family)
-    name = next(each.layer for each in map_model(literal).sublayers if each.index == 1)
+    name = next(sublayer.layer for sublayer in map_model(literal).sublayers if sublayer.index == 1)
     layer = literal.get_submodule(name)
     layer.forward = MethodType(
         lambda self, hidden_states, **named: LITERAL[family](self, hidden_states, without, **named), layer
@@ -102,7 +102,7 @@ def test_a_block_without_the_output_of_its_projection_is_left_out(family: str) -
     model = tiny(family)
     for sublayer in map_model(model).sublayers:
         literal = copy.deepcopy(model)
-        module = next(each.output for each in map_model(literal).sublayers if str(each) == str(sublayer))
+        module = next(twin.output for twin in map_model(literal).sublayers if str(twin) == str(sublayer))
         if sublayer.block is None:
             forward = module.forward
 
@@ -139,11 +139,11 @@ def test_a_cut_without_blocks_is_the_plan(family: str, tmp_path: Path) -> None:
     for number, blocks in enumerate((f"{stack}L1", f"{stack}L1.attention+{stack}L0.feed_forward")):
         plan = Plan(blocks=blocks)
         smaller = loaded(family, model, plan, tmp_path / str(number))
-        left = {str(each) for each in map_model(model).sublayers} - set(plan.fit_to(map_model(model)).blocks)
+        left = {str(sublayer) for sublayer in map_model(model).sublayers} - set(plan.fit_to(map_model(model)).blocks)
         assert len(map_model(smaller).sublayers) == len(left)
-        removed = [each for each in map_model(model).sublayers if str(each) not in left]
+        removed = [sublayer for sublayer in map_model(model).sublayers if str(sublayer) not in left]
         lost = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
-        assert lost >= sum(x.numel() for each in removed for x in each.output.parameters()) > 0
+        assert lost >= sum(x.numel() for sublayer in removed for x in sublayer.output.parameters()) > 0
         assert checkpoint_columns(read_manifest(tmp_path / str(number)) or {})["removed"]["blocks"] == len(removed)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
@@ -246,7 +246,7 @@ def test_a_layer_without_heads_or_channels_is_gone_unless_a_bias_stays(tmp_path:
     plan = Plan("L0H*+L1H*", {"L1": "0-47"}, allow_empty_layer=True)
     smaller = loaded("llama", model, plan, tmp_path / "gone")
     assert [layer.label for layer in map_model(smaller).attention] == ["L1"]
-    assert [str(each) for each in map_model(smaller).sublayers] == [
+    assert [str(sublayer) for sublayer in map_model(smaller).sublayers] == [
         "L0.feed_forward",
         "L1.attention",
         "L1.feed_forward",
@@ -448,7 +448,7 @@ def test_compact_names_are_the_same_blocks(names: str, text: str) -> None:
             first, _, last = label.partition("L")[2].partition("-")
             for layer in range(int(first), int(last or first) + 1):
                 split |= {
-                    (label.partition("L")[0], layer, each) for each in ([kind] if kind else (ATTENTION, FEED_FORWARD))
+                    (label.partition("L")[0], layer, part) for part in ([kind] if kind else (ATTENTION, FEED_FORWARD))
                 }
         return split
 

@@ -93,11 +93,11 @@ def test_block_influence_is_the_angle_of_the_residual_stream(family: str) -> Non
     expected: dict[str, list[float]] = {key: [] for key in actual}
     for ids, real in text.batches:
         for layer, names in layers.items():
-            given, whole = streams(layer, [], ids, real)
-            points = [given, *(streams(layer, names[n:], ids, real)[1] for n in range(1, len(names))), whole]
+            start, end = streams(layer, [], ids, real)
+            points = [start, *(streams(layer, names[n:], ids, real)[1] for n in range(1, len(names))), end]
             keys = [f"{name.rpartition('.')[2]}.{name.rpartition('.')[0]}" for name in names]
             pairs = {key: points[n : n + 2] for n, key in enumerate(keys)}
-            pairs[f"layers.{names[0].rpartition('.')[0]}"] = [given, whole]
+            pairs[f"layers.{names[0].rpartition('.')[0]}"] = [start, end]
             for key, (before, after) in pairs.items():
                 for row, position in itertools.product(*map(range, real.shape)):
                     if real[row, position]:
@@ -612,21 +612,25 @@ def test_a_text_for_scores_of_blocks_is_recorded_beside_that_of_stored_scores(
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples." for n in range(60)))
 
-    def made(command: str, output: str, *words: object) -> Any:
+    def provenance_of(command: str, output: str, *words: object) -> Any:
         shared = (command, "--pretrained", tiny_folder, "--output", tmp_path / output)
         assert main([str(word) for word in (*shared, *words)]) == 0
         return Plan.load(tmp_path / output).provenance
 
     read = ("--windows", 2, "--tokens", 16)
-    scored = made("importance", "s.json", "--method", "flap", "--channels", "--text", tmp_path / "a.txt", *read)
+    scored = provenance_of(
+        "importance", "s.json", "--method", "flap", "--channels", "--text", tmp_path / "a.txt", *read
+    )
     composed = ("--allocation", "composition", "--depth_method", "block_influence", "--compensation", "none")
-    plan = made("prune", "p.json", "--scores", tmp_path / "s.json", *composed, "--ratio", 0.4, "--text", tmp_path / "b.txt",
+    plan = provenance_of("prune", "p.json", "--scores", tmp_path / "s.json", *composed, "--ratio", 0.4, "--text", tmp_path / "b.txt",
                 *read)  # fmt: skip
     assert plan["calibration"] == scored["calibration"] != plan["depth_calibration"]
-    direct = made("prune", "d.json", "--method", "block_influence", "--ratio", 0.5, "--text", tmp_path / "b.txt", *read)
+    direct = provenance_of(
+        "prune", "d.json", "--method", "block_influence", "--ratio", 0.5, "--text", tmp_path / "b.txt", *read
+    )
     assert plan["depth_calibration"] == direct["calibration"]
-    scored = made("importance", "l.json", "--method", "block_influence", "--text", tmp_path / "a.txt", *read)
-    plan = made("prune", "q.json", "--scores", tmp_path / "l.json", "--parts", "layers", "--ratio", 0.5)
+    scored = provenance_of("importance", "l.json", "--method", "block_influence", "--text", tmp_path / "a.txt", *read)
+    plan = provenance_of("prune", "q.json", "--scores", tmp_path / "l.json", "--parts", "layers", "--ratio", 0.5)
     assert plan["calibration"] == scored["calibration"]
 
 

@@ -73,7 +73,9 @@ class Simulation:
 
         def checked_give_up(run: Any, server: Server, failure: RetryableError) -> None:
             limit = run.dispatcher.max_retries
-            assert not any(each.available.is_set() or each.consecutive_failures <= limit for each in run.servers)
+            assert not any(
+                candidate.available.is_set() or candidate.consecutive_failures <= limit for candidate in run.servers
+            )
             give_up(run, server, failure)
 
         monkeypatch.setattr(dispatch._Run, "_give_up", checked_give_up)
@@ -117,8 +119,8 @@ class Simulation:
         self, jobs: list[Job], servers: int, num_concurrent: int, max_retries: int, cancel: int | None = None
     ) -> Any:
         """Run jobs; return the run and its error."""
-        each = [Server(f"http://server{number}") for number in range(servers)]
-        dispatcher = Dispatcher(KINDS["vllm"], "tiny", each, Connection({}), num_concurrent, max_retries)
+        endpoints = [Server(f"http://server{number}") for number in range(servers)]
+        dispatcher = Dispatcher(KINDS["vllm"], "tiny", endpoints, Connection({}), num_concurrent, max_retries)
         with self.closing():
             run = dispatch._Run(dispatcher, jobs, self.report, SimpleNamespace(update=lambda: None))
             task = self.loop.create_task(run.run())

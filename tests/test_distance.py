@@ -120,15 +120,15 @@ def test_logits_exist_for_a_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def reduce(tokens: torch.Tensor, logits: Any) -> Any:
         dense = next(logits)
-        for each in logits:
-            seen.append((len(tokens), dense.shape, each.shape))
-            yield each.sum(-1, keepdim=True)
+        for pruned in logits:
+            seen.append((len(tokens), dense.shape, pruned.shape))
+            yield pruned.sum(-1, keepdim=True)
 
     requests = [LikelihoodRequest((5, 6, 7), tuple(range(8, 16)), mask) for mask in masks]
     results = list(Engine(model).compare(requests, reduce))
     assert [values.shape for _, values in results] == [(8, 1)] * 3
     assert {rows for rows, *_ in seen} == {3, 2}  # eight tokens in chunks of three
-    assert all(dense == each == (rows, VOCABULARY) for rows, dense, each in seen)
+    assert all(dense == pruned == (rows, VOCABULARY) for rows, dense, pruned in seen)
 
 
 def test_a_comparison_needs_masks() -> None:
@@ -173,9 +173,9 @@ def test_two_checkpoints_take_plain_passes() -> None:
     with torch.no_grad():
         other.lm_head.weight.mul_(1.5)
     texts = some_texts(3, longest=90)  # more tokens than a chunk
-    found = list(pass_distances(logits_of(dense), {"same": logits_of(dense), "other": logits_of(other)}, texts))
-    assert [(name, number) for name, number, _ in found] == [(n, i) for i in range(3) for n in ("same", "other")]
-    for name, number, values in found:
+    results = list(pass_distances(logits_of(dense), {"same": logits_of(dense), "other": logits_of(other)}, texts))
+    assert [(name, number) for name, number, _ in results] == [(n, i) for i in range(3) for n in ("same", "other")]
+    for name, number, values in results:
         assert values.shape == (len(texts[number].continuation), len(COLUMNS))
         assert (values[:, 0] > 0).all() == (name == "other")
 

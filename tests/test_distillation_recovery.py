@@ -95,10 +95,13 @@ def test_students_are_compared_with_the_parts_of_their_teacher(
     def compared(self: DistillTrainer) -> Any:
         assert self.features is not None
         student, teacher = (map_model(model).attention for model in (self.student, self.teacher))
-        for layer, heads, place in zip(student, self.features.heads, self.features.places, strict=True):
+        for layer, heads, position in zip(student, self.features.heads, self.features.places, strict=True):
             for index, head in enumerate(heads):
-                ours, theirs = layer.rows("q", index), teacher[place].rows("q", head)
-                rows = ours.module.weight[ours.start : ours.stop], theirs.module.weight[theirs.start : theirs.stop]
+                student_rows, teacher_rows = layer.rows("q", index), teacher[position].rows("q", head)
+                rows = (
+                    student_rows.module.weight[student_rows.start : student_rows.stop],
+                    teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop],
+                )
                 assert torch.equal(*rows)
         counts.append((sum(x.heads for x in student), sum(x.heads for x in teacher)))
         return {"best_epoch": 0, "log": []}
@@ -186,16 +189,18 @@ def test_the_manifest_says_which_layers_are_left() -> None:
         assert expected is None or layers.layers == expected
         both = map_model(result.model), map_model(model)
         for label, before in layers.layers.items():
-            student, teacher = (layers_of(each)[name] for each, name in zip(both, (label, before), strict=True))
+            student, teacher = (
+                layers_of(model_map)[name] for model_map, name in zip(both, (label, before), strict=True)
+            )
             for name, parameter in student.named_parameters():
                 assert torch.equal(parameter, teacher.get_parameter(name))
         same = replace(DistillOptions("x", "y", task="z", unit="group"), hidden=True)
         features = Features(same, layers, *both)
         assert len(features.heads) == len(features.places) == len(both[0].attention)
         with torch.no_grad(), features.collected():
-            for each in (result.model, model):
-                each.config._attn_implementation = "eager"
-            outputs, target = (each(ids, output_attentions=True) for each in (result.model, model))
+            for network in (result.model, model):
+                network.config._attn_implementation = "eager"
+            outputs, target = (network(ids, output_attentions=True) for network in (result.model, model))
             terms = features.terms(target, outputs, torch.ones(3, 7))
         assert set(terms) == {"feature", "hidden"} and all(bool(term.isfinite()) for term in terms.values())
 
@@ -457,8 +462,8 @@ def test_default_lengths_are_at_most_the_positions(
     alone = replace(task, **OF_TASK, pretrained=shorter, corpus=str(path))
     distill(replace(alone, output=str(tmp_path / "windows")))
     assert {*make_host(alone).examples().lengths} == {50}
-    asked = replace(alone, corpus_prompt="p", validation=0.5, output=str(tmp_path / "asked"))
-    assert distill(asked)["material"]["corpus"]["too_long"] == 1
+    prompted = replace(alone, corpus_prompt="p", validation=0.5, output=str(tmp_path / "asked"))
+    assert distill(prompted)["material"]["corpus"]["too_long"] == 1
 
 
 def test_lessons_are_at_most_as_long_as_the_positions(
@@ -631,9 +636,9 @@ def test_a_corpus_without_texts_says_why(options: DistillOptions, tmp_path: Path
         assert "\n" not in str(raised.value)
         return str(raised.value).partition("gives no text: ")[2] or str(raised.value)
 
-    asked = {"text": f"So: {question}"}
-    assert message([asked] * 2) == "2 documents, 2 with a question of the test; give another corpus"
-    assert message([asked, {"text": ""}, {"text": "abc"}]) == (
+    document = {"text": f"So: {question}"}
+    assert message([document] * 2) == "2 documents, 2 with a question of the test; give another corpus"
+    assert message([document, {"text": ""}, {"text": "abc"}]) == (
         "3 documents, 1 with a question of the test, 1 without a text, the others with 4 tokens, fewer than a text of "
         "128; give fewer corpus_tokens or another corpus"
     )

@@ -66,9 +66,9 @@ def anchors(page: Path) -> set[str]:
 
 def section(page: Path, heading: str) -> str:
     """What stands under a heading, up to the next one."""
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", prose(page), re.MULTILINE | re.DOTALL)
-    assert found, heading
-    return found[1]
+    match = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", prose(page), re.MULTILINE | re.DOTALL)
+    assert match, heading
+    return match[1]
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
@@ -101,12 +101,12 @@ def test_options_and_tasks_of_commands_exist(page: Path, capsys: pytest.CaptureF
     for line in "\n".join(block for name, block in BLOCK.findall(text) if name in ("", "bash")).splitlines():
         for names in re.findall(r"--tasks? (prune_[\w,]+)", line):
             assert all(name in tasks or f"task: {name}\n" in text for name in names.split(",")), line
-        if found := re.match(r"lmeval-prune ([a-z-]+(?: [a-z]+)?)([^#]*)", line):
-            words = found[1] if found[1] in COMMANDS else found[1].split()[0]
+        if match := re.match(r"lmeval-prune ([a-z-]+(?: [a-z]+)?)([^#]*)", line):
+            words = match[1] if match[1] in COMMANDS else match[1].split()[0]
             with pytest.raises(SystemExit):
                 main([*words.split(), "--help"])
             options = set(re.findall(r"--[\w-]+", capsys.readouterr().out.replace("_", "-")))
-            assert {name.replace("_", "-") for name in re.findall(r"(?<!\S)--\w[\w-]*", found[2])} <= options, line
+            assert {name.replace("_", "-") for name in re.findall(r"(?<!\S)--\w[\w-]*", match[2])} <= options, line
 
 
 def test_arguments_and_families_of_the_pages_are_those_of_the_code() -> None:
@@ -140,8 +140,8 @@ def public() -> set[str]:
     own = {
         name
         for module in (attention_call, base, probe_pruning)
-        for name, one in vars(module).items()
-        if name[0] != "_" and getattr(one, "__module__", "") == module.__name__
+        for name, value in vars(module).items()
+        if name[0] != "_" and getattr(value, "__module__", "") == module.__name__
     }
     return own | set(lmeval_prune.__all__) | set(decoding.__all__)
 
@@ -200,8 +200,8 @@ def test_the_pruner_of_the_example_works_as_it_stands(
     exec(compile(file, module.__name__, "exec"), vars(module))
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     words = command.split()[1:]
-    ours = {"--pretrained": tiny_folder, "--task": tmp_path / "text.txt", "--output": tmp_path / "plan.json"}
-    for option, value in ours.items():
+    replacements = {"--pretrained": tiny_folder, "--task": tmp_path / "text.txt", "--output": tmp_path / "plan.json"}
+    for option, value in replacements.items():
         words[words.index(option) + 1] = str(value)
     words[words.index("--task")] = "--text"
     assert main([*words, "--windows", "2", "--tokens", "16", "--ratio", "0.3"]) == 0
@@ -250,7 +250,7 @@ def test_a_version_of_the_changelog_has_each_heading_once() -> None:
 def test_the_pythons_of_the_package_are_those_that_are_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     prefix = "Programming Language :: Python :: "
-    named = [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)]
+    named = [classifier.removeprefix(prefix) for classifier in project["classifiers"] if classifier.startswith(prefix)]
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     assert named == workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert project["requires-python"] == f">={named[0]}"
@@ -261,8 +261,8 @@ def test_no_page_and_no_result_names_a_folder_of_a_machine() -> None:
     texts = [path for path in results if path.suffix in (".json", ".csv", ".svg", ".html")]
     assert len(texts) > 30
     for path in (*LINKED, *texts):
-        found = re.search(r"(?<![\w.])/(?:home|root|work|Users|tmp)/[\w.]+", path.read_text(encoding="utf-8"))
-        assert not found, f"{path}: {found[0]}"
+        match = re.search(r"(?<![\w.])/(?:home|root|work|Users|tmp)/[\w.]+", path.read_text(encoding="utf-8"))
+        assert not match, f"{path}: {match[0]}"
 
 
 def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_store_that_the_other_path_began_is_resumed(
     run(tiny_folder, requests[::2], engine=engines[0], batch_size=1, responses=store)
     lm, texts = run(tiny_folder, requests, engine=engines[1], batch_size=1, responses=store)
     assert texts == expected
-    missing = [each for each in requests[1::2] if lm.engine is None or each.args[1] in GREEDY]
+    missing = [request for request in requests[1::2] if lm.engine is None or request.args[1] in GREEDY]
     assert len(missing) == (lm.engine.statistics.answers if lm.engine else lm.cache_hook.seen.total()) > 2
 
 
@@ -286,7 +286,7 @@ def test_an_explicit_batch_size_bounds_the_rows(tiny_folder: Path, size: Any, ro
 def test_the_search_for_a_batch_size_is_left_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[Any] = []
     monkeypatch.setattr(PrunedHFLM, "_detect_batch_size", lambda *_, **__: searches.append(1) or 2)
-    greedy = [each for each in mixed() if each.args[1] in GREEDY]
+    greedy = [request for request in mixed() if request.args[1] in GREEDY]
     run(tiny_folder, greedy, batch_size="auto")
     assert not searches
     run(tiny_folder, mixed(), batch_size="auto")
@@ -314,7 +314,7 @@ def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.Mo
     """The engine is not even checked: that takes longer than a few short answers."""
     caplog.set_level(logging.INFO)
     monkeypatch.undo()
-    requests = [each for each in mixed() if each.args[1] in GREEDY] * 3
+    requests = [request for request in mixed() if request.args[1] in GREEDY] * 3
     lm = model(tiny_folder)
     few = lm.generate_until(requests[:15])
     assert lm.engine and not lm.engine._reasons and lm.engine.statistics.answers == 0
@@ -324,7 +324,7 @@ def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.Mo
 
 def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_choice, "available_memory", lambda _: 1 << 40)
-    lm, _ = run(tiny_folder, [each for each in mixed() if each.args[1] in GREEDY])
+    lm, _ = run(tiny_folder, [request for request in mixed() if request.args[1] in GREEDY])
     assert lm.engine and lm.engine.memory == 8 << 30
 
 
@@ -368,8 +368,10 @@ def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
     """`hf` synchronises the ranks, so all have to call it; its answer changes nothing."""
     ran: list[int] = []
     generate = HFLM.generate_until
-    monkeypatch.setattr(HFLM, "generate_until", lambda lm, each, **_: ran.append(len(each)) or generate(lm, each))
-    greedy = [each for each in mixed() if each.args[1] in GREEDY]
+    monkeypatch.setattr(
+        HFLM, "generate_until", lambda lm, requests, **_: ran.append(len(requests)) or generate(lm, requests)
+    )
+    greedy = [request for request in mixed() if request.args[1] in GREEDY]
     lm = model(tiny_folder)
     expected = lm.generate_until(greedy)
     lengths = lm.answering.lengths
@@ -437,7 +439,9 @@ def test_the_command_gives_the_same_texts(
     """Stop texts, a delimiter of thoughts as a text and as a token, prompts that are cut; without and with heads."""
     counts: list[int] = []
     decode = Engine.decode
-    monkeypatch.setattr(Engine, "decode", lambda engine, each: counts.append(len(each)) or decode(engine, each))
+    monkeypatch.setattr(
+        Engine, "decode", lambda engine, requests: counts.append(len(requests)) or decode(engine, requests)
+    )
     texts = [
         evaluated(tiny_folder, tmp_path, engine, ("--gen_kwargs", UNTIL, "--batch_size", "4"), dtype=dtype,
                   engine=engine, **arguments, **heads)

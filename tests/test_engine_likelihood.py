@@ -232,7 +232,7 @@ def instances(kind: str) -> list[Instance]:
     """Also an empty context, a context that ends in spaces, equal requests, an empty text."""
     pairs: list[Any] = [(prompt, choice) for prompt in [*WORDS, "", "Two  "] for choice in ("a", "b", " yes indeed")]
     arguments = [*pairs, pairs[0]] if kind == "loglikelihood" else [(word,) for word in [*WORDS, "", WORDS[0]]]
-    return [compat.request(kind, each, "toy", i) for i, each in enumerate(arguments)]
+    return [compat.request(kind, args, "toy", i) for i, args in enumerate(arguments)]
 
 
 def lm_of(folder: Path, **arguments: Any) -> PrunedHFLM:
@@ -364,14 +364,14 @@ def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) 
     heads = [None, "L0H1", "L1H2-3"]
     settings = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu", "engine": "batched"}
     lm = VariantLM(Arguments.of({**settings, "responses": str(tmp_path / "s")}))
-    lm.job_masks = tuple(HeadMask(each) if each else None for each in heads)
+    lm.job_masks = tuple(HeadMask(head) if head else None for head in heads)
     getattr(lm, kind)(instances(kind))
     assert lm.engine.statistics.scored > 0
     lm.close()
-    for each in heads:
-        expected = getattr(lm_of(tiny_folder, heads=each), kind)(instances(kind))
+    for head in heads:
+        expected = getattr(lm_of(tiny_folder, heads=head), kind)(instances(kind))
         for engine in ("batched", "generate"):
-            again = lm_of(tiny_folder, heads=each, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
+            again = lm_of(tiny_folder, heads=head, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
             before = len(again.answering.store.responses)
             assert_close(kind, getattr(again, kind)(instances(kind)), expected)
             assert len(again.answering.store.responses) == before

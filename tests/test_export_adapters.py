@@ -81,7 +81,7 @@ def test_merged_in_the_type_of_the_server_the_columns_are_exactly_zero(family: s
         plain = map_model(tiny(family, dtype=torch.float32).to(kind))
         for layer, own in zip(plain.attention, merged.attention, strict=True):
             weight, merged_weight = (
-                each.o_proj.weight.T if family == "gpt2" else each.o_proj.weight for each in (layer, own)
+                attention.o_proj.weight.T if family == "gpt2" else attention.o_proj.weight for attention in (layer, own)
             )
             lost = {0: [1, 2], 1: [0]}[layer.index]
             columns = [c for head in lost for c in range(layer.columns(head).start, layer.columns(head).stop)]
@@ -140,7 +140,7 @@ def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -
         settings = {name: field.contents() for name, field in read.fields.items() if "." in name}
         assert settings["general.type"] == "adapter" and settings["adapter.type"] == "lora"
         assert settings["adapter.lora.alpha"] == 16 and settings["general.architecture"] == "llama"
-        arrays = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in read.tensors}
+        arrays = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in read.tensors}
         assert len(arrays) == 4
         for update in export.updates(export.masks["L0H1+L1H2+L1H3"]):
             for part in ("a", "b"):

@@ -196,7 +196,9 @@ assert type(stock) is transformers.LlamaModel
 def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Settings, without the architecture's name before them, and arrays."""
     file = gguf.GGUFReader(path)
-    arrays = {each.name: torch.tensor(gguf.quants.dequantize(each.data, each.tensor_type)) for each in file.tensors}
+    arrays = {
+        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in file.tensors
+    }
     settings = {name: field.contents() for name, field in file.fields.items()}
     own = f"{settings['general.architecture']}."
     return {name.removeprefix(own): value for name, value in settings.items()}, arrays
@@ -256,7 +258,7 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
         v = times(inner, f"{block}.attn_v").reshape(len(ids), kv_heads, width)
         if f"{block}.attn_q_norm.weight" in arrays:
             q, k = normed(q, f"{block}.attn_q_norm"), normed(k, f"{block}.attn_k_norm")
-        q, k, v = (each.transpose(0, 1) for each in (turned(q), turned(k), v))
+        q, k, v = (states.transpose(0, 1) for states in (turned(q), turned(k), v))
         attention = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + times(attention.transpose(0, 1).flatten(1), f"{block}.attn_output")
         inner = normed(x, f"{block}.ffn_norm")
@@ -360,8 +362,8 @@ def test_a_gguf_file_says_what_stands_in_for_blocks(tmp_path: Path, capsys: pyte
     assert "qwen3 does not support a model whose layers differ" in capsys.readouterr().err
 
 
-def rows_one_by_one(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of queries or keys put back, row by row."""
+def literal_rows(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Put the rows of queries or keys back, row by row."""
     result, width = torch.empty_like(rows), len(rows) // heads
     for head in range(heads):
         for i in range(width // 2):
@@ -384,7 +386,7 @@ def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
         module, _, what = name.rpartition(".")
         own = arrays.pop(f"{places.get_name(module)}.{what}")
         if module.endswith(("q_proj", "k_proj")):
-            own = rows_one_by_one(own, len(own) // 8)
+            own = literal_rows(own, len(own) // 8)
         assert torch.equal(own, (value.to(kind) if value.dim() > 1 else value).float()), name
     assert not arrays
 

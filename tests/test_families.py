@@ -91,7 +91,7 @@ def with_zeroed_columns(model: nn.Module, model_map: ModelMap, lost: dict[int, l
     """Logits with the heads' columns of the output projections set to zero, written apart from the package."""
     kept = {}
     for layer in model_map.attention:
-        projection = model.get_submodule(next(name for name, each in model.named_modules() if each is layer.o_proj))
+        projection = model.get_submodule(next(name for name, module in model.named_modules() if module is layer.o_proj))
         weight = projection.weight.data
         kept[projection] = weight.clone()
         width = weight.shape[1] // layer.heads
@@ -177,7 +177,7 @@ def check_loaded(part: Cut) -> None:
         loaded = load_pretrained(Path(folder) / "cut")
     copy_implementations(smaller.config, loaded.config)  # the usual one of experts does not run in float64
     for part in ("named_parameters", "named_buffers"):
-        expected, actual = (dict(getattr(each, part)()) for each in (smaller, loaded))
+        expected, actual = (dict(getattr(model, part)()) for model in (smaller, loaded))
         assert expected.keys() == actual.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
@@ -187,7 +187,7 @@ def check_loaded(part: Cut) -> None:
 def check_engine(name: str, runs: bool) -> None:
     """The engine runs the family if its own check of logits allows it; then tokens are those of `generate`."""
     model = small(name)
-    engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, each=3)
+    engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, per_prompt=3)
     assert (engine.unsupported is None) == runs, engine.unsupported
     if runs:
         assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}

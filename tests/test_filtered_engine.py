@@ -27,7 +27,8 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import ops
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_decoding import Letters, alone, answers, model_of, some_requests
-from tests.test_pruned_hf import GENERATE, PROMPTS, request
+from tests.test_pruned_hf import GENERATE, PROMPTS
+from tests.test_pruned_hf import request as instance
 from tests.tiny_models import tiny
 
 QUICK = {"ratio": 0.4, "focus": "uniform", "warmup": 3}
@@ -72,10 +73,10 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
     with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
         engine = Engine(model, Letters(), max_rows=3)
         assert engine.unsupported is None
-        found = answers(engine, requests)
-        for one in requests:
-            assert found[one.tag] == alone(model, one), one
-    assert found != dense
+        result = answers(engine, requests)
+        for request in requests:
+            assert result[request.tag] == alone(model, request), request
+    assert result != dense
 
 
 CASES: dict[str, Any] = {
@@ -107,13 +108,13 @@ def check_any_options_and_order(
 ) -> None:
     """Answers, and what was skipped by layer, shared prompts counted for each."""
     model = model_of("llama")
-    requests = plain(some_requests(model, seed, prompts=3, each=4))
+    requests = plain(some_requests(model, seed, prompts=3, per_prompt=4))
     with pytest.MonkeyPatch.context() as patch, TokenFilter(**rule).applied_to(model):
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         engine = Engine(model, schedule=Schedule(budget=40, **switches), max_rows=rows, deterministic=deterministic)
-        found, done = answers(engine, requests), counts(model)
+        result, done = answers(engine, requests), counts(model)
         expected = {request.tag: alone(model, request) for request in requests}
-        assert found == expected
+        assert result == expected
         assert {label: now - done[label] for label, now in counts(model).items()} == done
 
 
@@ -160,17 +161,17 @@ class Halved(Intervention):
         def handler(call: AttentionCall, attend: Attend) -> Any:
             out, weights = attend(call)
             if call.store is None:  # a whole text, without a cache
-                place = torch.arange(out.shape[1])
+                positions = torch.arange(out.shape[1])
             else:
                 query_mask = (torch.ones(out.shape[1]) if call.query_mask is None else call.query_mask).long()
-                place, at = torch.zeros_like(query_mask), 0
+                positions, at = torch.zeros_like(query_mask), 0
                 for slot, count in zip(call.store.packed.slots, call.store.packed.counts, strict=True):
                     before = call.store.state(call, self, lambda: Counted(call.store.count))  # type: ignore[union-attr]
                     here = slice(at, at + count)
-                    place[here] = before.seen[slot] + query_mask[here].cumsum(0) - 1
+                    positions[here] = before.seen[slot] + query_mask[here].cumsum(0) - 1
                     before.seen[slot] += int(query_mask[here].sum())
                     at += count
-            return out * torch.where(place % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
+            return out * torch.where(positions % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
 
         intercept_attention(model_map, handler, stack)
 
@@ -193,17 +194,17 @@ def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> Non
     ]
     both = (Halved(), TokenFilter(**QUICK, keep_skipped_kv=keep))
     with ExitStack() as stack:
-        for one in both if first else both[::-1]:
-            stack.enter_context(one.applied_to(model))
+        for method in both if first else both[::-1]:
+            stack.enter_context(method.applied_to(model))
         engine = Engine(model, max_rows=4)
         assert engine.unsupported is None
-        found = answers(engine, requests)
-        for one in requests:
-            text = list(one.prompt)
-            with one.mask.applied_to(model) if one.mask else nullcontext(), torch.inference_mode():
-                while len(text) < len(one.prompt) + one.params.max_new_tokens:
+        result = answers(engine, requests)
+        for request in requests:
+            text = list(request.prompt)
+            with request.mask.applied_to(model) if request.mask else nullcontext(), torch.inference_mode():
+                while len(text) < len(request.prompt) + request.params.max_new_tokens:
                     text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-            assert found[one.tag] == text[len(one.prompt) :], one
+            assert result[request.tag] == text[len(request.prompt) :], request
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -242,13 +243,13 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
 @pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without its kernels."""
-    model, found = model_of("llama"), []
+    model, results = model_of("llama"), []
     requests = some_requests(model, seed=4, prompts=prompts)
     for on_device in (False, True):
         monkeypatch.setattr(ops, "on_device", lambda _, on_device=on_device: on_device)
         with TokenFilter(**QUICK).applied_to(model):
-            found.append((answers(Engine(model, Letters(), max_rows=4), requests), counts(model)))
-    assert found[0] == found[1]
+            results.append((answers(Engine(model, Letters(), max_rows=4), requests), counts(model)))
+    assert results[0] == results[1]
 
 
 def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +306,13 @@ def test_slots_take_what_memory_counts(
         list(engine.decode(requests))
     cache = caches[-1]
     states: list[Any] = [state for states in cache.states.values() for state in states.values()]
-    tensors = [one for each in (cache.keys, cache.values, cache.positions, cache.lengths) for one in each.values()]
+    tensors = [
+        tensor
+        for by_layer in (cache.keys, cache.values, cache.positions, cache.lengths)
+        for tensor in by_layer.values()
+    ]
     tensors += [tensor for state in states for tensor in state.tensors]
-    held = sum(one.numel() * one.element_size() for one in tensors)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert len(states) == 2 and cache.count < 50
     assert held <= memory < held + 2 * held // cache.count
 
@@ -319,8 +324,8 @@ def test_a_draw_is_that_of_the_request_alone(number: int, rows: int) -> None:
     requests = [Request((5, 6, 7), HeadMask("L1H1") if n % 2 else None, sampled, n, tag=n) for n in range(number)]
     with TokenFilter(**QUICK).applied_to(model):
         together = answers(Engine(model, max_rows=rows), requests)
-        for one in requests:
-            assert answers(Engine(model), [one])[one.tag] == together[one.tag]
+        for request in requests:
+            assert answers(Engine(model), [request])[request.tag] == together[request.tag]
 
 
 def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,26 +375,26 @@ def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -
     filtered = TokenFilter(0.3, focus="uniform", **changes).applied_to(model)
     inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
     with filtered, torch.inference_mode():
-        (one,) = interventions_on(model)
-        with one.fixed_decisions():
+        (live,) = interventions_on(model)
+        with live.fixed_decisions():
             model(inputs, use_cache=False)
-        assert len(one.skipped) == 2
-        for skipped in one.skipped.values():
+        assert len(live.skipped) == 2
+        for skipped in live.skipped.values():
             assert skipped.nonzero().tolist() == [[0, 5], [0, 10], [1, 5], [1, 10]]
 
 
 def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
-    asked = some_requests(model, seed=3, prompts=6)
+    requests = some_requests(model, seed=3, prompts=6)
 
     def done(ratio: float) -> Statistics:
         with TokenFilter(ratio).applied_to(model):
             engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
-            answers(engine, asked)
+            answers(engine, requests)
         return engine.statistics
 
     dense = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
-    answers(dense, asked)
+    answers(dense, requests)
     assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
     assert done(0.2).drafted == done(0.2).followed == 0
 
@@ -411,11 +416,11 @@ def test_one_threshold_for_a_run_is_left_to_generate() -> None:
 def test_answers_and_counts_do_not_depend_on_the_rows(times: int, numbers: tuple[int, ...], tiny_folder: Path) -> None:
     rng = random.Random(0)
     texts = [prompt[: rng.randint(1, len(prompt))] for prompt in PROMPTS * times]
-    asked = [request("generate_until", (text, dict(GENERATE)), i) for i, text in enumerate(texts)]
+    instances = [instance("generate_until", (text, dict(GENERATE)), i) for i, text in enumerate(texts)]
 
     def run(**arguments: Any) -> tuple[list[str], Any]:
         lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", token_filter=QUICK, **arguments)
-        return lm.generate_until(asked), lm.pruning_info()["token_filter_skipped"]
+        return lm.generate_until(instances), lm.pruning_info()["token_filter_skipped"]
 
     expected = run(batch_size=1)
     for rows in numbers:

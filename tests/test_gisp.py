@@ -36,9 +36,9 @@ def literal_gradients(model: Any, pairs: Any, prompts_count: bool) -> dict[str, 
                 losses.append(row.exp().sum().log() - row[ids[position]])
     model.zero_grad()
     (sum(losses) / len(losses)).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return found
+    return grads
 
 
 def literal_scores(model: Any, grads: dict[str, torch.Tensor], normalize: str) -> dict[str, list[float]]:
@@ -58,15 +58,15 @@ def literal_scores(model: Any, grads: dict[str, torch.Tensor], normalize: str) -
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         heads, channels = [], []
         for head in range(4):
-            mine, shared = range(8 * head, 8 * head + 8), range(8 * (head // 2), 8 * (head // 2) + 8)
-            own = terms(f"{attention}.q_proj.weight", mine) + terms(f"{attention}.o_proj.weight", None, mine)
+            head_rows, shared = range(8 * head, 8 * head + 8), range(8 * (head // 2), 8 * (head // 2) + 8)
+            own = terms(f"{attention}.q_proj.weight", head_rows) + terms(f"{attention}.o_proj.weight", None, head_rows)
             half = terms(f"{attention}.k_proj.weight", shared) + terms(f"{attention}.v_proj.weight", shared)
             size = {"size": len(own) + len(half) / 2, "released": 4 * 8 * 32, "none": 1}[normalize]
             heads.append((math.fsum(own) + math.fsum(half) / 2) / size)
         for channel in range(48):
-            one = range(channel, channel + 1)
-            own = terms(f"{mlp}.gate_proj.weight", one) + terms(f"{mlp}.up_proj.weight", one)
-            own += terms(f"{mlp}.down_proj.weight", None, one)
+            channel_row = range(channel, channel + 1)
+            own = terms(f"{mlp}.gate_proj.weight", channel_row) + terms(f"{mlp}.up_proj.weight", channel_row)
+            own += terms(f"{mlp}.down_proj.weight", None, channel_row)
             channels.append(math.fsum(own) / {"size": len(own), "released": 3 * 48, "none": 1}[normalize])
         scores |= {f"heads.L{layer}": heads, f"channels.L{layer}": channels}
     return scores
@@ -230,7 +230,9 @@ def test_moments_of_answers_by_hand() -> None:
 
 
 def test_the_record_of_a_text_says_what_counts() -> None:
-    every, answers = (CalibrationText.from_answers("t", PAIRS, 2, each).record() for each in (True, False))
+    every, answers = (
+        CalibrationText.from_answers("t", PAIRS, 2, prompts_count).record() for prompts_count in (True, False)
+    )
     assert every["sha256"] != answers["sha256"] and every["windows"] == answers["windows"] == 3
     assert (every["tokens"], answers["tokens"]) == (17, 8)
     plain = CalibrationText.from_windows("t", tokens(3, 4))

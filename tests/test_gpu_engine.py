@@ -149,8 +149,8 @@ def test_texts_may_differ_at_near_ties_only(tied: bool) -> None:
         with pytest.raises(_gpu_common.WrongResultsError, match="1 of 1 texts differ"):
             _gpu_texts.compare_texts(model, {(prompt, mask): other}, expected)
         return
-    found = _gpu_texts.compare_texts(model, {(prompt, mask): other}, expected)
-    assert found == {"texts": 1, "identical": 0, "near_ties": 1}
+    counts = _gpu_texts.compare_texts(model, {(prompt, mask): other}, expected)
+    assert counts == {"texts": 1, "identical": 0, "near_ties": 1}
 
 
 def test_the_hosts_time_is_that_between_steps_without_waits_and_prompts() -> None:

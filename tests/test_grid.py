@@ -72,8 +72,8 @@ def outcomes(folder: Path) -> dict[str, Any]:
     cells = {}
     for path in sorted((folder / "cells").iterdir()):
         if not path.name.startswith("."):
-            files = {one.name: one.read_bytes() for one in path.glob("samples_*.jsonl")}
-            tables = {one.name: one.read_bytes() for one in path.glob("*.parquet")}
+            files = {file.name: file.read_bytes() for file in path.glob("samples_*.jsonl")}
+            tables = {file.name: file.read_bytes() for file in path.glob("*.parquet")}
             results = json.loads((path / "results.json").read_text())["results"]
             cells[path.name] = {**files, **tables, "results": results}
     return cells
@@ -122,7 +122,7 @@ def test_sampled_tries_of_masks_share_a_pass_too(tiny_folder: Path, tmp_path: Pa
         alone = simple_evaluate(model="pruned-hf", model_args=arguments, **evaluation)
         (rows,) = alone["samples"].values()
         assert tries[about["variant"]] == [row["resps"] for row in rows]
-    assert len({str(one) for one in tries.values()}) == 3
+    assert len({str(responses) for responses in tries.values()}) == 3
 
 
 def test_variants_differ_and_masks_shared_a_pass(whole: Path) -> None:
@@ -143,7 +143,7 @@ def test_variants_differ_and_masks_shared_a_pass(whole: Path) -> None:
 
 
 def answers_stored(folder: Path) -> int:
-    return len({record["key"] for one in folder.glob("answers/*") for record in read_answers(one)})
+    return len({record["key"] for file in folder.glob("answers/*") for record in read_answers(file)})
 
 
 def test_a_grid_that_is_there_runs_nothing(tiny_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, mo
         patch.setattr(RandomHeads, "make", lambda *_: 1 / 0)
         summary = run(Grid.of(content), str(tmp_path / "g"))
     reason = "its preparation failed: ZeroDivisionError: division by zero"
-    assert summary.new == 1 and {one[2] for one in summary.failed} == {reason}
+    assert summary.new == 1 and {failure[2] for failure in summary.failed} == {reason}
     assert run(Grid.of(content), str(tmp_path / "g"), retry_failed=True).failed == []
 
 
@@ -266,7 +266,7 @@ def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Pa
     folder = GridFolder(tmp_path / "g")
     folder.create("", None, [])
     job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
-    assert [one.state for one in Worker(job, LoadedModel()).run()] == ["done"]
+    assert [result.state for result in Worker(job, LoadedModel()).run()] == ["done"]
     assert list(RayRunner()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
     folder.record_failure(cell.prepared, "once", "")
     folder.record_failure(cell.key, "its preparation failed: once", "")
@@ -361,10 +361,10 @@ def test_costs_that_cannot_be_measured_are_tried_once(
     assert len(tried) == 2
     folder = GridFolder(tmp_path)
     costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert {folder.failure(measurement_key(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    assert {folder.failure(measurement_key(cost)) for cost in costs} == {"ZeroDivisionError: division by zero"}
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     run(grid, str(tmp_path), retry_failed=True)
-    assert all(folder.costs(one) for one in costs) and not list((tmp_path / "failed").iterdir())
+    assert all(folder.costs(cost) for cost in costs) and not list((tmp_path / "failed").iterdir())
 
 
 def test_it_says_for_whom_it_waits(
@@ -503,8 +503,8 @@ def test_in_half_precision_the_hash_covers_how_it_is_computed(tiny_folder: Path)
 
     half = {"variants": {"v": HALF}}
     cells = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
-    assert len({one.key for one in cells}) == len(cells)
-    assert len({one.answers for one in cells}) == len(cells)  # nor does one find the answers of another
+    assert len({entry.key for entry in cells}) == len(cells)
+    assert len({entry.answers for entry in cells}) == len(cells)  # nor does one find the answers of another
     assert {cell(**half, **change).key for change in ({"together": 1}, {"device": None})} == {cells[0].key}
     assert cell(variants={"v": {**HALF, "dtype": "half"}}).key == cell(variants={"v": {**HALF, "dtype": "float16"}}).key
 
@@ -602,7 +602,7 @@ def data(**metadata):
     source = "dataset_path: json\ndataset_kwargs: {data_files: {test: DATA}}\n"
     (tmp_path / "mine.yaml").write_text(TASK.replace(source, "custom_dataset: !function prompts.data\n"))
     metadata: list[dict[str, Any]] = [{}, {"length": 1}, {"colour": "red"}, {"length": 2}]
-    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=one) for one in metadata]
+    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=value) for value in metadata]
     assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
@@ -633,7 +633,7 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         "c": None,
     }
     grid = Grid.of(described(tiny_folder, variants=variants, baseline=None))
-    assert [one.name for one in grid.variants] == [
+    assert [variant.name for variant in grid.variants] == [
         *("a L0H1 dtype=float32", "a L0H1 dtype=float64", "a L0H2 dtype=float32", "a L0H2 dtype=float64"),
         *("b ratio=0.1", "b ratio=0.2", "c"),
     ]

@@ -336,8 +336,8 @@ def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
     assert comparison.rows["b", "two"].test == "sign flips"
     pooled, whole = comparison.rows["b", POOLED], np.concatenate([b, grades["b"]]) - np.concatenate([a, grades["a"]])
     assert pooled.questions == 90 and pooled.difference == pytest.approx(whole.mean())
-    tested = [one for one in comparison.rows.values() if one.p is not None]
-    assert len(tested) == 6 and [one.p_holm for one in tested] == holm([one.p for one in tested])
+    tested = [entry for entry in comparison.rows.values() if entry.p is not None]
+    assert len(tested) == 6 and [entry.p_holm for entry in tested] == holm([entry.p for entry in tested])
     assert comparison.rows["a", "one"].p is None and comparison.rows["a", "one"].mean == pytest.approx(a.mean())
     assert row.difference_low < row.difference < row.difference_high
 
@@ -398,7 +398,9 @@ def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
 
     greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
     pairs = zip(("dense", "x"), greedy, again, strict=True)
-    values = {name: {"asdiv": rows("asdiv", one), "asdiv_pass8": rows("pass", two)} for name, one, two in pairs}
+    values = {
+        name: {"asdiv": rows("asdiv", first), "asdiv_pass8": rows("pass", second)} for name, first, second in pairs
+    }
     comparison = compare(write_grid(tmp_path / "g", values))
     row, means = comparison.rows["x", POOLED], (greedy + again) / 2
     assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
@@ -410,7 +412,7 @@ def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
     """Counted as independent questions, they would be called different more than twice as often."""
     rng, n = np.random.default_rng(8), 150
     first, second = rng.random((2, n, 1500)) < 0.5
-    again = [np.where(rng.random((n, 1500)) < 0.8, one, ~one) for one in (first, second)]
+    again = [np.where(rng.random((n, 1500)) < 0.8, right, ~right) for right in (first, second)]
     differences = np.concatenate([first.astype(float) - second, again[0].astype(float) - again[1]])
     texts, once = _mean_by_text([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
     assert len(texts) == len(once) == n
@@ -617,9 +619,9 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
     assert pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), means) == {"decode_tokens_per_second": ["c"]}
     fronts = pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), {**means, "a": 0.75})
     assert fronts == {"decode_tokens_per_second": ["a", "c"]}
-    for place in ({"device": "H100"}, {"threads": 2}):
+    for environment in ({"device": "H100"}, {"threads": 2}):
         elsewhere = {name: {"device": "cpu", "threads": 1, **own} for name, own in speeds(a=[2, 3], b=[8, 9]).items()}
-        elsewhere["b"] |= place
+        elsewhere["b"] |= environment
         assert pareto_fronts(elsewhere, {"a": 0.5, "b": 0.5}) == {}
     once = speeds(a=[2, 3], b=[2, 4], c=[8, 9])
     del once["b"]["ranges"]  # measured once, by an earlier version
@@ -641,7 +643,7 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     output = capsys.readouterr().out
     assert re.search(r"x\\\|y +\| +40 \|", output) and "p Holm" in output  # the table
     names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
-    assert {one.name for one in (tmp_path / "o").iterdir()} == names
+    assert {file.name for file in (tmp_path / "o").iterdir()} == names
     assert {str(tmp_path / "o" / name) for name in names} | {str(tmp_path / "l")} <= set(output.splitlines())
     (results,) = (tmp_path / "l" / "dense").glob("results_*.json")
     assert "task_hashes" in json.loads(results.read_text())
@@ -661,8 +663,11 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
 def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
     values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
     write_lm_eval(str(write_grid(tmp_path / "g", values)), str(tmp_path / "l"))
-    results = {one.name: json.loads(next(one.glob("results_*.json")).read_text()) for one in (tmp_path / "l").iterdir()}
-    assert {one["model_name"] for one in results.values()} == set(values) and "a__b" in results
+    results = {
+        folder.name: json.loads(next(folder.glob("results_*.json")).read_text())
+        for folder in (tmp_path / "l").iterdir()
+    }
+    assert {result["model_name"] for result in results.values()} == set(values) and "a__b" in results
 
 
 @pytest.mark.long

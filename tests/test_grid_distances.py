@@ -127,12 +127,12 @@ def test_the_page_shows_it(grid: Path, browser: Any) -> None:
     page.wait_for_selector("body[data-ready]")
     page.select_option("#task", "prune_tiny_words")
     assert {"mean KLD", "same top p (%)", "first difference"} <= set(page.locator("#table th").all_inner_texts())
-    (row,) = (each for each in rows if (each["variant"], each["task"]) == ("random", "prune_tiny_words"))
+    (row,) = (entry for entry in rows if (entry["variant"], entry["task"]) == ("random", "prune_tiny_words"))
     line = page.locator('tr[data-variant="random"]').inner_text()
     assert f"{row['mean_kld']:.3f} ± {row['mean_kld_se']:.3f}" in line
     page.click('#table th[data-column="mean_kld"] button')
     shown = page.locator("#table tr.row").evaluate_all("rows => rows.map((row) => row.dataset.variant)")
-    kld = {each["variant"]: each["mean_kld"] for each in rows if each["task"] == "prune_tiny_words"}
+    kld = {entry["variant"]: entry["mean_kld"] for entry in rows if entry["task"] == "prune_tiny_words"}
     assert shown == [*sorted(set(kld) - {"dense"}, key=lambda name: -kld[name]), "dense"]
     assert errors == []
 
@@ -188,7 +188,7 @@ def test_checkpoints_are_measured_from_the_baselines_model(tiny_folder: Path, no
     np.testing.assert_allclose(kld["cut"], kld["tried out"], rtol=1e-4, atol=1e-9)  # one plan, executed and by hooks
     assert not np.allclose(kld["cut"], kld["cut, without a head"], rtol=0.01)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    dense, other = (load_pretrained(str(each), dtype=torch.float64) for each in (tiny_folder, noisy))
+    dense, other = (load_pretrained(str(source), dtype=torch.float64) for source in (tiny_folder, noisy))
     task = task_manager().load(["prune_tiny_words"])["tasks"]["prune_tiny_words"]
     for number, doc in enumerate(list(task.test_docs())[:2]):
         prompt = tokenizer.encode(task.doc_to_text(doc))

@@ -64,9 +64,9 @@ def test_methods_are_prepared_evaluated_and_compared(
             slowest, fastest = costs["ranges"][speed]
             assert 0 < slowest <= costs[speed] <= fastest
     close = [
-        abs(one[0] - other[0])
+        abs(first[0] - second[0])
         for rows in zip(answers["slimgpt"], answers["cut"], strict=True)
-        for one, other in zip(*rows, strict=True)
+        for first, second in zip(*rows, strict=True)
     ]
     assert max(close) < 1e-6 and answers["slimgpt"] != answers["dense"]
     assert parameters["cut"] < parameters["dense"] == parameters["slimgpt"]
@@ -162,8 +162,11 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     name = task_file(tmp_path / "task")
     plain = {"method": "flap", "ratio": 0.3, "task": name, "windows": 4}
     settings = [plain, {**plain, "own_answers": {}}, {**plain, "own_answers": {"prompts_count": False}}]
-    preparations = [make_preparation("prune", each) for each in settings]
-    assert len({str(each.identity()) for each in preparations}) == 3 and "own_answers" not in preparations[0].settings()
+    preparations = [make_preparation("prune", options) for options in settings]
+    assert (
+        len({str(prepared.identity()) for prepared in preparations}) == 3
+        and "own_answers" not in preparations[0].settings()
+    )
     for number, preparation in enumerate(preparations[1:]):
         (tmp_path / str(number)).mkdir()
         preparation.make(lm, tmp_path / str(number))
@@ -190,13 +193,13 @@ def test_other_training_problems_or_costs_of_the_same_name_are_another_plan(tiny
     prunes.append({"method": "random", "ratio": 0.3, "budget": "latency", "more": more})
     shapes = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float32"}
     workload = {"batch": 1, "prompt": 8, "new": 2, "clock": "wall", "layers": 1, "rounds": 1}
-    place = {"device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
+    environment = {"device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
     keys: list[set[str]] = [set(), set()]
     for seconds, changes in ((1.0, {}), (2.0, {"answers": {3: "7"}}), (3.0, {"doc_to_text": "Say: {{question}}"})):
         task_file(tmp_path, **changes)
         shutil.rmtree(tmp_path / "json", ignore_errors=True)  # the cache of `datasets`
         times = {"attention": {"0": [0.1], "4/2": [seconds]}, "feed_forward": {"0": [0.1], "48": [seconds]}}
-        CostTable(shapes, workload, place, times).save(costs)  # type: ignore[arg-type]
+        CostTable(shapes, workload, environment, times).save(costs)  # type: ignore[arg-type]
         for prune, own in zip(prunes, keys, strict=True):
             variants = {"v": {"prepare": {"prune": prune}}}
             content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)

@@ -37,9 +37,9 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> Iterator[Block]:
     """Yield the blocks that can be run, each with the output that follows it."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    for index, (needs, language, text) in enumerate(found):
-        following = found[index + 1] if index + 1 < len(found) else ("", "", "")
+    matches = BLOCK.findall(page.read_text(encoding="utf-8"))
+    for index, (needs, language, text) in enumerate(matches):
+        following = matches[index + 1] if index + 1 < len(matches) else ("", "", "")
         if language != "text":
             yield Block(language, text, needs, following[2].splitlines() if following[1] == "text" else [])
 

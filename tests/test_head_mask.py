@@ -101,9 +101,9 @@ def test_each_token_of_a_packed_batch_has_its_own_mask(family: str) -> None:
     rows = RowMasks()
     with rows.applied_to(model), rows.using(masks, torch.tensor([[0] * 5 + [1] * 4])):
         got = output(model, packed, attention_mask=allowed[None, None], position_ids=positions)
-    for mask, part, place in ((masks[0], first, slice(0, 5)), (masks[1], second, slice(5, 9))):
+    for mask, part, span in ((masks[0], first, slice(0, 5)), (masks[1], second, slice(5, 9))):
         with mask.applied_to(model):
-            torch.testing.assert_close(got[:, place], output(model, part), rtol=0, atol=1e-11)
+            torch.testing.assert_close(got[:, span], output(model, part), rtol=0, atol=1e-11)
 
 
 def test_generation_follows_the_rows_and_repeats_them_for_several_returned_sequences() -> None:

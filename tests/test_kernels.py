@@ -45,8 +45,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(torch.nan if made.is_floating_point() else 1)
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
     monkeypatch.setattr(torch, "empty", poison)
 
@@ -70,11 +70,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
 
 
-def is_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    error = (found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30)
-    assert not found.isnan().any()
-    assert error <= TOLERANCES[found.dtype], error
+def is_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30)
+    assert not actual.isnan().any()
+    assert error <= TOLERANCES[actual.dtype], error
 
 
 def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -117,10 +117,10 @@ def test_decode_is_its_twin(heads: int, kv_heads: int, width: int, width_v: int,
         query = random(3, heads, width, dtype=dtype)
         keys, values, _ = stored(kv_heads, 64, width, width_v, lengths, dtype)
         with only("triton", "decode attention"):
-            found = attention.decode(query, keys, values, lengths, 0.3, skipped=skipped, splits=splits)
+            actual = attention.decode(query, keys, values, lengths, 0.3, skipped=skipped, splits=splits)
         expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.3, skipped=skipped)
-        is_close(found, expected)
-        assert not found[lengths == 0].any()
+        is_close(actual, expected)
+        assert not actual[lengths == 0].any()
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -135,10 +135,10 @@ def test_decode_with_a_window_a_softcap_and_skipped_rows(
     keys[2:], values[2:] = torch.nan, torch.nan  # of a skipped row nothing is read
     options: dict[str, Any] = {"skipped": skipped, "window": window, "positions": positions, "softcap": softcap}
     with only("triton", "decode attention"):
-        found = attention.decode(query, keys, values, lengths, 0.2, **options, splits=splits)
+        actual = attention.decode(query, keys, values, lengths, 0.2, **options, splits=splits)
     expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.2, **options)
-    is_close(found, expected)
-    assert not found[2:].any()
+    is_close(actual, expected)
+    assert not actual[2:].any()
 
 
 @pytest.mark.parametrize(("window", "keep"), [(None, False), (4, False), (4, True), (None, True)])
@@ -150,7 +150,7 @@ def test_the_twin_is_the_literal_attention(window: int | None, keep: bool) -> No
         stored = [u for u in range(t + 1) if keep or not skips[u]]
         lengths, skipped = torch.tensor([len(stored)], device=DEVICE), torch.tensor([skips[t]], device=DEVICE)
         positions = torch.tensor([stored], device=DEVICE)
-        found = naive_attention.decode(
+        actual = naive_attention.decode(
             query[None, :, t],
             key[None, :, stored],
             value[None, :, stored],
@@ -160,7 +160,7 @@ def test_the_twin_is_the_literal_attention(window: int | None, keep: bool) -> No
             window=window,
             positions=positions,
         )
-        torch.testing.assert_close(found[0], expected[t], rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[0], expected[t], rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- a step's attention: slots, new tokens, masks
@@ -296,9 +296,9 @@ STEPS: dict[str, dict[str, Any]] = {
 def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
     for seed in range(3):
         step = random_step(seed, full=seed == 2, **STEPS[name])
-        found = naive_attention.decode(**step.arguments)
+        actual = naive_attention.decode(**step.arguments)
         out, keys, values = literal_step(step)
-        torch.testing.assert_close(found, out, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual, out, rtol=0, atol=1e-12)
         for stored, expected in ((step.arguments["keys"], keys), (step.arguments["values"], values)):
             torch.testing.assert_close(stored[:8], expected[:8], rtol=0, atol=0, equal_nan=True)
             if "slots" in step.arguments and "new_key" in step.arguments:
@@ -321,11 +321,11 @@ def test_a_step_in_the_kernel_is_the_one_in_pytorch(
     expected = step.as_doubles()
     del expected.arguments["splits"]
     with only("triton", "decode attention"):
-        found = attention.decode(**step.arguments)
-    is_close(found, naive_attention.decode(**expected.arguments))
+        actual = attention.decode(**step.arguments)
+    is_close(actual, naive_attention.decode(**expected.arguments))
     for stored in ("keys", "values"):
-        kept, wanted = step.arguments[stored], expected.arguments[stored]
-        torch.testing.assert_close(kept[:8].double(), wanted[:8], rtol=0, atol=0, equal_nan=True)
+        kept, reference = step.arguments[stored], expected.arguments[stored]
+        torch.testing.assert_close(kept[:8].double(), reference[:8], rtol=0, atol=0, equal_nan=True)
         assert kept[8, :, 1:].isnan().all()
 
 
@@ -341,9 +341,9 @@ def test_heads_that_a_mask_removes_read_nothing(splits: int) -> None:
     for row in (0, 1, 3):
         for stored in ("keys", "values"):
             step.arguments[stored][step.arguments["slots"][row], 0] = torch.nan
-    found = attention.decode(**step.arguments)
-    is_close(found, expected)
-    assert not found[[0, 1, 3, 5, 6], :3].any() and found[[2, 4]].all()
+    actual = attention.decode(**step.arguments)
+    is_close(actual, expected)
+    assert not actual[[0, 1, 3, 5, 6], :3].any() and actual[[2, 4]].all()
 
 
 @pytest.mark.parametrize("name", ["all", "window, positions", "neither"])
@@ -448,9 +448,9 @@ def literal(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, of: Rul
     return skipped
 
 
-def same_memory(found: Memory, expected: Memory, tolerance: float = 1e-9) -> None:
-    assert found.started.tolist() == expected.started.tolist()
-    for tensor, other in zip(found.tensors[1:], expected.tensors[1:], strict=True):
+def same_memory(actual: Memory, expected: Memory, tolerance: float = 1e-9) -> None:
+    assert actual.started.tolist() == expected.started.tolist()
+    for tensor, other in zip(actual.tensors[1:], expected.tensors[1:], strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=tolerance)
 
 
@@ -474,12 +474,12 @@ def test_decisions_are_the_literal_ones(name: str, shared: bool) -> None:
             for t in range(key.shape[2])
         ]
     assert torch.cat(steps, 1).tolist() == expected.tolist()
-    found = ops.decide(key, value, valid, at_once, RULES[name])
+    decisions = ops.decide(key, value, valid, at_once, RULES[name])
     parts = [
         ops.decide(key[:, :, part], value[:, :, part], valid[:, part], in_parts, RULES[name])
         for part in (slice(0, 5), slice(5, 19), slice(19, 24))
     ]
-    assert found.tolist() == torch.cat(parts, 1).tolist() == expected.tolist()
+    assert decisions.tolist() == torch.cat(parts, 1).tolist() == expected.tolist()
     same_memory(at_once, by_token)
     same_memory(in_parts, by_token)
 
@@ -504,16 +504,16 @@ def test_similarities_in_chunks_are_the_loop(tokens: int, monkeypatch: pytest.Mo
     key, value, valid = text(tokens=tokens)
     key[~valid[:, None].expand(-1, key.shape[1], -1)] = torch.nan  # padding is not looked at
     for smoothing in (0.0, 0.3, 0.9, 1.0):
-        of, found, again, expected = rule(smoothing=smoothing), *(fresh(key, value) for _ in range(3))
+        of, memory, again, expected = rule(smoothing=smoothing), *(fresh(key, value) for _ in range(3))
         arrays = [tensor.cpu().numpy() for tensor in (key, value, valid, *expected.tensors[:3])]
         literal_scores = compiled.similarities(*arrays, smoothing, of.kind, of.as_printed)
-        scores = parallel.similarities(key, value, valid, found, of)
+        scores = parallel.similarities(key, value, valid, memory, of)
         with monkeypatch.context() as patch:
             patch.setattr(parallel, "SLICE", 1)  # rows one after another
             by_row = parallel.similarities(key, value, valid, again, of)
         torch.testing.assert_close(by_row[valid], scores[valid], rtol=0, atol=1e-12, equal_nan=True)
         np.testing.assert_allclose(scores[valid].cpu(), literal_scores[arrays[2]], rtol=0, atol=1e-9)
-        for tensor, array in zip(found.tensors, arrays[3:], strict=False):
+        for tensor, array in zip(memory.tensors, arrays[3:], strict=False):
             np.testing.assert_allclose(tensor.cpu(), array, rtol=0, atol=1e-9)
 
 
@@ -533,12 +533,12 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
             torch.zeros(2, dtype=torch.long, device=DEVICE),
         )
         for t in range(key.shape[2]):
-            one = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
+            token = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
             with pytest.MonkeyPatch.context() as patch:
                 if way == "torch":
                     patch.setattr(ops, "use_kernel", lambda *_: False)
                 absent = ops.decide_and_store(
-                    *one, memory, RULES["kv"], store=store, position=t + 100, keep_skipped=keep_skipped
+                    *token, memory, RULES["kv"], store=store, position=t + 100, keep_skipped=keep_skipped
                 )
             assert absent[:, 0].tolist() == (skipped | ~valid)[:, t].tolist()
         keys, values, positions, lengths, totals = store
@@ -730,9 +730,9 @@ def test_several_types_run_in_pytorch(other: str) -> None:
     step.arguments[other] = step.arguments[other].bfloat16()
     expected = naive_attention.decode(**step.as_doubles().arguments)
     with only("torch", "decode attention"):
-        found = attention.decode(**step.arguments)
-    assert found.dtype == step.arguments["query"].dtype
-    is_close(found, expected)
+        actual = attention.decode(**step.arguments)
+    assert actual.dtype == step.arguments["query"].dtype
+    is_close(actual, expected)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -790,8 +790,8 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
         query.double(), *copies, lengths, 0.3, new_key=news[0].double(), new_value=news[1].double()
     )
     with only("triton", "decode attention"):
-        found = attention.decode(query, keys, values, lengths, 0.3, new_key=news[0], new_value=news[1])
-    is_close(found, expected)
+        actual = attention.decode(query, keys, values, lengths, 0.3, new_key=news[0], new_value=news[1])
+    is_close(actual, expected)
     for stored, copy in zip((keys, values), copies, strict=True):
         assert stored.double().equal(copy)
     is_close(attention.decode(query, keys, values, lengths + 1, 0.3), expected)
@@ -893,16 +893,16 @@ def logits(model: Any, filtered: TokenFilter, pieces: list[int], mask: torch.Ten
     ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), filtered.applied_to(model):
         patch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
-        cache, found, begin = DynamicCache(config=model.config), [], 0
+        cache, chunks, begin = DynamicCache(config=model.config), [], 0
         for piece in pieces:
             end = begin + piece
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
             part = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
-            found.append(part.logits)
+            chunks.append(part.logits)
             begin = end
         report = interventions_on(model)[0].report(map_model(model))["token_filter_skipped"]
         lengths = [layer.lengths.tolist() for layer in cache.layers]
-    return torch.cat(found, 1), report, lengths
+    return torch.cat(chunks, 1), report, lengths
 
 
 def padded(tokens: int = 14) -> torch.Tensor:
@@ -934,13 +934,13 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
     for pieces in ([9, 1, 1, 3], [14]):
         expected, report, lengths = logits(model, filtered, pieces, mask, on_device=False)
         dispatch.DISPATCHED.clear()
-        found, by_device, stored_lengths = logits(model, filtered, pieces, mask, on_device=True)
+        actual, by_device, stored_lengths = logits(model, filtered, pieces, mask, on_device=True)
         assert bool(dispatch.DISPATCHED["decide and store: triton"]) == (1 in pieces)
         assert by_device == report and report["realised"] > 0
         assert stored_lengths == lengths
         # gemma2 is eager here, whose weights are in single precision
         tolerance = 1e-5 if family == "gemma2" else 1e-9
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=tolerance)
+        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("state", ["request", "run"])
@@ -958,9 +958,9 @@ def test_trials_on_the_device_are_not_counted(state: str) -> None:
                     model(ids.flip(1), use_cache=False)
             return model(ids, use_cache=False).logits, live.report(model_map)["token_filter_skipped"]
 
-    (expected, counted), (found, tried) = run(False), run(True)
+    (expected, counted), (actual, tried) = run(False), run(True)
     assert tried == counted and counted["tokens"] == 48
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_a_filter_on_the_device_in_single_precision() -> None:
@@ -970,10 +970,10 @@ def test_a_filter_on_the_device_in_single_precision() -> None:
     mask = padded(10)
     expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
     dispatch.DISPATCHED.clear()
-    found, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
+    actual, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
     assert set(dispatch.DISPATCHED) == {"decide and store: triton", "decode attention: triton"}
     assert stored_lengths == lengths
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
 def test_rows_of_a_cache_are_reordered() -> None:

@@ -64,14 +64,14 @@ def test_the_limit_is_the_tasks_by_any_name(tiny_folder: Path, tmp_path: Path, e
     other = shutil.copytree(tiny_folder, tmp_path / "other")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_new_tokens": 3}))
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_new_tokens": 5}))
-    found = []
-    for each in (other, folder):
-        lm = model(each, engine=engine)
+    results = []
+    for source in (other, folder):
+        lm = model(source, engine=engine)
         requests = [request("generate_until", (p, {"until": ["\x00"], name: 12}), i) for i, p in enumerate(PROMPTS)]
-        found.append((lm.generate_until(requests), lm.answering.lengths["toy"], lm.identity["generation_config"]))
-    digests = {Checkpoint({"pretrained": str(each)}).generation_digest for each in (other, folder)}
-    assert found[0][:2] == found[1][:2] and found[0][1]["mean_tokens"] == found[0][1]["max_gen_toks"] == 12
-    assert "max_new_tokens" not in found[1][2] and len(digests) == 1
+        results.append((lm.generate_until(requests), lm.answering.lengths["toy"], lm.identity["generation_config"]))
+    digests = {Checkpoint({"pretrained": str(path)}).generation_digest for path in (other, folder)}
+    assert results[0][:2] == results[1][:2] and results[0][1]["mean_tokens"] == results[0][1]["max_gen_toks"] == 12
+    assert "max_new_tokens" not in results[1][2] and len(digests) == 1
 
 
 @pytest.mark.parametrize("engine", ["generate", "batched"])

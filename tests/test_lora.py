@@ -45,8 +45,8 @@ def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
     model: Any = PeftModel.from_pretrained(tiny("llama"), adapter).double() if by == "peft" else tiny("llama")
     both = {"before": [Lora(adapter), plan], "after": [plan, Lora(adapter)], "peft": [plan]}[by]
     with ExitStack() as stack:
-        for each in both:
-            stack.enter_context(each.applied_to(model))
+        for intervention in both:
+            stack.enter_context(intervention.applied_to(model))
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 

@@ -234,11 +234,11 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
     """Each gold answer that is no number, as the last formula: right, and not one of its numbers."""
     rows = [row for row in data.load("math500", "test", shared_data) if not readings(row["target"])]
     texts = [f"Therefore the value is ${row['target']}$." for row in rows]
-    found = [results.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
+    scores = [results.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
     missed = [
-        (row["target"], *score.items()) for row, score in zip(rows, found, strict=True) if score["exact_match"] != 1
+        (row["target"], *score.items()) for row, score in zip(rows, scores, strict=True) if score["exact_match"] != 1
     ]
-    assert len(rows) == 99 and not missed and all(score["how"] == "end" for score in found)
+    assert len(rows) == 99 and not missed and all(score["how"] == "end" for score in scores)
 
 
 def test_a_base_on_the_answer_alone() -> None:
@@ -283,16 +283,16 @@ def test_timeouts_are_counted_in_the_results(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "_KNOWN", {})
-    asked: list[list[tuple[str, str]]] = []
+    batches: list[list[tuple[str, str]]] = []
     verify_many = Verifier.verify_many
-    monkeypatch.setattr(Verifier, "verify_many", lambda self, pairs: asked.append(pairs) or verify_many(self, pairs))
+    monkeypatch.setattr(Verifier, "verify_many", lambda self, pairs: batches.append(pairs) or verify_many(self, pairs))
     docs = [{"target": f"x+y+{i}", "level": 1} for i in range(5)]
     texts = [[rf"\boxed{{{i % 3}+x+y}}", rf"The answer is $x+{i}+2y$.", rf"\boxed{{2y+x+{i}}}"] for i in range(5)]
     assert results.Verdicts().apply(texts, docs) == texts
-    assert len(asked) == 1 and len(asked[0]) == 5 * 6
+    assert len(batches) == 1 and len(batches[0]) == 5 * 6
     right = [results.mathematics(doc, [text[0]])["exact_match"] for doc, text in zip(docs, texts, strict=True)]
     assert right == [1, 1, 1, 0, 0] and same_mathematics(r"2y+x+0", "x+0+2y")
-    assert len(asked) == 1
+    assert len(batches) == 1
 
 
 @THINNED
@@ -418,11 +418,11 @@ def test_what_computes_something(text: str, computes: bool) -> None:
 
 
 def test_a_number_copied_from_the_answer_is_no_equation() -> None:
-    asked = {"target": "12", "formula": "3*4=12"}
+    doc = {"target": "12", "formula": "3*4=12"}
     assert [
-        results.equation(asked, [rf"\boxed{{{text}}}"])["exact_match"] for text in ("12", "x=12", "3*4", "2(6)=12")
+        results.equation(doc, [rf"\boxed{{{text}}}"])["exact_match"] for text in ("12", "x=12", "3*4", "2(6)=12")
     ] == [0, 0, 1, 1]
-    assert results.equation(asked, ["The answer is 3*4=12."])["strict_match"] == 1
+    assert results.equation(doc, ["The answer is 3*4=12."])["strict_match"] == 1
     assert (
         results.equation({"target": "12", "equation": "x=n0", "names": {"n0": "12"}}, [r"\boxed{12}"])["exact_match"]
         == 1

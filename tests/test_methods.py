@@ -37,14 +37,14 @@ FAMILIES = [(row, family) for row in ROWS for family in row.families]
 CAUSAL = [(row, family) for row, family in FAMILIES if row.causal]
 
 
-def made(row: Row, value: Any = None) -> Intervention:
-    """The intervention that a user's argument makes."""
-    (one,) = Arguments.of({row.name: row.value if value is None else value}).interventions
-    return one
+def intervention_of(row: Row, value: Any = None) -> Intervention:
+    """Make the intervention of a user's argument."""
+    (intervention,) = Arguments.of({row.name: row.value if value is None else value}).interventions
+    return intervention
 
 
 def applied(row: Row, model: nn.Module) -> AbstractContextManager[Any]:
-    return row.apply(model) if row.apply else made(row).applied_to(model)
+    return row.apply(model) if row.apply else intervention_of(row).applied_to(model)
 
 
 def lm(folder: Path, **arguments: Any) -> PrunedHFLM:
@@ -74,7 +74,7 @@ def test_nothing_stays(row: Row, family: str) -> None:
         output(model, inputs)
         raise RuntimeError("inside")
     for value, _ in row.wrong if family == "llama" else ():
-        with pytest.raises(InputError), made(row, value).applied_to(model):
+        with pytest.raises(InputError), intervention_of(row, value).applied_to(model):
             pass
     assert state_of(model) == state
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
@@ -112,7 +112,7 @@ def test_neighbours_and_padding_do_not_matter(row: Row, family: str) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> list[Any]:
     """The tiny Llama, what it is called by, and a list that grows by each pass of compiled code; in two ways."""
-    found = []
+    variants = []
     for way in ("itself", "wrapper"):
         model, passes = tiny("llama"), []
 
@@ -121,8 +121,8 @@ def compiled() -> list[Any]:
 
         if way == "itself":
             model.compile(backend=counting)
-        found.append((model, model if way == "itself" else torch.compile(model, backend=counting), passes))
-    return found
+        variants.append((model, model if way == "itself" else torch.compile(model, backend=counting), passes))
+    return variants
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -280,19 +280,19 @@ def test_likelihoods_do_not_depend_on_the_batch(row: Row, tiny_folder: Path) -> 
     ]
     pairs += [("one", "<pad>x"), ("one", "<pad><pad>x")]  # tokens 0, with which `hf` pads
     texts = ["abc", "a text of its own, and more", "x", "one two three four five"]
-    asked = {
+    by_kind = {
         "loglikelihood": [request("loglikelihood", pair, i) for i, pair in enumerate(pairs)],
         "loglikelihood_rolling": [request("loglikelihood_rolling", (text,), i) for i, text in enumerate(texts)],
     }
     dense = lm(tiny_folder, batch_size=1)
-    for kind, requests in asked.items():
-        found = []
+    for kind, requests in by_kind.items():
+        values = []
         for size in (1, 4):
-            one = lm(tiny_folder, batch_size=size)
-            with applied(row, one.model):
-                found.append(torch.tensor(getattr(one, kind)(requests), dtype=torch.float64))
-        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-9)
-        assert not torch.allclose(found[0], torch.tensor(getattr(dense, kind)(requests), dtype=torch.float64))
+            hf_lm = lm(tiny_folder, batch_size=size)
+            with applied(row, hf_lm.model):
+                values.append(torch.tensor(getattr(hf_lm, kind)(requests), dtype=torch.float64))
+        torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-9)
+        assert not torch.allclose(values[0], torch.tensor(getattr(dense, kind)(requests), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -314,41 +314,41 @@ def test_it_composes_with_a_head_mask(row: Row) -> None:
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_its_identity_is_what_it_does(row: Row) -> None:
     model_map = map_model(tiny("llama"))
-    own = made(row).identity(model_map)
+    own = intervention_of(row).identity(model_map)
     assert own["method"] == row.name and json.loads(json.dumps(own)) == own
-    assert all(made(row, value).identity(model_map) == own for value in (row.value, *row.same))
+    assert all(intervention_of(row, value).identity(model_map) == own for value in (row.value, *row.same))
     assert all(
-        json.dumps(made(row, value).identity(model_map)) == json.dumps(own) for value in row.same
+        json.dumps(intervention_of(row, value).identity(model_map)) == json.dumps(own) for value in row.same
     )  # not 1 and 1.0
-    others = [json.dumps(made(row, value).identity(model_map)) for value in row.others]
+    others = [json.dumps(intervention_of(row, value).identity(model_map)) for value in row.others]
     assert len({json.dumps(own), *others}) == 1 + len(others)
-    assert hash(made(row)) == hash(made(row))
+    assert hash(intervention_of(row)) == hash(intervention_of(row))
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_the_types_of_its_fields_are_checked(row: Row) -> None:
-    hints = annotations_of(type(made(row)))
-    first = next(one.name for one in fields(made(row)) if one.name != "origin")
+    hints = annotations_of(type(intervention_of(row)))
+    first = next(field.name for field in fields(intervention_of(row)) if field.name != "origin")
     value = row.value if isinstance(row.value, dict) else {first: row.value}
-    for one in fields(made(row)):
-        if one.init and {bool, int, float} & {hints[one.name], *get_args(hints[one.name])}:
-            with pytest.raises(InputError, match=f"{one.name}='nonsense' must be"):
-                made(row, {**value, one.name: "nonsense"})
+    for field in fields(intervention_of(row)):
+        if field.init and {bool, int, float} & {hints[field.name], *get_args(hints[field.name])}:
+            with pytest.raises(InputError, match=f"{field.name}='nonsense' must be"):
+                intervention_of(row, {**value, field.name: "nonsense"})
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_stores_of_answers_keep_it_apart(row: Row, tiny_folder: Path, tmp_path: Path) -> None:
     """Dense, this value and another one share a folder; each gets its own answers, the second time from there."""
-    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
-    given: list[dict[str, Any]] = [{}, *({row.name: value} for value in (row.value, *row.others))]
-    fresh = [lm(tiny_folder, **one).generate_until(asked) for one in given]
+    instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    variants: list[dict[str, Any]] = [{}, *({row.name: value} for value in (row.value, *row.others))]
+    fresh = [lm(tiny_folder, **arguments).generate_until(instances) for arguments in variants]
     assert fresh[0] != fresh[1]
     for again in (False, True):
-        for one, expected in zip(given, fresh, strict=True):
-            stored = lm(tiny_folder, **one, responses=str(tmp_path / "s"))
+        for arguments, expected in zip(variants, fresh, strict=True):
+            stored = lm(tiny_folder, **arguments, responses=str(tmp_path / "s"))
             if again:
                 stored.model.forward = None  # everything is in the store
-            assert stored.generate_until(asked) == expected
+            assert stored.generate_until(instances) == expected
             stored.close()
 
 
@@ -381,23 +381,23 @@ def test_mistakes_are_said_before_weights_are_loaded(
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_it_survives_its_file(row: Row, tmp_path: Path) -> None:
     model = tiny("llama")
-    model_map, one = map_model(model), made(row)
-    one.save(tmp_path / "one.json", model_map)
-    for loaded in (type(one).load(tmp_path / "one.json"), load_intervention(tmp_path / "one.json")):
-        assert type(loaded) is type(one) and loaded.identity(model_map) == one.identity(model_map)
+    model_map, intervention = map_model(model), intervention_of(row)
+    intervention.save(tmp_path / "one.json", model_map)
+    for loaded in (type(intervention).load(tmp_path / "one.json"), load_intervention(tmp_path / "one.json")):
+        assert type(loaded) is type(intervention) and loaded.identity(model_map) == intervention.identity(model_map)
         with loaded.applied_to(model), applied(row, tiny("llama")):
             pass
     other = tiny("llama", seed=1)
     with pytest.raises(InputError, match="other weights"), loaded.applied_to(other):
         pass
-    with type(one).load(tmp_path / "one.json", allow_other_model=True).applied_to(other):
+    with type(intervention).load(tmp_path / "one.json", allow_other_model=True).applied_to(other):
         pass
     for kind in (torch.float32, torch.bfloat16, torch.float16):  # the same weights, in a smaller type
         rounded = map_model(copy.deepcopy(model).to(kind))
         assert rounded.weights != model_map.weights and load_intervention(tmp_path / "one.json").fit_to(rounded)
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1.1e-6  # float16 rounds it
-    one.save(tmp_path / "half.json", map_model(half))
+    intervention.save(tmp_path / "half.json", map_model(half))
     for kind in (torch.float16, torch.float32, torch.float64):
         assert load_intervention(tmp_path / "half.json").fit_to(map_model(copy.deepcopy(half).to(kind)))
 
@@ -405,11 +405,11 @@ def test_it_survives_its_file(row: Row, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_the_engine_gives_what_generate_gives(row: Row, tiny_folder: Path) -> None:
     """By running the method, or by leaving it to `generate`."""
-    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
-    expected = lm(tiny_folder, **{row.name: row.value}).generate_until(asked)
+    instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    expected = lm(tiny_folder, **{row.name: row.value}).generate_until(instances)
     batched = lm(tiny_folder, **{row.name: row.value}, engine="batched")
-    assert batched.generate_until(asked) == expected != lm(tiny_folder).generate_until(asked)
-    assert (batched.engine.unsupported is None) == (made(row).tokenwise or made(row).by_sequence)
+    assert batched.generate_until(instances) == expected != lm(tiny_folder).generate_until(instances)
+    assert (batched.engine.unsupported is None) == (intervention_of(row).tokenwise or intervention_of(row).by_sequence)
 
 
 @pytest.mark.parametrize("name", arithmetic.NAMES)

@@ -39,17 +39,19 @@ def test_a_committed_notebook_was_run(path: Path) -> None:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     assert notebook["cells"][0]["cell_type"] == "markdown" and len(notebook["cells"]) <= 20
-    for output in (each for cell in cells for each in cell["outputs"]):
+    for output in (entry for cell in cells for entry in cell["outputs"]):
         assert output["output_type"] != "error" and output.get("name") != "stderr"
         assert not MACHINE_PATH.search(texts(output)) and "Traceback" not in texts(output), texts(output)
-    assert any("image/png" in each.get("data", {}) for cell in cells for each in cell["outputs"]) or "cut" in path.stem
+    assert (
+        any("image/png" in entry.get("data", {}) for cell in cells for entry in cell["outputs"]) or "cut" in path.stem
+    )
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"} and all(
         cell["metadata"] == {} for cell in cells
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "names_one"),
+    ("text", "is_path"),
     [
         ("saved to /home/someone/out", True),
         ("see /tmp/x/y.json", True),
@@ -62,8 +64,8 @@ def test_a_committed_notebook_was_run(path: Path) -> None:
         ("+ / −", False),
     ],
 )
-def test_what_counts_as_a_path_of_a_machine(text: str, names_one: bool) -> None:
-    assert bool(MACHINE_PATH.search(text)) is names_one
+def test_what_counts_as_a_path_of_a_machine(text: str, is_path: bool) -> None:
+    assert bool(MACHINE_PATH.search(text)) is is_path
 
 
 def test_the_page_of_a_notebook(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     kinds = [
         [
-            [(each["output_type"], sorted(each.get("data", {}))) for each in cell.get("outputs", [])]
+            [(output["output_type"], sorted(output.get("data", {}))) for output in cell.get("outputs", [])]
             for cell in run["cells"]
         ]
         for run in (read(path), notebooks.execute(path))

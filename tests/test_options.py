@@ -432,7 +432,7 @@ def test_no_room_names_one_above_it() -> None:
     """Not even in a string that is imported later, which the linter of imports cannot see."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    name_of_ours = re.compile(r"lmeval_prune(\.\w+)+(:\w+)?")
+    module_name = re.compile(r"lmeval_prune(\.\w+)+(:\w+)?")
     above: list[str] = []
     for layer in layers:
         rooms = re.split(r"\s*[|:]\s*", layer)
@@ -443,7 +443,7 @@ def test_no_room_names_one_above_it() -> None:
                     node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
                 ]
                 for text in constants:
-                    if isinstance(text, str) and name_of_ours.fullmatch(text) and text not in LAZY_EXCEPTIONS:
+                    if isinstance(text, str) and module_name.fullmatch(text) and text not in LAZY_EXCEPTIONS:
                         assert text.split(".")[1].partition(":")[0] not in above, f"{path} names {text}"
         above += rooms
     assert {"sprint", "models", "tasks"} < set(above)

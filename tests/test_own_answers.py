@@ -109,8 +109,8 @@ def test_a_training_question_is_not_its_own_exemplar(tmp_path: Path, sampler: st
     own, changed, equal = [], 0, 0
     for document in documents:
         seed = len(own)
-        for each in (task, lm_eval_task):
-            each.sampler.set_rnd(seed)
+        for loaded_task in (task, lm_eval_task):
+            loaded_task.sampler.set_rnd(seed)
         text, expected = prompt_of(task, {**document, **further}), lm_eval_task.fewshot_context(document, 4)
         own.append(text.count(document["question"]))
         assert text.count("Asked:") == 5

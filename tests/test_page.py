@@ -491,7 +491,7 @@ def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
         assert stop[1] == "solid3px", stop
         reached.append(stop[0])
     assert len(set(reached)) == len(reached) < 200
-    wanted = [
+    expected = [
         "Tasks",
         "variant",
         "results of all tasks",
@@ -502,7 +502,7 @@ def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
         "order:mean",
         "variant:half",
     ]
-    wanted += [
+    expected += [
         "What the columns mean",
         "cost",
         "a",
@@ -514,7 +514,7 @@ def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
         "question:0",
         "next:1",
     ]
-    assert [key for key in reached if key in wanted] == wanted
+    assert [key for key in reached if key in expected] == expected
     assert sum(key.startswith("point:") for key in reached) == 1
     assert sum(key.startswith("question:") for key in reached) == 8
     page.focus("circle[tabindex='0']")

@@ -203,13 +203,15 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
     )
     path = folder / "tiny" / "prune_tiny_words_pass4.yaml"
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 3\n")
-    mine = TaskManager(include_path=[folder, tmp_path], include_defaults=False, metadata={"data_dir": str(shared_data)})
-    twelve = mine.load(["prune_gsm8k_pass12"])["tasks"]["prune_gsm8k_pass12"]
+    manager = TaskManager(
+        include_path=[folder, tmp_path], include_defaults=False, metadata={"data_dir": str(shared_data)}
+    )
+    twelve = manager.load(["prune_gsm8k_pass12"])["tasks"]["prune_gsm8k_pass12"]
     twelve.build_all_requests(limit=1)
     assert twelve.ks == [1, 2, 4, 8, 12] and twelve.instances[0].repeats == 12
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "max_gen_toks": 512}
     assert sampling.items() <= twelve.instances[0].args[1].items() and "</s>" in twelve.instances[0].args[1]["until"]
-    task = mine.load(["mine_pass3"])["tasks"]["mine_pass3"]
+    task = manager.load(["mine_pass3"])["tasks"]["mine_pass3"]
     assert task.ks == [1, 2, 3] and "maj@3" in task.aggregation()
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 0\n")
     with pytest.raises(InputError, match="repeats must be a whole number above 0, not 0"):
@@ -223,16 +225,16 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "mine.yaml").write_text(text)
 
     def answer(_: object, tries: int) -> str:
-        asked.append(tries)
+        calls.append(tries)
         return "xy"[tries == 2]
 
     def measured(scores: str, **options: bool) -> dict:
-        asked.clear()
+        calls.clear()
         (tmp_path / "own.py").write_text(f"def score(doc, results): return {scores}\n")
         with loading.including(str(tmp_path)):
             return figures(run(Scripted(answer), "mine_pass4", **options), "mine_pass4")
 
-    asked: list[int] = []
+    calls: list[int] = []
 
     right = "'exact_match': float(results[0] == 'y')"
     bare = measured(f"{{{right}}}")
@@ -243,10 +245,10 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptur
     assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
     with pytest.raises(InputError, match="mine_pass4: its process_results gives no exact_match, of which pass@k is"):
         measured("{'acc': 1.0}")
-    assert not asked  # no text was generated in vain
+    assert not calls  # no text was generated in vain
     with loading.including(str(tmp_path)), pytest.raises(InputError, match="its process_results gives no exact_match"):
         TaskIdentity.of(loading.task_manager(), GridTask("mine_pass4"))
-    assert measured("{'acc': 1.0}", predict_only=True) == {"bypass": 999} and asked
+    assert measured("{'acc': 1.0}", predict_only=True) == {"bypass": 999} and calls
     assert measured("{'exact_match': float(results[0].split()[-1] == 'y')}") == bare
     line = "mine_pass4: its process_results fails at an empty answer, which would end an evaluation (IndexError: list index"
     assert line in caplog.text

@@ -47,8 +47,8 @@ def test_plans_that_compensate_compose(family: str, first: str, second: str) -> 
 
 def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: Path) -> None:
     model_map = map_model(tiny("llama"))
-    mine = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
-    for file in mine:
+    user_files = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
+    for file in user_files:
         file.write_bytes(b"mine")
     path = tmp_path / "model.json"
     written: list[set[str]] = []
@@ -56,9 +56,9 @@ def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: P
         scores = {} if seed is None else {"heads.L0": drawn(4, seed=seed)}
         Plan("L0H1", scores=scores).save(path, model_map)
         assert Plan.load(path).scores.keys() == scores.keys()
-        written.append({file.name for file in tmp_path.glob("*.safetensors")} - {file.name for file in mine})
+        written.append({file.name for file in tmp_path.glob("*.safetensors")} - {file.name for file in user_files})
     assert [len(names) for names in written] == [1, 1, 0] and written[0] != written[1]
-    assert all(file.read_bytes() == b"mine" for file in mine)
+    assert all(file.read_bytes() == b"mine" for file in user_files)
 
 
 @pytest.mark.parametrize("file", ["mine.safetensors", "../mine.safetensors", 3, None])
@@ -68,8 +68,8 @@ def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp
     content = json.loads(path.read_text())
     content["tensors"]["file"] = file
     path.write_text(json.dumps(content))
-    for mine in (tmp_path / "mine.safetensors", path.with_name("mine.safetensors")):
-        mine.write_bytes(b"mine")
+    for user_file in (tmp_path / "mine.safetensors", path.with_name("mine.safetensors")):
+        user_file.write_bytes(b"mine")
     Plan("L0H2").save(path, model_map)
     assert (tmp_path / "mine.safetensors").exists() and path.with_name("mine.safetensors").exists()
 
@@ -382,9 +382,9 @@ def test_ranges_are_compared_with_the_model_before_they_are_expanded(
     monkeypatch.setattr("lmeval_prune.interventions.plan.range", short, raising=False)
     with pytest.raises(InputError, match=reason) as error:
         plan = Plan(**fields)
-        for each in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
+        for candidate in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
             with pytest.raises(InputError, match=reason):
-                each.resolve(model_map)
+                candidate.resolve(model_map)
         plan.resolve(model_map)
     assert not iterated and len(str(error.value)) < 300
 

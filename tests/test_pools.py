@@ -80,8 +80,8 @@ def test_each_greedy_cell_is_generate_under_its_variant(tiny_folder: Path, whole
         text = texts[cell["doc_id"]] + "\nPlease reason step by step, and put your final answer within \\boxed{}."
         prompt = tokenizer(text, return_tensors="pt")
         with ExitStack() as stack:
-            for each in variant.interventions:
-                stack.enter_context(each.applied_to(plain, model_map))
+            for intervention in variant.interventions:
+                stack.enter_context(intervention.applied_to(plain, model_map))
             out = plain.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert cell["tokens"] == out.tolist(), short_label(cell["attempt"])
         seen.setdefault(attempt.variant, []).append(cell["tokens"])
@@ -146,8 +146,8 @@ def as_rounded(cell: dict[str, Any]) -> dict[str, Any]:
     return cell | {"logprob": pytest.approx(cell["logprob"], rel=1e-12)}
 
 
-def asked_of(whole: Path) -> dict[str, list[str]]:
-    """Other attempts at each question, greedy and sampled, of the unpruned model and of every kind of variant."""
+def attempts_of(whole: Path) -> dict[str, list[str]]:
+    """Draw other attempts at each question, greedy and sampled, of the unpruned model and of every kind of variant."""
     outcomes, generator = OutcomeStore(whole).read(), random.Random(2)
     return {text: generator.sample(outcomes.pool, 4 + i) for i, text in enumerate(outcomes.texts[:2])}
 
@@ -156,27 +156,27 @@ def test_each_question_is_asked_its_own_attempts(
     tiny_folder: Path, files: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cells are those of a sweep over the whole pool, and nothing else is decoded; so after a kill."""
-    some, asked = options(tiny_folder, files) | {"likelihood": True}, asked_of(whole)
+    some, attempts = options(tiny_folder, files) | {"likelihood": True}, attempts_of(whole)
     add, run = AnswerStore.add, []
     monkeypatch.setattr(AnswerStore, "add", lambda self, *args: (run.append(args[2]["kind"]), add(self, *args)))
-    outcomes = sweep(tiny_folder, tmp_path / "s", **some, attempts=asked)
-    assert set(outcomes.pool) == {name for names in asked.values() for name in names}
-    assert set(outcomes.texts) == asked.keys() and run.count("generate_until") == sum(map(len, asked.values()))
+    outcomes = sweep(tiny_folder, tmp_path / "s", **some, attempts=attempts)
+    assert set(outcomes.pool) == {name for names in attempts.values() for name in names}
+    assert set(outcomes.texts) == attempts.keys() and run.count("generate_until") == sum(map(len, attempts.values()))
     expected = {(cell["doc_id"], cell["attempt"]): cell for cell in OutcomeStore(whole).cells()}
     cells = OutcomeStore(tmp_path / "s").cells()
-    assert len(cells) == sum(map(len, asked.values()))
+    assert len(cells) == sum(map(len, attempts.values()))
     assert cells == [as_rounded(expected[cell["doc_id"], cell["attempt"]]) for cell in cells]
-    for row, names in zip(outcomes.z, (asked[text] for text in outcomes.texts), strict=True):
+    for row, names in zip(outcomes.z, (attempts[text] for text in outcomes.texts), strict=True):
         assert {name for name, value in zip(outcomes.pool, row, strict=True) if not np.isnan(value)} == {*names}
     child = os.fork()
     if child == 0:
         try:
             kill_after(5)
-            sweep(tiny_folder, tmp_path / "killed", **some, attempts=asked)
+            sweep(tiny_folder, tmp_path / "killed", **some, attempts=attempts)
         finally:
             os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    sweep(tiny_folder, tmp_path / "killed", **some, attempts=asked)
+    sweep(tiny_folder, tmp_path / "killed", **some, attempts=attempts)
     assert content(tmp_path / "killed") == content(tmp_path / "s")
     sweep(tiny_folder, tmp_path / "s", **some)  # the rest
     assert OutcomeStore(tmp_path / "s").cells() == [as_rounded(cell) for cell in OutcomeStore(whole).cells()]
@@ -195,11 +195,11 @@ def test_some_questions_can_be_asked_the_whole_pool(tiny_folder: Path, tmp_path:
 def routed(folder: Path, outcomes: Outcomes, **arguments: Any) -> tuple[dict, dict]:
     """Evaluate the store's questions; return the results, and texts and settings of the tries by document."""
     settings = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
-    found = simple_evaluate(
+    results = simple_evaluate(
         "pruned-hf", settings, tasks=[PASS], samples={PASS: [row["doc_id"] for row in outcomes.questions]},
         gen_kwargs={"max_gen_toks": 10}, log_samples=True, task_manager=task_manager(), bootstrap_iters=0,
     )  # fmt: skip
-    return found, {row["doc_id"]: (row["resps"][0], row["arguments"][0][1]) for row in found["samples"][PASS]}
+    return results, {row["doc_id"]: (row["resps"][0], row["arguments"][0][1]) for row in results["samples"][PASS]}
 
 
 @pytest.mark.parametrize("mix", ["dense|next", "next@1.2", "next+dense@1.5", "dense@1.5"])
@@ -210,7 +210,7 @@ def test_a_routed_run_gives_the_answers_of_the_sweep(tiny_folder: Path, whole: P
     cells = {(cell["doc_id"], cell["attempt"]): cell["text"] for cell in OutcomeStore(whole).cells()}
     policy, compared = policies.cover(outcomes.greedy()), 0
     for number, (texts, settings) in samples.items():
-        assert settings["attempts"] == [str(each) for each in Mix.parse(mix).attempts(policy.pool, 4)]
+        assert settings["attempts"] == [str(attempt) for attempt in Mix.parse(mix).attempts(policy.pool, 4)]
         for name, text in zip(settings["attempts"], texts, strict=True):
             compared += (number, name) in cells
             assert cells.get((number, name), text) == text

@@ -37,7 +37,7 @@ def prefixed_requests(model: Any, seed: int, lengths: tuple[int, ...] = (7, 3), 
     by_prompt: dict[tuple[int, ...], tuple[int, ...]] = {}
     order = itertools.cycle([prefixes[0], *prefixes, ()])
     requests = []
-    for request in some_requests(model, seed, **{"prompts": 6, "each": 4, **sizes}):
+    for request in some_requests(model, seed, **{"prompts": 6, "per_prompt": 4, **sizes}):
         if request.prompt not in by_prompt:
             by_prompt[request.prompt] = next(order)
         prefix = by_prompt[request.prompt]
@@ -102,14 +102,14 @@ def test_the_chosen_prefixes_save_most(prompts: Masks, least: int) -> None:
     assert most_saved(prompts, least, only_whole=True) <= saved <= most_saved(prompts, least, only_whole=False)
 
 
-def one_mask(prompts: list[tuple[int, ...]]) -> Masks:
+def single_mask(prompts: list[tuple[int, ...]]) -> Masks:
     return {prompt: [(0, LAYERS)] for prompt in prompts}
 
 
 def test_thousands_of_nested_prompts() -> None:
     """Each prompt begins with the one before it; the best prefix saves most of a triangle."""
     prompts = [tuple(range(n)) for n in range(1, 1501)]
-    (prefix,) = common_prefixes(one_mask(prompts), LAYERS, 1)
+    (prefix,) = common_prefixes(single_mask(prompts), LAYERS, 1)
     count, length = len(prefix.prompts), len(prefix.tokens)
     assert (length, prefix.saved) == (1500 - count, (count - 1) * length * LAYERS)
     assert prefix.saved == max((count - 1) * (1500 - count) for count in range(1, 1500)) * LAYERS
@@ -157,7 +157,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     schedule = Schedule(budget=12, prefix=2, copied_prefix=4, static=False)
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
-    assert common_prefixes(one_mask([request.prompt for request in requests]), LAYERS, 2)
+    assert common_prefixes(single_mask([request.prompt for request in requests]), LAYERS, 2)
     results = answers(engine, requests)
     for request in requests:
         assert results[request.tag] == alone(model, request), request
@@ -204,7 +204,7 @@ def test_any_prefixes_and_options(
     family: str, seed: int, lengths: tuple[int, ...], block: int, rows: int, schedule: Any, deterministic: bool
 ) -> None:
     model = model_of(family)
-    requests = prefixed_requests(model, seed, lengths, prompts=4, each=3)
+    requests = prefixed_requests(model, seed, lengths, prompts=4, per_prompt=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         patch.setattr("lmeval_prune.decoding.model_runner.PASS", 4)

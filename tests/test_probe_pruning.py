@@ -42,8 +42,8 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
                 x = inputs_of(model_map, text)[f"{layer.label}.{part}"]
             gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
             heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
-            found = Plan(heads, {layer.label: gone} if part == "down" else {})
-            plan = plan.merged_with(found) or found
+            addition = Plan(heads, {layer.label: gone} if part == "down" else {})
+            plan = plan.merged_with(addition) or addition
     return plan
 
 
@@ -53,15 +53,15 @@ def test_a_full_probe_without_history_is_the_plain_criterion(family: str) -> Non
     model = tiny(family)
     ids = tokens(3, 9)
     for state in ("request", "run"):
-        one = ProbePruning(0.5, positions=1.0, samples=1.0, state=state, skip_first=0)
+        probe = ProbePruning(0.5, positions=1.0, samples=1.0, state=state, skip_first=0)
         for text in ids:
-            given = text[None].repeat(2, 1) if state == "run" else text[None]
-            with one.applied_to(model):
-                found = output(model, given)[:1]
+            inputs = text[None].repeat(2, 1) if state == "run" else text[None]
+            with probe.applied_to(model):
+                actual = output(model, inputs)[:1]
             plan = plain(model, text[None], 0.5)
             with plan.applied_to(model):
-                torch.testing.assert_close(found, output(model, text[None]), rtol=0, atol=1e-9)
-    assert not torch.equal(found, output(model, ids[2:]))
+                torch.testing.assert_close(actual, output(model, text[None]), rtol=0, atol=1e-9)
+    assert not torch.equal(actual, output(model, ids[2:]))
 
 
 def test_ratio_0_is_the_dense_model() -> None:
@@ -106,7 +106,7 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
         inputs_of(model_map, CalibrationText.from_windows("t", ids))["L0.o_proj"].view(3, 8, -1)
         for ids in (first, second)
     ]
-    h, p = (one.square().mean(0) for one in x)
+    h, p = (batch.square().mean(0) for batch in x)
     with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
         (applied,) = interventions_on(model)
         assert isinstance(applied, ProbePruning) and applied.chooser is not None and applied.needs_order
@@ -140,7 +140,7 @@ def test_a_history_is_by_a_texts_own_places() -> None:
     filled = torch.cat([torch.zeros(3, 4, dtype=torch.long), second], 1)
     real = torch.ones_like(filled)
     real[:, :4] = 0
-    found = []
+    results = []
     for ids, mask in ((second, torch.ones_like(second)), (filled, real)):
         with (
             ProbePruning(0.5, samples=1.0, state="run", skip_first=0, smoothing=0.5).applied_to(model),
@@ -150,11 +150,11 @@ def test_a_history_is_by_a_texts_own_places() -> None:
             assert isinstance(applied, ProbePruning) and applied.chooser is not None
             output(model, first)
             places = (mask.cumsum(1) - 1).clamp(min=0)
-            found.append(model(ids, attention_mask=mask, position_ids=places).logits[:, -8:])
+            results.append(model(ids, attention_mask=mask, position_ids=places).logits[:, -8:])
             history = applied.chooser.history
-        found.append(torch.cat([one[:8].flatten() for _, one in sorted(history.items())]))
-    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found[3], found[1], rtol=0, atol=1e-9, equal_nan=True)
+        results.append(torch.cat([values[:8].flatten() for _, values in sorted(history.items())]))
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(results[3], results[1], rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["none", "least_squares"])
@@ -164,15 +164,15 @@ def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
     options = PruneOptions(0.4, budget="parameters", compensation=kind)
     (plan,) = stages(make_pruner("random", {}), map_model(model), options, text)
     assert plan.heads and plan.channels
-    found = []
-    for one, before in ((model, plan), (cut(model, plan).model, None)):
-        with before.applied_to(one) if before else nullcontext():
-            dense = output(one, tokens())
-            with ProbePruning(0.5, skip_first=0).applied_to(one):
-                found.append(output(one, tokens()))
-                assert (found[-1] - dense).abs().max() > 1e-6
-                report = interventions_on(one)[-1].report(map_model(one))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+    outputs = []
+    for network, before in ((model, plan), (cut(model, plan).model, None)):
+        with before.applied_to(network) if before else nullcontext():
+            dense = output(network, tokens())
+            with ProbePruning(0.5, skip_first=0).applied_to(network):
+                outputs.append(output(network, tokens()))
+                assert (outputs[-1] - dense).abs().max() > 1e-6
+                report = interventions_on(network)[-1].report(map_model(network))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-9)
     left = map_model(cut(model, plan).model)
     gone = int(0.5 * left.total_heads) / left.total_heads
     assert report["probe_pruning_left_out"]["heads"] == gone > 0
@@ -182,33 +182,33 @@ def test_what_was_chosen_at_the_prompt_stays_while_a_text_is_generated() -> None
     """Token by token it is the plan that the prompt alone gives."""
     model, prompts = tiny("llama"), tokens(2, 7)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    one = ProbePruning(0.5, positions=1.0, skip_first=0)
-    with one.applied_to(model):
-        found = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    probe = ProbePruning(0.5, positions=1.0, skip_first=0)
+    with probe.applied_to(model):
+        generated = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
     for row, prompt in enumerate(prompts):
         with plain(model, prompt[None], 0.5).applied_to(model):
             alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
-        assert torch.equal(found[row], alone[0])
+        assert torch.equal(generated[row], alone[0])
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompts, past_key_values=cache)
-        with one.applied_to(model), pytest.raises(InputError, match="filled without it"):
+        with probe.applied_to(model), pytest.raises(InputError, match="filled without it"):
             model(prompts[:, :1], past_key_values=cache)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     model = tiny("llama")
-    one = ProbePruning(0.3, skip_first=0)
-    with one.applied_to(model), pytest.raises(InputError, match="cannot be applied twice"), one.applied_to(model):
+    probe = ProbePruning(0.3, skip_first=0)
+    with probe.applied_to(model), pytest.raises(InputError, match="cannot be applied twice"), probe.applied_to(model):
         pass
     with (
-        one.applied_to(model),
+        probe.applied_to(model),
         pytest.raises(InputError, match="runs attention twice"),
         TokenFilter(0.2).applied_to(model),
     ):
         pass
     for family, message in (("bert", "for causal models"), ("t5", "for causal models"), ("bloom", "attention through")):
-        with pytest.raises(InputError, match=message), one.applied_to(tiny(family)):
+        with pytest.raises(InputError, match=message), probe.applied_to(tiny(family)):
             pass
 
 

@@ -66,7 +66,7 @@ def test_speed_is_measured_in_turn() -> None:
     speeds = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
     assert list(speeds["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
     assert list(speeds["c"]) == ["forward_1", "forward_2"]
-    assert all(speed > 0 for one in speeds.values() for speed in one.values())
+    assert all(speed > 0 for rates in speeds.values() for speed in rates.values())
 
 
 def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
@@ -87,7 +87,7 @@ def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
     assert list(speeds["b"]) == [name for name in speeds["a"] if "engine" not in name]
     assert list(speeds["c"]) == ["forward_1", "forward_2"] and speeds["a"]["other_2"] == 7
     assert seen == [(1, 6, 2)] * 2 + [(1, 6, 3)] * 2 + [(2, 6, 3)] * 2
-    assert all(speed > 0 for one in speeds.values() for speed in one.values())
+    assert all(speed > 0 for rates in speeds.values() for speed in rates.values())
 
 
 def test_generate_is_timed_to_the_last_token() -> None:
@@ -290,15 +290,15 @@ def test_a_profile_on_a_text_has_the_distance(
     assert run("profile", tiny_folder, tmp_path / "cut", *words) == 0
     rows = json.loads((tmp_path / "out" / "profile.json").read_text())["models"]
     assert "distance" not in rows[str(tiny_folder)]
-    found = rows[str(tmp_path / "cut")]["distance"]
+    distance = rows[str(tmp_path / "cut")]["distance"]
     assert (
         run("distance", tiny_folder, "--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json")
         == 0
     )
     expected = json.loads((tmp_path / "d.json").read_text())["variants"][str(tmp_path / "cut")]
-    assert found["mean_kld"] > 0 and found == {name: expected[name] for name in found}
+    assert distance["mean_kld"] > 0 and distance == {name: expected[name] for name in distance}
     table = (tmp_path / "out" / "profile.md").read_text()
-    assert f"{found['mean_kld']:.3f} ± " in table and "same top p (%)" in table
+    assert f"{distance['mean_kld']:.3f} ± " in table and "same top p (%)" in table
     other = AutoTokenizer.from_pretrained(tiny_folder)
     other.add_tokens(["one more"])
     other.save_pretrained(tmp_path / "cut")

@@ -332,7 +332,7 @@ def test_settings_of_parallelize_alone_are_said(
 ) -> None:
     """`hf` leaves them out without a word, and loads the model on one device."""
     model(tiny_folder, **setting)
-    (message,) = [each for each in caplog.messages if "parallelize" in each and "no effect" in each]
+    (message,) = [text for text in caplog.messages if "parallelize" in text and "no effect" in text]
     assert message == f"{', '.join(setting)}: no effect without parallelize=true, as in lm-eval's hf"
     caplog.clear()
     model(tiny_folder)
@@ -458,24 +458,26 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
     ],
 )
 def test_wrong_generation_settings_are_one_line(tiny_folder: Path, engine: str, changes: dict, message: str) -> None:
-    asked = [request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS * 4)]
+    instances = [
+        request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS * 4)
+    ]
     with pytest.raises(InputError, match=message) as error:
-        model(tiny_folder, engine=engine).generate_until(asked)
+        model(tiny_folder, engine=engine).generate_until(instances)
     assert "\n" not in str(error.value)
 
 
 def test_a_report_of_generate_instead_of_tokens_changes_nothing(tiny_folder: Path) -> None:
     lm = model(tiny_folder, engine="generate")
     settings = {**GENERATE, "return_dict_in_generate": True}
-    asked = [request("generate_until", (prompt, settings), i) for i, prompt in enumerate(PROMPTS)]
-    assert lm.generate_until(asked) == lm.generate_until(requests("generate_until"))
+    instances = [request("generate_until", (prompt, settings), i) for i, prompt in enumerate(PROMPTS)]
+    assert lm.generate_until(instances) == lm.generate_until(requests("generate_until"))
 
 
 @pytest.mark.parametrize("changes", [{"num_beams": "x"}, {"num_beams": 0}, {"eos_token_id": "x"}], ids=str)
 def test_what_transformers_refuses_is_one_line(tiny_folder: Path, changes: dict) -> None:
-    asked = [request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS)]
+    instances = [request("generate_until", (prompt, {**GENERATE, **changes}), i) for i, prompt in enumerate(PROMPTS)]
     with pytest.raises(InputError) as error:
-        model(tiny_folder, engine="generate").generate_until(asked)
+        model(tiny_folder, engine="generate").generate_until(instances)
     assert "\n" not in str(error.value)
 
 
@@ -495,7 +497,9 @@ def test_texts_that_cannot_be_answered_are_named(tiny_folder: Path, engine: str)
     lm = model(tiny_folder, engine=engine)
     for text, count in (("", 0), ("x" * 600, 600)):
         with pytest.raises(InputError, match=f"task toy, document 1: the continuation has {count} tokens"):
-            lm.loglikelihood([request("loglikelihood", (f"abc{i}", each), i) for i, each in enumerate(("a", text))])
+            lm.loglikelihood(
+                [request("loglikelihood", (f"abc{i}", continuation), i) for i, continuation in enumerate(("a", text))]
+            )
     with pytest.raises(InputError, match="task toy, document 3: the context has no tokens"):
         lm.loglikelihood([request("loglikelihood", ("\n", "a"), 3)])
     assert model(tiny_folder, engine=engine, add_bos_token=True).loglikelihood(
@@ -528,8 +532,10 @@ def test_what_a_tokenizer_truncates_to_is_part_of_the_identity(
         tokenizer = {"model_max_length": 30, **settings}
         AutoTokenizer.from_pretrained(tiny_folder, **tokenizer).save_pretrained(folder)
         lm = model(folder, **arguments)
-        asked = {"until": ["\n"], "max_gen_toks": 4}
-        texts.append(lm.generate_until([request("generate_until", (p * 3, asked), i) for i, p in enumerate(PROMPTS)]))
+        gen_kwargs = {"until": ["\n"], "max_gen_toks": 4}
+        texts.append(
+            lm.generate_until([request("generate_until", (p * 3, gen_kwargs), i) for i, p in enumerate(PROMPTS)])
+        )
         loading = Arguments.of({"pretrained": str(folder), **arguments}).loading
         identities.append((lm.identity["arguments"], ModelIdentity.of_checkpoint(Checkpoint(loading)).arguments))
     (loaded, checkpoint), (other_loaded, other_checkpoint) = identities

@@ -300,8 +300,8 @@ def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path,
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.1}))
     prompt = "the cat sat on a mat and " * 5  # longer than llama.cpp's own window
-    asked = [{}, {"repetition_penalty": 1.0}, {"repetition_penalty": 3.0}]
-    instances = [text(prompt, number, max_gen_toks=24, **settings) for number, settings in enumerate(asked)]
+    overrides = [{}, {"repetition_penalty": 1.0}, {"repetition_penalty": 3.0}]
+    instances = [text(prompt, number, max_gen_toks=24, **settings) for number, settings in enumerate(overrides)]
     expected = PrunedHFLM(str(folder), dtype="float64", device="cpu").generate_until(instances)
     assert len(set(expected)) == 3
     with Stub(folder, kind=kind) as stub:
@@ -375,10 +375,13 @@ def test_an_answer_that_a_full_context_ends_is_refused_and_not_stored(
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         options = {"pretrained": str(tiny_folder), "server": "llamacpp", "dtype": "float64", "probe": False}
         lm = kind(stub.url, **options, responses=str(tmp_path / "r"))
-        chats = [[{"role": "user", "content": each}] for each in words]
-        texts = [stub.tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in chats]
+        chats = [[{"role": "user", "content": content}] for content in words]
+        texts = [
+            stub.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            for messages in chats
+        ]
         stub.length = len(stub.tokenizer.encode((texts if chat else words)[1])) + 3  # started again with less memory
-        contexts = [JsonChatStr(json.dumps(each)) for each in chats] if chat else words
+        contexts = [JsonChatStr(json.dumps(messages)) for messages in chats] if chat else words
         with pytest.raises(InputError, match=r"1 of 2 requests failed, [^\n]*after 3 of 8 tokens[^\n]*context is full"):
             lm.generate_until([text(context, number) for number, context in enumerate(contexts)])
         lm.close()
@@ -640,7 +643,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.
 def test_log_probabilities_are_numbers_up_to_zero(value: Any) -> None:
     with pytest.raises(http_client.RejectedError, match="log-probability"):
         http_client.log_probability(value)
-    assert [http_client.log_probability(each) for each in (0, -9999.0, 1e-6)] == [0.0, -9999.0, 1e-6]
+    assert [http_client.log_probability(number) for number in (0, -9999.0, 1e-6)] == [0.0, -9999.0, 1e-6]
 
 
 @pytest.mark.parametrize("value", [math.nan, None])

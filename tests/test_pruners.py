@@ -497,7 +497,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
     others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
-    first, second = (pruner.scores(model_map, each, parts, {}).values for each in (text, others))
+    first, second = (pruner.scores(model_map, calibration, parts, {}).values for calibration in (text, others))
     for part in parts:
         assert len(first[part.key]) == part.size
         torch.testing.assert_close(first[part.key], second[part.key])

@@ -50,8 +50,8 @@ def outcomes(seed: int, questions: int = 12, chance: float = 0.4) -> Outcomes:
 
 
 def test_candidates_are_orders_with_mixes() -> None:
-    found = race.candidates(["best", "cover"], ["next", "next+dense@T"], [0.5, 1.0])
-    assert [str(each) for each in found] == [
+    candidates = race.candidates(["best", "cover"], ["next", "next+dense@T"], [0.5, 1.0])
+    assert [str(candidate) for candidate in candidates] == [
         f"{order}, {mix}" for order in ("best", "cover") for mix in ("next", "next+dense@0.5", "next+dense@1")
     ]
     with pytest.raises(InputError, match=r"^mixes: dense@0.5 is sampling itself[^\n]*$"):
@@ -66,12 +66,12 @@ def test_samples_under_variants_take_the_temperature_of_the_rival() -> None:
     training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@0.5#")]] = 0
     rival = race.choose_rival(race.rivals(["dense@T", "dense|dense@T"], [0.5, 1.0]), training, 2)
     assert str(rival) == "dense@1"
-    found = race.candidates(
+    candidates = race.candidates(
         ["best"], ["next@0.6", "next@sampling", "dense|next@sampling"], [], race.temperature_of(rival)
     )
-    assert [str(each.mix) for each in found] == ["next@0.6", "next@1", "dense|next@1"]
+    assert [str(candidate.mix) for candidate in candidates] == ["next@0.6", "next@1", "dense|next@1"]
     same = race.candidates(["best"], ["next@0.6", "next@sampling"], [], 0.6)
-    assert [str(each.mix) for each in same] == ["next@0.6"]
+    assert [str(candidate.mix) for candidate in same] == ["next@0.6"]
     with pytest.raises(InputError, match="the temperature sampling must be a number"):
         race.candidates(["best"], ["next@sampling"], [])
 
@@ -105,9 +105,9 @@ def test_cross_fitting_never_sees_the_question() -> None:
         assert method == "mine" and part.pool == ["dense", "a", "b"]
         return policies.best(part)
 
-    found = race.candidates(["router:mine", "cover"], ["next", "dense|next"], [])
+    candidates = race.candidates(["router:mine", "cover"], ["next", "dense|next"], [])
     known = race.cross_fitted_orders(["router:mine", "cover"], training, 3, 7, fit)
-    values = race.cross_fitted(found, known, training, 2)
+    values = race.cross_fitted(candidates, known, training, 2)
     number = np.random.default_rng(7).permutation(12) % 3
     assert seen == [{training.texts[i] for i in range(12) if number[i] != part} for part in range(3)]
     for i in range(12):
@@ -116,7 +116,7 @@ def test_cross_fitting_never_sees_the_question() -> None:
         best = sorted(range(3), key=lambda j: (-z[:, j].sum(), j))
         cover = policies.greedy_cover(z, 3)
         orders = [best, best, cover, cover]
-        for column, (candidate, order) in enumerate(zip(found, orders, strict=True)):
+        for column, (candidate, order) in enumerate(zip(candidates, orders, strict=True)):
             tries = order[:2] if str(candidate.mix) == "next" else [0, next(j for j in order if j)]
             assert values[i, column] == float(any(training.z[i, j] == 1 for j in tries))
     with pytest.raises(InputError, match="12 training questions cannot be divided into 13 parts"):
@@ -128,12 +128,12 @@ def test_training_chooses_the_best_and_of_equals_the_first() -> None:
     training.z[:, POOL.index("a")] = 1  # any order that tries it first or second wins
     training.z[:, [0, POOL.index("b")]] = 0
     training.z[:, [j for j, name in enumerate(POOL) if name.startswith("dense@1#")]] = 1
-    found = race.candidates(["best", "cover"], ["dense|next", "next"], [])
+    candidates = race.candidates(["best", "cover"], ["dense|next", "next"], [])
     known = race.cross_fitted_orders(["best", "cover"], training, 3, 0, no_fit)
     sampling = race.rivals(["dense@T"], [0.5, 1.0])
-    choice = race.choose(found, known, sampling, training, 2)
+    choice = race.choose(candidates, known, sampling, training, 2)
     assert str(choice.candidate) == "best, dense|next" and str(choice.rival) == "dense@1"
-    assert choice.passes == {str(each): 1.0 for each in found}
+    assert choice.passes == {str(candidate): 1.0 for candidate in candidates}
     assert choice.sampled["dense@1"] == 1.0 > choice.sampled["dense@0.5"] and choice.to_json()["temperature"] == 1.0
     assert (choice.differences == 0).all() and choice.to_json()["mix"] == "dense|next"
 
@@ -143,11 +143,11 @@ def test_the_rival_may_try_the_greedy_answer_first() -> None:
     training = outcomes(2)
     training.z[:] = 0
     training.z[:6, 0] = 1  # only the greedy answer solves anything
-    found = race.candidates(["best"], ["dense|next"], [])
+    candidates = race.candidates(["best"], ["dense|next"], [])
     known = race.cross_fitted_orders(["best"], training, 3, 0, no_fit)
     sampling = race.rivals(["dense@T", "dense|dense@T"], [0.5, 1.0])
     assert list(map(str, sampling)) == ["dense@0.5", "dense@1", "dense|dense@0.5", "dense|dense@1"]
-    choice = race.choose(found, known, sampling, training, 2)
+    choice = race.choose(candidates, known, sampling, training, 2)
     assert str(choice.rival) == "dense|dense@0.5" and (choice.differences == 0).all()
     assert choice.sampled == {"dense@0.5": 0, "dense@1": 0, "dense|dense@0.5": 0.5, "dense|dense@1": 0.5}
     for mix in ("next", "dense|next+dense@0.5", "next@0.5"):
@@ -203,14 +203,14 @@ def test_twins_are_found_in_every_fold() -> None:
     texts += [text.replace("12", "4") for text in texts[:10]] + texts[20:23]
     groups = [generator.randint(0, 4) for _ in texts]
     for least in (0.5, 0.8, 1.0):
-        found = race.near_duplicates(texts, groups, least)
-        assert set(found) == literal_twins(texts, groups, least)
-        assert len(found) >= 3 and all(i != j for i, j in found.items())
+        duplicates = race.near_duplicates(texts, groups, least)
+        assert set(duplicates) == literal_twins(texts, groups, least)
+        assert len(duplicates) >= 3 and all(i != j for i, j in duplicates.items())
 
 
 @pytest.mark.parametrize("number", ["7", "1,200", "3.5", "four", "seventy-four", "Twelve", "two hundred"])
 def test_numbers_are_alike_in_digits_and_words(number: str) -> None:
-    texts = [f"A ship has {each} sails and someone tends them." for each in ("74", number)]
+    texts = [f"A ship has {spelling} sails and someone tends them." for spelling in ("74", number)]
     assert race.near_duplicates(texts, [0, 1], 1.0) == {0: 1, 1: 0}
 
 
@@ -288,14 +288,14 @@ def test_only_secondary_comparisons_are_corrected() -> None:
     generator = np.random.default_rng(3)
     values = [(generator.random((2, 40)) < share).astype(float) for share in (0.3, 0.5, 0.7)]
     values[1][0] = 1.0
-    found = race.test_comparisons([race.Comparison(str(i), *pair, i == 0) for i, pair in enumerate(values)])
-    assert found[0]["primary"] and found[0]["p_holm"] is None
-    p = [each["p"] for each in found[1:]]
+    results = race.test_comparisons([race.Comparison(str(i), *pair, i == 0) for i, pair in enumerate(values)])
+    assert results[0]["primary"] and results[0]["p_holm"] is None
+    p = [entry["p"] for entry in results[1:]]
     expected = [min(2 * x, 1) if x == min(p) else max(x, min(2 * min(p), 1)) for x in p]
-    assert [each["p_holm"] for each in found[1:]] == pytest.approx(expected)
-    for each, (policy, sampling) in zip(found, values, strict=True):
-        assert each["difference"] == pytest.approx(np.mean(policy - sampling))
-        assert (each["low"] > 0 or each["high"] < 0) == (each["p"] < 0.05)
+    assert [entry["p_holm"] for entry in results[1:]] == pytest.approx(expected)
+    for result, (policy, sampling) in zip(results, values, strict=True):
+        assert result["difference"] == pytest.approx(np.mean(policy - sampling))
+        assert (result["low"] > 0 or result["high"] < 0) == (result["p"] < 0.05)
 
 
 def test_what_only_variants_solve_is_counted() -> None:
@@ -325,8 +325,8 @@ def test_questions_without_all_samples_are_not_counted() -> None:
 
 def test_only_tries_are_asked() -> None:
     orders, mix = [["dense", "a", "b"], ["b", "dense", "a"]], Mix.parse("dense|next+dense@0.5")
-    found = race.attempts_of([(orders, mix, 4), (orders, Mix.parse("next@1"), 2)])
-    assert found == [
+    attempts = race.attempts_of([(orders, mix, 4), (orders, Mix.parse("next@1"), 2)])
+    assert attempts == [
         ["dense", "a", "dense@0.5#0", "b", "dense@1#0", "a@1#0"],
         ["dense", "b", "dense@0.5#0", "a", "b@1#0", "dense@1#0"],
     ]
@@ -336,14 +336,14 @@ def test_a_curve_needs_only_the_tries_of_each_question() -> None:
     """Outcomes that no try needs may be unknown; those that one needs may not."""
     whole, mix = outcomes(8), Mix.parse("next+dense@0.5")
     orders = [["a", "b"] if i % 2 else ["b", "a"] for i in range(12)]
-    asked = race.attempts_of([(orders, mix, 2)])
+    attempts = race.attempts_of([(orders, mix, 2)])
     z, tokens = np.full_like(whole.z, np.nan), np.full(whole.z.shape, np.nan)
-    for i, names in enumerate(asked):
+    for i, names in enumerate(attempts):
         columns = [POOL.index(name) for name in names]
         z[i, columns], tokens[i, columns] = whole.z[i, columns], 3.0
     part = replace(whole, z=z, tokens=tokens)
     curve = policy_curve("", race.fixed_policy(orders), part, 2, mix)
-    for i, (first, second) in enumerate(asked):
+    for i, (first, second) in enumerate(attempts):
         tries = [whole.z[i, POOL.index(name)] for name in (first, second)]
         assert curve.values[i].tolist() == [tries[0], max(tries)]
     assert curve.mean_tokens is not None and curve.mean_tokens.tolist() == [3.0, 6.0]
@@ -363,9 +363,9 @@ def test_costs_are_rates_times_counts() -> None:
     other = {**entry, "made": 120, "answers": 120}
     rates |= {name: {"0": other, "3": other} for name in ("train", "sampled", "ceiling", "test")}
     counts = {"finetune": 800, "train": 1200, "sampled": 1200, "ceiling": 120, "test": 1200}
-    found = estimate(plan, rates, counts)
-    assert found["training_steps"] == 90 * 4
-    assert found["hours"] == {
+    costs = estimate(plan, rates, counts)
+    assert costs["training_steps"] == 90 * 4
+    assert costs["hours"] == {
         "finetune": 0.2, "train": 0.83, "sampled": 0.83, "ceiling": 0.08, "test": 0.83,
     }  # fmt: skip
     with pytest.raises(InputError, match="the rates lack test; rehearse"):

@@ -54,7 +54,7 @@ def folds() -> list[Fold]:
         {"fold": 1, "order": "second", "mix": "dense|next", "rival": "dense|dense@0.5"},
     ]
     orders = {"first": ["a", "b", "dense"], "second": ["b", "a", "dense"]}
-    found = []
+    result = []
     for solved, choice in zip(SOLVED, choices, strict=True):
         z = np.array(solved, np.float32)
         rows = [{"question": f"{choice['fold']} {i}", "task": "t"} for i in range(len(z))]
@@ -64,8 +64,8 @@ def folds() -> list[Fold]:
         def policy_of(order: str, count: int = len(z)) -> Any:
             return fixed_policy([orders[order]] * count)
 
-        found.append(Fold(part, choice, policy_of))
-    return found
+        result.append(Fold(part, choice, policy_of))
+    return result
 
 
 @pytest.fixture
@@ -79,22 +79,22 @@ def report(folds: list[Fold]) -> Report:
 
 def test_values_of_two_folds_are_literal(report: Report) -> None:
     """Pairs of the chosen policy and its rival, in this order; counted by hand from `SOLVED`."""
-    primary, one, tokens, *rest = report.comparisons()
-    assert primary.is_primary and not any(each.is_primary for each in (one, tokens, *rest))
-    assert primary.name == "pass@2, primary" and one.name == "pass@1, beside the greedy answer"
+    primary, first, tokens, *rest = report.comparisons()
+    assert primary.is_primary and not any(comparison.is_primary for comparison in (first, tokens, *rest))
+    assert primary.name == "pass@2, primary" and first.name == "pass@1, beside the greedy answer"
     assert primary.policy.tolist() == [0, 1, 1, 0, 1]  # a or b; dense or b
     assert primary.sampling == pytest.approx([1 - 3 / 6, 0, 1 - 1 / 6, 0, 1])  # two of four samples; dense or a sample
-    assert one.policy.tolist() == [0, 0, 1, 0, 1] and one.sampling.tolist() == [1, 0, 0, 0, 1]  # column `dense`
+    assert first.policy.tolist() == [0, 0, 1, 0, 1] and first.sampling.tolist() == [1, 0, 0, 0, 1]  # column `dense`
     assert report.curves[CHOSEN].tokens is not None and report.curves[SAMPLING].tokens is not None
     assert report.curves[CHOSEN].tokens.tolist() == [[20, 50]] * 3 + [[10, 40]] * 2
     assert report.curves[SAMPLING].tokens.tolist() == [[7, 14]] * 3 + [[10, 17]] * 2
     assert tokens.name == "at the tokens of 2 tries" and tokens.policy.tolist() == primary.policy.tolist()
     assert tokens.sampling == pytest.approx([1 / 2, 0, 5 / 6, 0, 1])  # 50 and 40 tokens: both tries of sampling fit
-    votes = {each.name: each for each in rest}
+    votes = {comparison.name: comparison for comparison in rest}
     assert votes["majority at 2"].policy.tolist() == [0, 0, 1, 0, 1]  # the first of two different answers
     assert votes["majority at 2"].sampling.tolist() == [1 / 2, 0, 1 / 2, 0, 1]  # samples 0, 1 and samples 2, 3
     beside = votes["majority at 2, beside the greedy answer"]
-    assert beside.policy.tolist() == [0, 0, 1, 0, 1] and beside.sampling.tolist() == one.sampling.tolist()
+    assert beside.policy.tolist() == [0, 0, 1, 0, 1] and beside.sampling.tolist() == first.sampling.tolist()
     assert votes["b, pass@2"].policy.tolist() == [0, 1, 1, 1, 1]
     assert votes["b, pass@2"].sampling.tolist() == primary.sampling.tolist()
 
@@ -104,7 +104,7 @@ def test_fewer_tries_of_sampling_fit_into_fewer_tokens(report: Report) -> None:
         assert fold.outcomes.tokens is not None
         fold.outcomes.tokens[:, 1:3] = 3.0  # the chosen policy's two tries have 6 and 13 tokens
     # sampling has 7 tokens a try; the greedy answer and a sample have 10 and 17
-    first = [6 / 7 * each for each in (1 / 4, 0, 2 / 4)]
+    first = [6 / 7 * share for share in (1 / 4, 0, 2 / 4)]
     assert report.sampled_at_tokens() == pytest.approx([*first, 0, 1])
 
 
@@ -248,8 +248,8 @@ def registered(repository: tuple[Path, Any]) -> tuple[Race, Any]:
 
 def test_a_race_is_registered_with_all_its_folds(registered: tuple[Race, Any]) -> None:
     race, git = registered
-    found = claims.status(race, range(2))
-    assert found["commit"] == git("rev-parse", "HEAD") and found["text"].startswith("Pre-registered: ")
+    status = claims.status(race, range(2))
+    assert status["commit"] == git("rev-parse", "HEAD") and status["text"].startswith("Pre-registered: ")
     part = claims.status(race, [1])
     assert part["commit"] is None and part["text"].endswith("only these folds were tested: 1.")
     assert claims.status(replace(race, limit=12), range(2)) == {"commit": None, "text": replace(race, limit=12).note}
@@ -265,8 +265,8 @@ def test_changed_files_are_not_registered(registered: tuple[Race, Any], name: st
     path.write_text(path.read_text() + "\n")
     if is_committed:
         git("add", "docs"), git("commit", "-qm", "changed")
-    found = claims.status(race, range(2))
-    assert found["commit"] is None and found["text"].startswith("Not pre-registered (commit ")
+    status = claims.status(race, range(2))
+    assert status["commit"] is None and status["text"].startswith("Not pre-registered (commit ")
 
 
 def test_another_plan_is_not_registered(registered: tuple[Race, Any]) -> None:
@@ -276,8 +276,8 @@ def test_another_plan_is_not_registered(registered: tuple[Race, Any]) -> None:
     other = make(race.work.parent, "plan2.md")
     assert other.plan.seed == 1
     for _ in range(2):
-        found = claims.status(other, range(2))
-        assert found["commit"] is None and found["text"].startswith("Not pre-registered")
+        status = claims.status(other, range(2))
+        assert status["commit"] is None and status["text"].startswith("Not pre-registered")
         git("add", "docs"), git("commit", "--allow-empty", "-qm", "plan 2")
     write_choices(other)
     git("add", "docs"), git("commit", "-qm", "choices of plan 2")

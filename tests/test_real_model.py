@@ -140,9 +140,9 @@ def test_ten_masks_are_as_far_from_the_dense_model_as_the_definitions_say(folder
             for position in range(4, len(tokens)):
                 p, q = (torch.log_softmax(logits[position - 1], 0) for logits in (dense, pruned))
                 kld = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
-                found = distances[name][0][position - 4].tolist()
-                assert found[0] == pytest.approx(kld, abs=1e-7) and kld > 0.001
-                assert found[1] == float(p.argmax() == q.argmax())
-                assert found[2] == pytest.approx(
+                actual = distances[name][0][position - 4].tolist()
+                assert actual[0] == pytest.approx(kld, abs=1e-7) and kld > 0.001
+                assert actual[1] == float(p.argmax() == q.argmax())
+                assert actual[2] == pytest.approx(
                     math.exp(q[tokens[position]]) - math.exp(p[tokens[position]]), abs=1e-7
                 )

@@ -124,12 +124,14 @@ def test_each_stage_scores_compensates_and_cuts(
             torch.testing.assert_close(actual[name], value.to(actual[name].dtype), rtol=1e-5, atol=1e-6)
     manifest = read_manifest(options.output)
     assert manifest is not None
-    made = [stage["plan"]["made"] for stage in manifest["stages"]]
+    provenances = [stage["plan"]["made"] for stage in manifest["stages"]]
     compensation = {"slimgpt": "least_squares", "flap": "bias"}.get(method, "none")
-    assert [each["options"]["compensation"] for each in made] == [more.get("compensation", compensation)] * 2
-    assert [len(each["stages"]) for each in made] == [steps] * 2
-    removable = made[0]["parameters"]["removable"]
-    removed = sum(each["parameters"]["removed"] for each in made)
+    assert [provenance["options"]["compensation"] for provenance in provenances] == [
+        more.get("compensation", compensation)
+    ] * 2
+    assert [len(provenance["stages"]) for provenance in provenances] == [steps] * 2
+    removable = provenances[0]["parameters"]["removable"]
+    removed = sum(provenance["parameters"]["removed"] for provenance in provenances)
     unit = Part(map_model(load_pretrained(options.pretrained)).attention[0]).cost("group")
     assert abs(removed - 0.3 * removable) <= 2 * unit
 
@@ -181,10 +183,10 @@ def test_stages_compose_blocks_heads_and_channels(options: DistillOptions) -> No
     distill(replace(options, method="magnitude", ratio=0.7, **blocks))
     manifest = read_manifest(options.output)
     assert manifest is not None
-    made = [stage["plan"]["made"] for stage in manifest["stages"]]
-    assert [each["options"]["depth_method"] for each in made] == ["random"] * 2
-    removable = made[0]["parameters"]["removable"]
-    assert sum(each["parameters"]["removed"] for each in made) >= 0.7 * removable - 2
+    provenances = [stage["plan"]["made"] for stage in manifest["stages"]]
+    assert [provenance["options"]["depth_method"] for provenance in provenances] == ["random"] * 2
+    removable = provenances[0]["parameters"]["removable"]
+    assert sum(provenance["parameters"]["removed"] for provenance in provenances) >= 0.7 * removable - 2
     with pytest.raises(InputError, match="depth_method is for --allocation composition"):
         replace(options, depth_method="random")
 
@@ -202,7 +204,7 @@ def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path
 # ---------------------------------------------------------------- own calibration text
 
 
-def made_texts(options: DistillOptions) -> list[dict[str, Any]]:
+def calibration_texts(options: DistillOptions) -> list[dict[str, Any]]:
     manifest = read_manifest(options.output)
     assert manifest is not None
     return [stage["plan"]["made"]["calibration"] for stage in manifest["stages"]]
@@ -221,11 +223,11 @@ def test_stages_read_answers_of_the_model_that_is_to_give_them(options: DistillO
         calibration=6,
     )
     distill(options)
-    texts = made_texts(options)
+    texts = calibration_texts(options)
     assert all(text["text"] == "own answers to 6 training problems" for text in texts)
     hashes = [text["sha256"] for text in texts]
     expected = {1: [0, 1, 2], 2: [0, 0, 2], 0: [0, 0, 0]}[regenerate]
-    assert [hashes.index(each) for each in hashes] == expected
+    assert [hashes.index(digest) for digest in hashes] == expected
     assert len(list(read_answers(Path(f"{options.output}.responses")))) == 6 * len({*expected})
 
 
@@ -304,7 +306,9 @@ def test_a_student_learns_the_answers_that_are_kept(
     expected, solved = [], 0
     for problem, several in zip(examples.questions, answers, strict=True):
         right = [a for a in several if not a.cut_off and score([], [a.text])[0]]
-        texts = [([*one, *two], len(one)) for one, two in dict.fromkeys((a.prompt, a.tokens) for a in right)]
+        texts = [
+            ([*prompt, *tokens], len(prompt)) for prompt, tokens in dict.fromkeys((a.prompt, a.tokens) for a in right)
+        ]
         solved += bool(texts)
         expected += texts or ([(problem.ids, problem.start)] if unsolved == "target" else [])
     assert counts["unsolved"] == 10 - solved and counts["answers"] == 30 and 0 < solved < 10
@@ -332,7 +336,7 @@ def test_problems_calibrate_and_are_compared_whatever_is_learned(options: Distil
     taught = host.taught(examples, tmp_path)
     assert len(taught.train) > len(examples.train) and len(taught.validation) > len(examples.validation) == 8
     model = host.read(options.pretrained)
-    first, second = (host.calibration(each, model, None).record() for each in (examples, taught))
+    first, second = (host.calibration(source, model, None).record() for source in (examples, taught))
     assert first == second
     compared = host.compared_texts(taught)
     assert [text.document[1] for text in compared] == [problem.question.number for problem in examples.validation]
@@ -370,10 +374,10 @@ def test_another_teacher_is_asked(options: DistillOptions, tmp_path: Path) -> No
     both = [teaching(options, tmp_path, keep_answers="all"), teaching(options, tmp_path, keep_answers="all")]
     both[1] = replace(both[1], teacher=str(tmp_path / "teacher"), output=str(tmp_path / "other"))
     texts = []
-    for each in both:
-        host: Any = make_host(each)
-        host.ask_teacher(host.examples(), tmp_path / Path(each.output).name, torch.device("cpu"))
-        texts.append((read_lessons(tmp_path / Path(each.output).name) or {})["texts"])
+    for run_options in both:
+        host: Any = make_host(run_options)
+        host.ask_teacher(host.examples(), tmp_path / Path(run_options.output).name, torch.device("cpu"))
+        texts.append((read_lessons(tmp_path / Path(run_options.output).name) or {})["texts"])
     assert texts[0] != texts[1]
 
 
@@ -418,9 +422,9 @@ def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_pa
         cut_off += size is None
         if size is not None:
             expected.add(((*ids[0].tolist(), *tokens[:size], tokenizer.eos_token_id), ids.shape[1]))
-    problems = [each for each in taught.train if isinstance(each, Problem)]
-    learned = [each for each in taught.train if not isinstance(each, Problem)]
-    assert {(tuple(each.ids), each.start) for each in learned} == expected and len(learned) == len(expected) > 0
+    problems = [example for example in taught.train if isinstance(example, Problem)]
+    learned = [example for example in taught.train if not isinstance(example, Problem)]
+    assert {(tuple(lesson.ids), lesson.start) for lesson in learned} == expected and len(learned) == len(expected) > 0
     assert problems == examples.questions and len(problems) == 8
     counts = taught.note["lessons"]["corpus_train"]
     assert counts["questions"] == len(PROMPTS) and counts["cut_off"] == cut_off and "right" not in counts
@@ -539,15 +543,15 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillO
     host: Any = make_host(options)
     assert host.positions == 512
     examples = host.examples()
-    asked = [each for each in examples.train if isinstance(each, Prompt)]
-    assert sum(512 - 450 < len(prompt.ids) < 512 for prompt in asked) == 1 and len(asked) == 3
+    prompts = [example for example in examples.train if isinstance(example, Prompt)]
+    assert sum(512 - 450 < len(prompt.ids) < 512 for prompt in prompts) == 1 and len(prompts) == 3
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
     assert taught.note["lessons"]["corpus_train"]["too_long"] == 1
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"p": "word " * 30}))
     with pytest.raises(InputError, match=r"0 of 0 cut off, 1 too long\); give fewer max_gen_toks or shorter prompts"):
         distill(replace(options, output=str(tmp_path / "long")))
-    assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in asked}
+    assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in prompts}
 
 
 def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_path: Path) -> None:
@@ -695,5 +699,5 @@ def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
         distill(again)
     assert calls == [1]
     assert not (tmp_path / "again.distilling").exists()
-    expected, actual = (load_pretrained(each.output).state_dict() for each in (whole, again))
+    expected, actual = (load_pretrained(run_options.output).state_dict() for run_options in (whole, again))
     assert expected.keys() == actual.keys() and all(torch.equal(expected[key], x) for key, x in actual.items())

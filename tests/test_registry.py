@@ -505,8 +505,8 @@ def test_scores_may_share_memory(install: Any, tiny_folder: Path, tmp_path: Path
     for name in ("mine", "shared"):
         words = ["--pretrained", str(tiny_folder), "--method", name, "--ratio", "0.25"]
         assert main(["prune", *words, "--output", str(tmp_path / f"{name}.json")]) == 0
-    mine, shared = (load_intervention(tmp_path / f"{name}.json") for name in ("mine", "shared"))
-    assert (mine.heads, mine.channels) == (shared.heads, shared.channels)
+    plain, shared = (load_intervention(tmp_path / f"{name}.json") for name in ("mine", "shared"))
+    assert (plain.heads, plain.channels) == (shared.heads, shared.channels)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -600,13 +600,13 @@ def test_reading_a_grid_reserves_no_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert METHODS._reserved == before
 
 
-@pytest.mark.parametrize("place", ["init", "resolve", "attach", "hook"])
-def test_an_error_in_a_method_of_another_package_is_named(install: Any, tiny_folder: Path, place: str) -> None:
+@pytest.mark.parametrize("method", ["init", "resolve", "attach", "hook"])
+def test_an_error_in_a_method_of_another_package_is_named(install: Any, tiny_folder: Path, method: str) -> None:
     """The error stays what it is, with its traceback; a note names the class, and the option that named it."""
     install({"interventions": {"halve": "elsewhere:Halve", "mine": "elsewhere:Raising"}})
     prompt = compat.request("generate_until", ("a", {"until": [], "max_gen_toks": 2}), "t", 0)
     with pytest.raises(IndexError) as raised:
-        PrunedHFLM(str(tiny_folder), device="cpu", halve=1, mine=place).generate_until([prompt])
+        PrunedHFLM(str(tiny_folder), device="cpu", halve=1, mine=method).generate_until([prompt])
     assert raised.value.__notes__ == ["in elsewhere:Raising, which method=mine names"]
 
 

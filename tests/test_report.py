@@ -150,9 +150,9 @@ def test_a_policy_has_one_colour_in_both_pictures(
     drawn_curves = [
         curves.policy_curve(name, policies.best(train), test, 3) for name in ("router", "weak", "samples", "strong")
     ]
-    drawn_curves = [replace(each, tokens=None if each.name == "samples" else tokens) for each in drawn_curves]
+    drawn_curves = [replace(curve, tokens=None if curve.name == "samples" else tokens) for curve in drawn_curves]
     drawn_curves[3] = replace(drawn_curves[3], values=np.ones_like(tokens))
-    figures.pass_at_n(drawn_curves, [mean_interval(each.values, 1.0) for each in drawn_curves], 0.3, tmp_path)
+    figures.pass_at_n(drawn_curves, [mean_interval(curve.values, 1.0) for curve in drawn_curves], 0.3, tmp_path)
     figures.pass_at_tokens(drawn_curves, tmp_path)
     first, second = (
         {text.get_text(): text.get_color() for text in drawing.axes[0].texts if text.get_text()} for drawing in drawn

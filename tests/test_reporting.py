@@ -196,7 +196,7 @@ def test_libraries_print_no_hints_but_their_warnings(
         warnings.warn("old", FutureWarning, stacklevel=1)
         warnings.warn("real", UserWarning, stacklevel=1)
     assert [record.getMessage() for record in caplog.records] == [f"a real warning of {name}" for name in HINTS]
-    assert [str(each.message) for each in warned] == ["real"]
+    assert [str(warning.message) for warning in warned] == ["real"]
     assert not transformers_logging.is_progress_bar_enabled() and not hub.are_progress_bars_disabled()
     for name in HINTS:
         logging.getLogger(name).filters.clear()

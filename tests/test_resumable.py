@@ -143,7 +143,7 @@ def test_repeats_on_a_server_have_seeds_of_their_own(
     seeds: dict[str, list[int]] = {}
     for payload in server.payloads:
         seeds.setdefault(str(payload["prompt"]), []).append(payload["seed"])
-    assert len(seeds) == LIMIT and all(len(set(each)) == 4 for each in seeds.values())
+    assert len(seeds) == LIMIT and all(len(set(prompt_seeds)) == 4 for prompt_seeds in seeds.values())
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -131,22 +131,22 @@ def test_nothing_is_learned_from_shuffled_outcomes(row: Row) -> None:
 def test_the_guard_tries_dense_first(row: Row, tmp_path: Path) -> None:
     """Dense solves what nothing in the question tells; a head is better on the training questions alone."""
     x, z = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(60, 6)
-    given = options(row, validation=0.5, guard=True)
+    fit_options = options(row, validation=0.5, guard=True)
     validation, training = split(range(60), 0.5, 0)
     z[validation, 0] = 1
     z[training, 3] = 1
-    router = fit_embeddings(x, z, POOL[:6], "none", given)
+    router = fit_embeddings(x, z, POOL[:6], "none", fit_options)
     assert router.dense_first and router.about["validation_pass"]["pass@1"] == router.about["validation_dense"] == 1
     router.save(tmp_path)
     orders = Router.load(tmp_path).ranking(x)
     assert all(order[0] == 0 and sorted(order) == list(range(6)) for order in orders)
-    own = fit_embeddings(x, z, POOL[:6], "none", replace(given, guard=False))
+    own = fit_embeddings(x, z, POOL[:6], "none", replace(fit_options, guard=False))
     assert not own.dense_first and own.about["validation_pass"]["pass@1"] < 0.2
     assert [[j for j in order if j] for order in own.ranking(x)] == [order[1:] for order in orders]
-    by_default = fit_embeddings(x, z, POOL[:6], "none", replace(given, guard=None))
+    by_default = fit_embeddings(x, z, POOL[:6], "none", replace(fit_options, guard=None))
     assert by_default.dense_first == (row.name != "contrastive")
     names = POOL[1:6]  # without dense there is nothing to fall back to
-    without = fit_embeddings(x, z[:, 1:], names, "none", replace(given, validation=0.0))
+    without = fit_embeddings(x, z[:, 1:], names, "none", replace(fit_options, validation=0.0))
     assert not without.dense_first and without.about["validation_dense"] is None
 
 
@@ -161,10 +161,10 @@ def test_validation_chooses(row: Row) -> None:
     quick = {"epochs": 2} if row.flat else {"options": {"iterations": 5} if "iterations" in vars(method) else {}}
     router = fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(router=row.name, **quick))
     tried, chosen = router.about["tried"], router.about["chosen"]
-    best = max(sum(each["validation_pass"].values()) for each in tried)
-    (mine,) = [each for each in tried if chosen.items() <= each.items()]
-    assert len(tried) > 2 and sum(mine["validation_pass"].values()) == best
-    assert mine["validation_pass"] == router.about["validation_pass"]
+    best = max(sum(setting["validation_pass"].values()) for setting in tried)
+    (winner,) = [setting for setting in tried if chosen.items() <= setting.items()]
+    assert len(tried) > 2 and sum(winner["validation_pass"].values()) == best
+    assert winner["validation_pass"] == router.about["validation_pass"]
 
 
 @BY_NAME
@@ -507,15 +507,15 @@ def test_the_quadrature_has_the_moments_of_a_normal_distribution() -> None:
 def test_a_fit_is_a_minimum_of_the_objective(factors: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x, z = torch.randn(40, 3, generator=generator), random_z(generator, 40, 4, True)
-    found = OutcomeModel.fit(x, z, 2, factors, 0.01, 0, 500)
-    lowest = float(found.objective(x, z, 0.01))
+    outcome_model = OutcomeModel.fit(x, z, 2, factors, 0.01, 0, 500)
+    lowest = float(outcome_model.objective(x, z, 0.01))
     for name in ("bias", "effects", "projection", "loadings"):
-        tensor = getattr(found, name)
+        tensor = getattr(outcome_model, name)
         for index in np.ndindex(*tensor.shape):
             for step in (-1e-2, 1e-2):
                 moved = tensor.clone()
                 moved[index] += step
-                assert float(replace(found, **{name: moved}).objective(x, z, 0.01)) > lowest - 1e-7
+                assert float(replace(outcome_model, **{name: moved}).objective(x, z, 0.01)) > lowest - 1e-7
 
 
 def test_factors_are_found_where_outcomes_of_a_question_agree() -> None:
@@ -527,10 +527,10 @@ def test_factors_are_found_where_outcomes_of_a_question_agree() -> None:
     x = torch.from_numpy(generator.normal(size=(600, 4)).astype(np.float32))
     losses = {}
     for factors in (0, 1, 2):
-        found = OutcomeModel.fit(x[:300], z[:300], 0, factors, 0.01, 0, 200)
-        losses[factors] = float(found.negative_log_likelihood(x[300:], z[300:]).mean())
+        outcome_model = OutcomeModel.fit(x[:300], z[:300], 0, factors, 0.01, 0, 200)
+        losses[factors] = float(outcome_model.negative_log_likelihood(x[300:], z[300:]).mean())
     assert losses[0] > losses[1] + 0.05 and losses[1] > losses[2] + 0.05
-    orders = found.order(x[300:])
+    orders = outcome_model.order(x[300:])
     assert bool(((orders[:, 0] < 3) != (orders[:, 1] < 3)).all())  # the second try is of the other kind
     plain = OutcomeModel.fit(x[:300], z[:300], 0, 0, 0.01, 0, 200).order(x[300:])
     first_two = [mean_passes(order.tolist(), z[300:])["pass@2"] for order in (orders, plain)]
@@ -582,16 +582,16 @@ def test_scores_are_their_formulas() -> None:
     p = [[generator.random() for _ in range(5)] for _ in range(40)]
     z = [[generator.choice([0.0, 1.0, 1.0, math.nan]) for _ in row] for row in p]
     cells = [(c, o) for row, outcomes in zip(p, z, strict=True) for c, o in zip(row, outcomes, strict=True) if o == o]
-    found = calibration.scores(torch.tensor(p).double(), torch.tensor(z))
-    assert found["brier"] == pytest.approx(sum((c - o) ** 2 for c, o in cells) / len(cells))
-    assert found["log_loss"] == pytest.approx(-sum(math.log(c if o else 1 - c) for c, o in cells) / len(cells))
+    scores = calibration.scores(torch.tensor(p).double(), torch.tensor(z))
+    assert scores["brier"] == pytest.approx(sum((c - o) ** 2 for c, o in cells) / len(cells))
+    assert scores["log_loss"] == pytest.approx(-sum(math.log(c if o else 1 - c) for c, o in cells) / len(cells))
     error = 0.0
     for b in range(10):
         bin_cells = [(c, o) for c, o in cells if b / 10 <= c < (b + 1) / 10]
         if bin_cells:
             gap = sum(c for c, _ in bin_cells) / len(bin_cells) - sum(o for _, o in bin_cells) / len(bin_cells)
             error += len(bin_cells) / len(cells) * abs(gap)
-    assert found["ece"] == pytest.approx(error)
+    assert scores["ece"] == pytest.approx(error)
 
 
 def test_platt_scaling_finds_a_distortion() -> None:
@@ -602,8 +602,8 @@ def test_platt_scaling_finds_a_distortion() -> None:
     distorted = (2 * true.logit() - 1).sigmoid()
     slope, offset = calibration.platt(distorted, z)
     assert slope == pytest.approx(0.5, abs=0.05) and offset == pytest.approx(0.5, abs=0.1)
-    found = calibration.cross_fitted(distorted, z)
-    assert found["after"]["ece"] < 0.02 < found["before"]["ece"]
+    scores = calibration.cross_fitted(distorted, z)
+    assert scores["after"]["ece"] < 0.02 < scores["before"]["ece"]
 
     def loss(slope: float, offset: float) -> float:
         penalty = 1e-3 * (math.log(slope) ** 2 + offset**2)

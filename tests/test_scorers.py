@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.test_pass_at import Scripted
 
 LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
-MINE = """
+CONFIG = """
 group: my_gsm8k
 task:
   - task: gsm8k
@@ -37,9 +37,9 @@ task:
 """
 
 
-def evaluate(folder: Path, mine: str, local: dict, script, others: str, limit: int = 6) -> dict:
+def evaluate(folder: Path, config: str, local: dict, script, others: str, limit: int = 6) -> dict:
     """Evaluate the tasks of a user's YAML, which change tasks in a folder of lm-eval's, with local data."""
-    entry = yaml.safe_load(mine)
+    entry = yaml.safe_load(config)
     for task in entry["task"]:
         task |= {"dataset_path": "json", "dataset_name": None, **local}
     (folder / "mine.yaml").write_text(yaml.safe_dump(entry))
@@ -63,14 +63,14 @@ def test_gsm8k_of_lm_eval_by_ten_lines(shared_data: Path, tmp_path: Path) -> Non
     def script(request, tries: int) -> str:
         return f"So she pays ${gold(request)}.00 in all." if request.doc_id % 3 else "I do not know."
 
-    scores = evaluate(tmp_path, MINE, gsm8k(shared_data), script, "gsm8k")
+    scores = evaluate(tmp_path, CONFIG, gsm8k(shared_data), script, "gsm8k")
     assert scores["prune_equal,answer"] == pytest.approx(4 / 6)
     assert "exact_match,flexible-extract" not in scores
 
 
 def test_pass_and_majority_over_the_repeats_of_gsm8k(shared_data: Path, tmp_path: Path) -> None:
-    mine = MINE.replace(", {function: take_first}", "").replace("filter_list", "repeats: 4\n    filter_list")
-    mine += "".join(
+    config = CONFIG.replace(", {function: take_first}", "").replace("filter_list", "repeats: 4\n    filter_list")
+    config += "".join(
         f"      - {{metric: {name}, aggregation: mean, higher_is_better: true}}\n"
         for name in ("prune_pass", "prune_maj")
     )
@@ -79,7 +79,7 @@ def test_pass_and_majority_over_the_repeats_of_gsm8k(shared_data: Path, tmp_path
         right = tries in {0: (1,), 1: (2, 3), 2: ()}[request.doc_id % 3]
         return f"The answer is {gold(request) if right else 90_000 + tries}."
 
-    scores = evaluate(tmp_path, mine, gsm8k(shared_data), script, "gsm8k")
+    scores = evaluate(tmp_path, config, gsm8k(shared_data), script, "gsm8k")
     own = {name.removesuffix(",answer"): value for name, value in scores.items() if name.endswith(",answer")}
     figures = {re.sub(r"\(.*\)", "", name): value for name, value in own.items()}  # lm-eval 0.5: pass@1(prune_pass)
     thirds = {"prune_equal": (1 / 4, 2 / 4, 0), "pass@1": (0, 0, 0), "pass@2": (1, 0, 0), "pass@4": (1, 1, 0)}
@@ -91,11 +91,11 @@ def test_pass_and_majority_over_the_repeats_of_gsm8k(shared_data: Path, tmp_path
 
 
 def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Path) -> None:
-    mine = MINE.replace("my_gsm8k", "my_math").replace(
+    config = CONFIG.replace("my_gsm8k", "my_math").replace(
         "task: gsm8k", "task: minerva_math500\n    process_results: null"
     )
-    mine = mine.replace("{function: prune_answer}", "{function: prune_answer, kind: mathematics, gold: answer}")
-    mine = mine.replace("{metric: prune_equal,", "{metric: prune_equal, kind: mathematics,")
+    config = config.replace("{function: prune_answer}", "{function: prune_answer, kind: mathematics, gold: answer}")
+    config = config.replace("{metric: prune_equal,", "{metric: prune_equal, kind: mathematics,")
     rows = [line for line in (shared_data / "math500_test.jsonl").read_text().splitlines() if r"\\frac" in line][:6]
     (tmp_path / "math.jsonl").write_text("\n".join(rows))
 
@@ -108,7 +108,7 @@ def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Pa
         )
 
     data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "math.jsonl")}}}
-    scores = evaluate(tmp_path, mine, data, script, "minerva_math")
+    scores = evaluate(tmp_path, config, data, script, "minerva_math")
     assert scores["prune_equal,answer"] == 0.5
 
 
@@ -116,15 +116,15 @@ def test_aime_of_lm_eval_with_several_tries(tmp_path: Path) -> None:
     """Its own `process_results` is switched off; the problems are in its layout."""
     rows = [{"ID": f"own-{number}", "Problem": f"What is {number} + 7?", "Answer": number + 7} for number in range(6)]
     (tmp_path / "aime.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    mine = MINE.replace("my_gsm8k", "my_aime").replace(", {function: take_first}", "")
-    mine = mine.replace("task: gsm8k", "task: aime24\n    process_results: null\n    repeats: 2")
-    mine = mine.replace("metric: prune_equal, aggregation: mean, higher_is_better: true", "metric: prune_pass")
+    config = CONFIG.replace("my_gsm8k", "my_aime").replace(", {function: take_first}", "")
+    config = config.replace("task: gsm8k", "task: aime24\n    process_results: null\n    repeats: 2")
+    config = config.replace("metric: prune_equal, aggregation: mean, higher_is_better: true", "metric: prune_pass")
 
     def script(request, tries: int) -> str:
         return rf"So it is $\boxed{{{request.doc['Answer'] + (tries == request.doc_id % 2)}}}$."
 
     data = {"dataset_kwargs": {"data_files": {"train": str(tmp_path / "aime.jsonl")}}}
-    scores = evaluate(tmp_path, mine, data, script, "aime")
+    scores = evaluate(tmp_path, config, data, script, "aime")
     figures = {re.sub(r"\(.*\)", "", name): value for name, value in scores.items()}
     assert (figures["pass@1,answer"], figures["pass@2,answer"], figures["pass@1_unbiased,answer"]) == (0.5, 1, 0.5)
 
@@ -134,9 +134,9 @@ def test_gpqa_of_lm_eval_by_the_letters_of_choices(tmp_path: Path) -> None:
     wrong = {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
     rows = [{"Question": f"Question {number}?", "Correct Answer": "right", **wrong} for number in range(6)]
     (tmp_path / "gpqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    mine = MINE.replace("my_gsm8k", "my_gpqa").replace("task: gsm8k", "task: gpqa_main_generative_n_shot")
-    mine = mine.replace("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}")
-    mine = mine.replace("{metric: prune_equal,", "{metric: prune_equal, kind: text,")
+    config = CONFIG.replace("my_gsm8k", "my_gpqa").replace("task: gsm8k", "task: gpqa_main_generative_n_shot")
+    config = config.replace("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}")
+    config = config.replace("{metric: prune_equal,", "{metric: prune_equal, kind: text,")
     forms = (
         "The answer is {0}.",
         "So the correct choice is {1}.",
@@ -152,7 +152,7 @@ def test_gpqa_of_lm_eval_by_the_letters_of_choices(tmp_path: Path) -> None:
         return forms[request.doc_id % 5].format(letter, letter[1])
 
     data = {"dataset_kwargs": {"data_files": {"train": str(tmp_path / "gpqa.jsonl")}}}
-    assert evaluate(tmp_path, mine, data, script, "gpqa")["prune_equal,answer"] == pytest.approx(5 / 6)
+    assert evaluate(tmp_path, config, data, script, "gpqa")["prune_equal,answer"] == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize("answer", ["C", "(C)", "c", "option C", "(C) helium", "C. helium", "C) helium"])
@@ -193,7 +193,7 @@ def test_a_mistake_in_the_yaml_is_one_line_before_any_answer(
     change: tuple[str, str], message: str, shared_data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=message) as error:
-        evaluate(tmp_path, MINE.replace(*change), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
+        evaluate(tmp_path, CONFIG.replace(*change), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
     assert "\n" not in str(error.value) and "gsm8k" in str(error.value)
 
 
@@ -278,7 +278,9 @@ def test_a_response_that_is_no_list_is_read_as_a_list_is() -> None:
     read = scorers.AnswerFilter("text", "{{answer}}").apply(texts, docs)
     pairs = zip(docs, read, strict=True)
     assert [call(scorers.equal, [doc["answer"]], [text], kind="text")["prune_equal"] for doc, text in pairs] == [1, 0]
-    assert scorers.AnswerFilter("text", "answer").apply([[text] for text in texts], docs) == [[each] for each in read]
+    assert scorers.AnswerFilter("text", "answer").apply([[text] for text in texts], docs) == [
+        [answer] for answer in read
+    ]
 
 
 # --------------------------------------------------------------------------- names

@@ -73,7 +73,8 @@ def test_an_adapter_that_changes_nothing_or_is_not_served_is_refused(tiny_folder
         KINDS["llamacpp"].variant_fields("tiny", ServedVariant("tuned"), Listing(adapter_ids={"other": 0}))
     listing = Listing(adapter_ids={"other": 0, "tuned": 1})
     scales = [
-        each["scale"] for each in KINDS["llamacpp"].variant_fields("tiny", ServedVariant("tuned"), listing)["lora"]
+        adapter["scale"]
+        for adapter in KINDS["llamacpp"].variant_fields("tiny", ServedVariant("tuned"), listing)["lora"]
     ]
     assert scales == [0, 1]
 

@@ -119,7 +119,7 @@ def test_a_grid_has_models_of_several_names(tiny_folder: Path, retrained: Path, 
     with remote(tiny_folder) as stub, remote(retrained) as other:
         stub.name, other.name = "whole", "quantised"
         model = {"pretrained": str(tiny_folder), "dtype": "float64", "server": "vllm"}
-        variants = {each.name: {"model": each.name, "base_url": each.url} for each in (stub, other)}
+        variants = {server.name: {"model": server.name, "base_url": server.url} for server in (stub, other)}
         settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "measure": False}
         grid = Grid.of({"model": model, "variants": variants, "tasks": ["prune_tiny_words"], **settings})
         assert run(grid, str(tmp_path)).failed == []

@@ -74,14 +74,14 @@ def test_rows_of_a_machine_without_the_dense_model_have_its_answers(experiment: 
     copies.mkdir()
     (copies / "dense_fold0_seed0.json").write_text(json.dumps({**there, "weights": "those of another machine"}))
     assert command(here, "collect", "--copy", str(copies)) == 0
-    given = ["--folds", "0", "--copy", str(tmp_path / "given")]
-    assert command(here, "train", "--recipes", "ours", *given) == 0
-    assert command(here, "train", "--recipes", "other", *given) == 0  # the dense model is there by now
+    arguments = ["--folds", "0", "--copy", str(tmp_path / "given")]
+    assert command(here, "train", "--recipes", "ours", *arguments) == 0
+    assert command(here, "train", "--recipes", "other", *arguments) == 0  # the dense model is there by now
     rows = [Row(name, 0, 0) for name in ("ours", "other")]
     for row in rows:
-        made = here.record(row)
-        assert made["parent"] == made["dense"]["weights"] == there["weights"]  # trained anew, alike
-        assert made["made"][0]["versions"] and made["made"][0]["commit"] and made["made"][0]["device"]
+        result = here.record(row)
+        assert result["parent"] == result["dense"]["weights"] == there["weights"]  # trained anew, alike
+        assert result["made"][0]["versions"] and result["made"][0]["commit"] and result["made"][0]["device"]
     assert Scored(here).difference(rows[1:], "validation").by_row.keys() == {rows[1]}
     lonely = tmp_path / "lonely"
     lonely.mkdir()
@@ -169,7 +169,7 @@ def test_the_share_that_is_removed_is_known_before(experiment: Experiment, chang
     row = Row("ours", 0, 0)
     whole = replace(experiment.options(row), pretrained=experiment.pretrained, limit=8)
     distill(whole)
-    before, after = (costs.parameters(load_pretrained(each))[1] for each in (experiment.pretrained, whole.output))
+    before, after = (costs.parameters(load_pretrained(path))[1] for path in (experiment.pretrained, whole.output))
     known, removed = removed_share(experiment, "ours"), 1 - after / before
     assert known is not None
     assert removed >= known - 0.01
@@ -195,13 +195,13 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     copies = tmp_path / "copies"
     assert command(experiment, "train", "--recipes", "ours", "--rows", "2", "--copy", str(copies)) == 0
     assert {path.stem for path in copies.iterdir()} == {"dense_fold0_seed0", "ours_fold0_seed0"}
-    dense, ours = (experiment.record(Row(name, 0, 0)) for name in (DENSE, "ours"))
+    dense, pruned = (experiment.record(Row(name, 0, 0)) for name in (DENSE, "ours"))
     assert len(dense["test"]) == 6 and len(dense["validation"]) == 6
-    assert [answer["id"] for answer in dense["validation"]] == [answer["id"] for answer in ours["validation"]]
-    assert [(entry["id"], len(entry["answers"])) for entry in ours["sampled"]] == [
-        (answer["id"], 2) for answer in ours["validation"]
+    assert [answer["id"] for answer in dense["validation"]] == [answer["id"] for answer in pruned["validation"]]
+    assert [(entry["id"], len(entry["answers"])) for entry in pruned["sampled"]] == [
+        (answer["id"], 2) for answer in pruned["validation"]
     ]
-    assert ours["parameters"][1] < dense["parameters"][1] and ours["plans"][-1]["heads"]
+    assert pruned["parameters"][1] < dense["parameters"][1] and pruned["plans"][-1]["heads"]
     capsys.readouterr()
     assert command(experiment, "train", "--recipes", "ours", "--folds", "0", "--seeds", "0") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all rows are made"
@@ -256,10 +256,10 @@ def test_training_goes_on_if_another_process_makes_a_row(
 ) -> None:
     for fold in (0, 1):
         record(experiment, Row(DENSE, fold, 0), {"validation": "1111", "test": "1111"}, 100)
-    made: list[Row] = []
+    trained: list[Row] = []
 
     def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
-        made.append(row)
+        trained.append(row)
         record(experiment, row, {"validation": "1111", "test": "1111"}, 80)
         return experiment.record(row)
 
@@ -269,7 +269,7 @@ def test_training_goes_on_if_another_process_makes_a_row(
         elsewhere.submit(lock.__enter__).result()
         assert command(experiment, "train") == 0
         elsewhere.submit(lock.__exit__, None, None, None).result()
-    assert set(made) == {Row("other", 0, 0), Row("ours", 1, 0), Row("other", 1, 0)}
+    assert set(trained) == {Row("other", 0, 0), Row("ours", 1, 0), Row("other", 1, 0)}
     output = capsys.readouterr().out
     assert "ours_fold0_seed0 is left: another run is writing" in output and "1 rows wait for other processes" in output
 
@@ -411,7 +411,9 @@ def test_prompts_are_of_problems_outside_the_folds(
     experiment = replace_options(experiment, data_dir=None)
     assert command(experiment, "problems") == 0
     prompts = [json.loads(line)["prompt"] for line in (experiment.work / PROMPTS).read_text().splitlines()]
-    documents = [each for fold in json.loads((experiment.work / PROBLEMS).read_text()).values() for each in fold]
+    documents = [
+        document for fold in json.loads((experiment.work / PROBLEMS).read_text()).values() for document in fold
+    ]
     rows = [json.loads(line) for line in (shared_data / "asdiv.jsonl").read_text().splitlines()]
     outside = [f"{row['body']} {row['question']}".strip() for row in rows if row["asdiv_a_fold"] is None]
     task_words = documents[0]["rendered"]["prompt"].split(documents[0]["question"])[1].split("\na:")[0]
@@ -513,10 +515,10 @@ def test_an_estimate_counts_what_the_row_reads(experiment: Experiment) -> None:
     from _smaller_estimate import _answering_seconds, _ratio
 
     assert _ratio([43, 256]) == 256 / 43 and _ratio([0, 256]) == 1.0
-    asked: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     def answers(host: Any, model: Any, documents: Any, params: Any, samples: int = 1) -> list[Any]:
-        asked.append((len(documents), samples))
+        calls.append((len(documents), samples))
         return []
 
     moments = iter([0.0, 2.0, 10.0, 14.0])  # two seconds for the greedy answers, four for the sampled ones
@@ -525,7 +527,7 @@ def test_an_estimate_counts_what_the_row_reads(experiment: Experiment) -> None:
         patch.setattr("_smaller_estimate.time.monotonic", lambda: next(moments))
         host: Any = SimpleNamespace(rows=lambda: SimpleNamespace(test=list(range(20))))
         seconds = _answering_seconds(experiment, host, None, 5)
-    assert asked == [(16, 1), (8, 2)]
+    assert calls == [(16, 1), (8, 2)]
     assert seconds == 2 / 16 * 25 + 4 / 8 * 5
 
 

@@ -216,8 +216,8 @@ def test_rows_of_a_results_file_are_taken_back(
     copy = taken(str(file))
     assert capsys.readouterr().out == f"17 new rows in {copy.work}\n"
     assert write_report(copy, str(tmp_path / "again")).splitlines()[0] == report.splitlines()[0]
-    for each in (experiment, copy):
-        record(each, last, {"validation": "1110", "test": "1011"}, 80)
+    for target in (experiment, copy):
+        record(target, last, {"validation": "1110", "test": "1011"}, 80)
     full = write_report(experiment, str(tmp_path / "finished"))
     tested = [line for line in full.splitlines() if line.startswith(("The goal is", "| ours | 4 |"))]
     assert len(tested) == 2 and set(tested) <= set(write_report(copy, str(tmp_path / "again")).splitlines())

@@ -73,7 +73,7 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
     theta = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     raw = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
 
-    def ours(theta: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+    def loss(theta: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
         heads = losses.constrain(raw, diversity, 0.8)
         return losses.contrastive_loss(x @ theta.T, heads, z, losses.agreement(z), weight)
 
@@ -87,7 +87,7 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
         q = [[sum(a * b for a, b in zip(t, row, strict=True)) for t in theta.tolist()] for row in x.tolist()]
         return literal_loss(q, [placed(row) for row in raw.tolist()], z.tolist(), weight)
 
-    result = ours(theta, raw)
+    result = loss(theta, raw)
     assert float(result) == pytest.approx(literal(), rel=1e-10)
     result.backward()
     for parameter in (theta, raw):  # the gradient, against the literal's finite differences

@@ -147,7 +147,7 @@ def test_sampled_answers(way: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama", "phi3"))]
+    "family", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "phi3"))]
 )
 def test_a_compiled_step(family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The whole step is one graph, and the same for all numbers of rows."""
@@ -344,7 +344,7 @@ def test_counters_are_those_of_the_other_loop() -> None:
             if not counts:  # the fourth token, or an earlier one like it, is to end some answers
                 result = answers(engine, requests)
                 stops = {request.tag: (Letters().decode(result[request.tag][3:4]),) for request in stopped}
-            mixed = [replace(each, params=replace(params, stop=stops.get(each.tag, ()))) for each in requests]
+            mixed = [replace(request, params=replace(params, stop=stops.get(request.tag, ()))) for request in requests]
             interventions_on(model)[0].attention.totals.clear()
             engine.statistics = Statistics()
             answers(engine, mixed)
@@ -399,7 +399,7 @@ class Words:
 def test_stop_texts_are_searched_for_when_the_last_token_may_complete_one(tokens: list[int], stop: list[str]) -> None:
     stopping, decode, texts = Stopping(Words()), Words().decode, tuple(stop)
     for end in range(1, len(tokens) + 1):
-        expected = any(each in decode(tokens[:end]) for each in stop)
+        expected = any(text in decode(tokens[:end]) for text in stop)
         assert stopping.has_stop_text(tokens[:end], texts) == expected
         if expected:
             break

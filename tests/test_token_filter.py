@@ -63,7 +63,7 @@ FAMILIES = (
 )
 
 
-def made(**options: Any) -> TokenFilter:
+def quick_filter(**options: Any) -> TokenFilter:
     return TokenFilter(**{**QUICK, **options})
 
 
@@ -97,11 +97,11 @@ def check_decisions(heads, width, length, share, similarity, fusion, smoothing, 
         ops.decide(key[:, :, span], value[:, :, span], valid[:, span], memory, rule)
         for span in (slice(0, cut), slice(cut, length))
     ]
-    found = torch.cat(parts, dim=1)
+    actual = torch.cat(parts, dim=1)
     for row, start in ((0, 0), (1, padding)):
         state = naive.State()
         expected = [naive.decide(key[row, :, t], value[row, :, t], state, rule) for t in range(start, length)]
-        assert found[row, start:].tolist() == expected and not found[row, :start].any()
+        assert actual[row, start:].tolist() == expected and not actual[row, :start].any()
         assert float(memory.states[row, THRESHOLD]) == pytest.approx(state.threshold, abs=1e-9)
         assert memory.states[row, [COUNT, SKIPPED]].tolist() == [state.count, state.skipped]
         if state.anchor_key is not None:
@@ -147,11 +147,18 @@ def test_the_threshold_rises_when_too_much_is_skipped() -> None:
 # --------------------------------------------------------------------------- attention
 
 
-def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
-    """The literal filter on whole texts without a cache, row by row, token by token."""
+def reference(model: Any, token_filter: TokenFilter, stack: ExitStack) -> None:
+    """Apply the literal filter to whole texts without a cache, row by row, token by token."""
     model_map = map_model(model)
-    labels = {layer.label for layer in one.layers(model_map)}
-    rule = naive.Rule(one.share(model_map), one.similarity, one.fusion, one.step_size, one.smoothing, one.warmup)
+    labels = {layer.label for layer in token_filter.layers(model_map)}
+    rule = naive.Rule(
+        token_filter.share(model_map),
+        token_filter.similarity,
+        token_filter.fusion,
+        token_filter.step_size,
+        token_filter.smoothing,
+        token_filter.warmup,
+    )
 
     def handle(call: Any, attend: Any) -> Any:
         if call.layer.label not in labels:
@@ -162,7 +169,9 @@ def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
             skipped = [naive.decide(key[:, t], value[:, t], state, rule) for t in range(key.shape[1])]
             window = call.options.get("sliding_window")
             rows.append(
-                naive.attention(query, key, value, skipped, call.options["scaling"], window, one.keep_skipped_kv)
+                naive.attention(
+                    query, key, value, skipped, call.options["scaling"], window, token_filter.keep_skipped_kv
+                )
             )
         return torch.stack(rows), None
 
@@ -171,11 +180,11 @@ def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_filtered_model_is_the_references(options: dict[str, Any]) -> None:
-    model, inputs, one = tiny("llama"), tokens(rows=2, length=20), made(**options)
+    model, inputs, token_filter = tiny("llama"), tokens(rows=2, length=20), quick_filter(**options)
     with ExitStack() as stack:
-        reference(model, one, stack)
+        reference(model, token_filter, stack)
         expected = output(model, inputs)
-    with one.applied_to(model):
+    with token_filter.applied_to(model):
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
     assert (expected - output(model, inputs)).abs().max() > 1e-3
 
@@ -191,11 +200,12 @@ def test_a_filtered_model_is_the_references(options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("keep", [False, True])
 def test_other_families_and_windows_are_the_references(family: str, changes: dict[str, Any], keep: bool) -> None:
-    model, inputs, one = tiny(family, **changes), tokens(rows=2, length=24), made(ratio=0.4, keep_skipped_kv=keep)
+    model, inputs = tiny(family, **changes), tokens(rows=2, length=24)
+    token_filter = quick_filter(ratio=0.4, keep_skipped_kv=keep)
     with ExitStack() as stack:
-        reference(model, one, stack)
+        reference(model, token_filter, stack)
         expected = output(model, inputs)
-    with one.applied_to(model):
+    with token_filter.applied_to(model):
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 
@@ -207,7 +217,7 @@ def test_chunks_and_single_tokens_give_what_the_whole_text_gives(options: dict[s
     sizes, rng = [], random.Random(str(options))
     while sum(sizes) < 20:
         sizes.append(min(rng.randint(1, 6), 20 - sum(sizes)))
-    with made(**options).applied_to(model), torch.no_grad():
+    with quick_filter(**options).applied_to(model), torch.no_grad():
         whole = output(model, inputs)
         for chunks in (sizes, [1] * 20):
             cache, parts = DynamicCache(config=model.config), []
@@ -221,7 +231,7 @@ def test_chunks_and_single_tokens_give_what_the_whole_text_gives(options: dict[s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_rows_decode_as_alone(family: str) -> None:
     """Three texts of different lengths in one batch: prompts at once, then token by token."""
-    model, one = tiny(family), made(ratio=0.4)
+    model, token_filter = tiny(family), quick_filter(ratio=0.4)
     texts = [tokens(1, length, seed=length)[0] for length in (16, 11, 14)]
     prompt = 10
 
@@ -234,7 +244,7 @@ def test_padded_rows_decode_as_alone(family: str) -> None:
         for i, row in enumerate(rows):
             batch[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
         places = (mask.cumsum(1) - 1).clamp(min=0)
-        cache, found = DynamicCache(config=model.config), []
+        cache, logits = DynamicCache(config=model.config), []
         for span in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, longest))]:
             out = model(
                 batch[:, span],
@@ -243,10 +253,10 @@ def test_padded_rows_decode_as_alone(family: str) -> None:
                 past_key_values=cache,
                 use_cache=True,
             )
-            found.append(out.logits)
-        return torch.cat(found, dim=1)
+            logits.append(out.logits)
+        return torch.cat(logits, dim=1)
 
-    with one.applied_to(model), torch.no_grad():
+    with token_filter.applied_to(model), torch.no_grad():
         together = run(texts)
         for i, text in enumerate(texts):
             torch.testing.assert_close(together[i, -len(text) :], output(model, text[None])[0], rtol=0, atol=1e-9)
@@ -278,12 +288,12 @@ def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, 
     drawn = {"weight": (32, 32), "bias": (32,)}
     tensors = {f"L1.o_proj.{kind}": torch.randn(drawn[kind], generator=generator).double() for kind in kinds}
     plan, model = Plan("L0H1+L1H2", compensation=tensors), tiny("llama", attention_bias=True)
-    with made(ratio=0.3).applied_to(small := cut(model, plan).model):
+    with quick_filter(ratio=0.3).applied_to(small := cut(model, plan).model):
         expected = output(small, inputs)
-    both = [plan, made(ratio=0.3)]
+    both = [plan, quick_filter(ratio=0.3)]
     with ExitStack() as stack:
-        for each in both if first else both[::-1]:
-            stack.enter_context(each.applied_to(model))
+        for intervention in both if first else both[::-1]:
+            stack.enter_context(intervention.applied_to(model))
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 
@@ -314,17 +324,17 @@ def test_the_output_projection_of_skipped_tokens_is_not_computed(
         monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
         received.clear()
         with ExitStack() as stack:
-            one = made(ratio=0.4).applied_to(model)
-            for each in (*masks, one) if last else (one, *masks):
-                stack.enter_context(each)
+            filtered = quick_filter(ratio=0.4).applied_to(model)
+            for context in (*masks, filtered) if last else (filtered, *masks):
+                stack.enter_context(context)
             stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
-            found = output(model, inputs, attention_mask=mask)
+            actual = output(model, inputs, attention_mask=mask)
             kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
         if few > 64:
             assert received == [inputs.numel()] * len(modules)
-            expected, rows = found, RowMasks()
+            expected, rows = actual, RowMasks()
             masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
     assert received == kept and all(0 < count < inputs.numel() for count in kept)
     assert "forward" not in vars(map_model(model).attention[0].o_proj)
 
@@ -341,14 +351,14 @@ def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.Mo
             torch.nn.init.normal_(parameter, std=0.3)
     seen: list[int] = []
     base = map_model(model).attention[1].o_proj.base_layer
-    base.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[:-1].numel()))
-    found = []
+    base.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
+    results = []
     for few in (1 << 30, 64):
         monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
-        with made(ratio=0.4).applied_to(wrapped if first else model):
-            found.append(output(wrapped.eval(), inputs))
+        with quick_filter(ratio=0.4).applied_to(wrapped if first else model):
+            results.append(output(wrapped.eval(), inputs))
             live = interventions_on(model)[0].counts["L1"]
-    torch.testing.assert_close(*found, rtol=0, atol=1e-11)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
     assert seen == [80, 80 - live["skipped"]] and live["skipped"] > 0
 
 
@@ -358,11 +368,11 @@ def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.Mo
 def test_the_cache_holds_what_was_not_skipped() -> None:
     model, inputs = tiny("llama"), tokens(rows=2, length=40)
     cache = DynamicCache(config=model.config)
-    with made(ratio=0.5).applied_to(model), torch.no_grad():
+    with quick_filter(ratio=0.5).applied_to(model), torch.no_grad():
         for part in inputs.split([20] + [1] * 20, dim=1):
             model(part, past_key_values=cache, use_cache=True)
-        (one,) = interventions_on(model)
-    for layer, counts in zip(cache.layers, one.counts.values(), strict=True):
+        (live,) = interventions_on(model)
+    for layer, counts in zip(cache.layers, live.counts.values(), strict=True):
         assert isinstance(layer, FilteredCacheLayer) and layer.get_seq_length() == 40
         assert int(layer.lengths.sum()) == counts["tokens"] - counts["skipped"] < 60
         assert layer.keys.shape[2] < 64
@@ -372,9 +382,9 @@ def test_the_cache_holds_what_was_not_skipped() -> None:
 def test_the_cache_is_smaller_than_without_a_filter(ratio: float) -> None:
     model, inputs = tiny("llama"), tokens(rows=1, length=401)
     sizes = []
-    for one in (TokenFilter(0.0), TokenFilter(ratio)):
+    for token_filter in (TokenFilter(0.0), TokenFilter(ratio)):
         cache = DynamicCache(config=model.config)
-        with one.applied_to(model), torch.no_grad():
+        with token_filter.applied_to(model), torch.no_grad():
             for part in inputs.split([400, 1], dim=1):
                 model(part, past_key_values=cache, use_cache=True)
         sizes.append(sum(layer.keys.numel() for layer in cache.layers))
@@ -383,12 +393,12 @@ def test_the_cache_is_smaller_than_without_a_filter(ratio: float) -> None:
 
 def test_a_copied_cache_goes_on() -> None:
     model, inputs = tiny("llama"), tokens(rows=1, length=16)
-    with made(ratio=0.4).applied_to(model), torch.no_grad():
+    with quick_filter(ratio=0.4).applied_to(model), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(inputs[:, :10], past_key_values=cache, use_cache=True)
         other = copy.deepcopy(cache)
-        found = [model(inputs[:, 10:], past_key_values=one, use_cache=True).logits for one in (cache, other)]
-    assert torch.equal(*found)
+        results = [model(inputs[:, 10:], past_key_values=source, use_cache=True).logits for source in (cache, other)]
+    assert torch.equal(*results)
 
 
 def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
@@ -399,7 +409,7 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
         raise RuntimeError("inside")
 
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="inside"), made(ratio=0.4).applied_to(model):
+        with pytest.raises(RuntimeError, match="inside"), quick_filter(ratio=0.4).applied_to(model):
             model(inputs, past_key_values=cache, use_cache=True)
             model.model.layers[1].self_attn.v_proj.register_forward_hook(fail)
             model(inputs, past_key_values=cache, use_cache=True)
@@ -411,7 +421,7 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
 def test_packed_texts_are_refused() -> None:
     model, inputs = tiny("llama"), tokens(rows=1, length=12)
     places = torch.tensor([[*range(7), *range(5)]])
-    with made(ratio=0.4).applied_to(model), pytest.raises(InputError, match="one text a row"):
+    with quick_filter(ratio=0.4).applied_to(model), pytest.raises(InputError, match="one text a row"):
         model(inputs, position_ids=places, use_cache=False)
 
 
@@ -422,10 +432,12 @@ def test_windows_that_only_masks_know_are_refused_where_they_end(length: int, im
         "qwen2_moe", implementation, use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2
     )
     inputs, settings = tokens(rows=1, length=length), {"do_sample": False, "eos_token_id": None}
-    with made(ratio=0.4).applied_to(model):
+    with quick_filter(ratio=0.4).applied_to(model):
         if length < 8:
-            found = [model.generate(inputs, max_new_tokens=3, use_cache=cache, **settings) for cache in (True, False)]
-            assert torch.equal(*found)
+            generated = [
+                model.generate(inputs, max_new_tokens=3, use_cache=cache, **settings) for cache in (True, False)
+            ]
+            assert torch.equal(*generated)
         with pytest.raises(InputError, match=r"L0 of qwen2_moe.* within other windows"):
             model.generate(inputs, max_new_tokens=6, **settings)
 
@@ -434,7 +446,7 @@ def test_windows_that_only_masks_know_are_refused_where_they_end(length: int, im
 def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
     model, inputs = tiny("llama", "eager"), tokens(rows=1, length=6)
     mask = torch.full((6, 6), hidden, dtype=torch.float64).triu(1)
-    with made(ratio=0.4).applied_to(model):
+    with quick_filter(ratio=0.4).applied_to(model):
         output(model, inputs, attention_mask=mask[None, None], use_cache=False)
         mask[3, 1] = -0.5
         with pytest.raises(InputError, match="L0 of llama"):
@@ -442,10 +454,11 @@ def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
 
 
 def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
-    large, small, inputs, one = tiny("llama", num_hidden_layers=4), tiny("llama"), tokens(), made(ratio=0.4)
-    with one.applied_to(large):
+    large, small = tiny("llama", num_hidden_layers=4), tiny("llama")
+    inputs, token_filter = tokens(), quick_filter(ratio=0.4)
+    with token_filter.applied_to(large):
         expected = output(large, inputs)
-        with one.applied_to(small):
+        with token_filter.applied_to(small):
             output(small, inputs)
             torch.testing.assert_close(output(large, inputs), expected, rtol=0, atol=0)
             assert len(interventions_on(small)[0].counts) == 2 and len(interventions_on(large)[0].counts) == 4
@@ -453,9 +466,9 @@ def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
 
 def test_two_filters_are_refused() -> None:
     model, inputs = tiny("llama"), tokens()
-    with made(ratio=0.4).applied_to(model):
+    with quick_filter(ratio=0.4).applied_to(model):
         before = output(model, inputs)
-        with pytest.raises(InputError, match="two token filters"), made(ratio=0.2).applied_to(model):
+        with pytest.raises(InputError, match="two token filters"), quick_filter(ratio=0.2).applied_to(model):
             pass
         assert torch.equal(output(model, inputs), before)
 
@@ -463,39 +476,39 @@ def test_two_filters_are_refused() -> None:
 def test_rows_of_a_cache_are_chosen_and_repeated() -> None:
     model, inputs = tiny("llama"), tokens(rows=3, length=12)
     chosen = torch.tensor([2, 0, 2])
-    with made(ratio=0.4).applied_to(model), torch.no_grad():
+    with quick_filter(ratio=0.4).applied_to(model), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(inputs, past_key_values=cache, use_cache=True)
         cache.reorder_cache(chosen)
         following = tokens(rows=3, length=4, seed=5)
-        found = model(following, past_key_values=cache, use_cache=True).logits
+        actual = model(following, past_key_values=cache, use_cache=True).logits
         whole = output(model, torch.cat([inputs[chosen], following], dim=1))
-        torch.testing.assert_close(found, whole[:, 12:], rtol=0, atol=1e-9)
+        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
         cache = DynamicCache(config=model.config)
         model(inputs, past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(2)
         following = tokens(rows=6, length=4, seed=5)
-        found = model(following, past_key_values=cache, use_cache=True).logits
+        actual = model(following, past_key_values=cache, use_cache=True).logits
         whole = output(model, torch.cat([inputs.repeat_interleave(2, dim=0), following], dim=1))
-        torch.testing.assert_close(found, whole[:, 12:], rtol=0, atol=1e-9)
+        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
 
 
 def test_beams_are_those_without_a_cache() -> None:
     model, inputs = tiny("llama"), tokens(rows=2, length=8)
     settings = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with made(ratio=0.4).applied_to(model):
-        found = [model.generate(inputs, use_cache=cache, **settings) for cache in (True, False)]
-    assert torch.equal(*found)
-    assert not torch.equal(found[0], model.generate(inputs, **settings))
+    with quick_filter(ratio=0.4).applied_to(model):
+        generated = [model.generate(inputs, use_cache=cache, **settings) for cache in (True, False)]
+    assert torch.equal(*generated)
+    assert not torch.equal(generated[0], model.generate(inputs, **settings))
 
 
 def test_caches_of_others_are_refused() -> None:
     model, inputs = tiny("llama"), tokens()
-    one = made(ratio=0.4)
+    token_filter = quick_filter(ratio=0.4)
     full, filtered = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with torch.no_grad():
         model(inputs, past_key_values=full, use_cache=True)
-        with one.applied_to(model):
+        with token_filter.applied_to(model):
             with pytest.raises(InputError, match="filled without it"):
                 model(inputs, past_key_values=full, use_cache=True)
             with pytest.raises(InputError, match="DynamicCache"):
@@ -505,7 +518,7 @@ def test_caches_of_others_are_refused() -> None:
                 filtered.crop(-2)
         with pytest.raises(InputError, match="not applied now"):
             model(inputs, past_key_values=filtered, use_cache=True)
-        with made(ratio=0.2).applied_to(model), pytest.raises(InputError, match="another token filter"):
+        with quick_filter(ratio=0.2).applied_to(model), pytest.raises(InputError, match="another token filter"):
             model(inputs, past_key_values=filtered, use_cache=True)
 
 
@@ -514,9 +527,9 @@ def test_caches_of_others_are_refused() -> None:
 
 def test_one_threshold_for_a_run_goes_on_from_text_to_text() -> None:
     model, inputs = tiny("llama"), tokens(rows=1, length=30)
-    with made(ratio=0.4, state="run").applied_to(model):
+    with quick_filter(ratio=0.4, state="run").applied_to(model):
         first, second = output(model, inputs), output(model, inputs)
-    with made(ratio=0.4).applied_to(model):
+    with quick_filter(ratio=0.4).applied_to(model):
         alone = output(model, inputs)
         assert torch.equal(output(model, inputs), alone)
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
@@ -527,46 +540,46 @@ def test_one_threshold_for_a_run_goes_on_from_text_to_text() -> None:
 
 
 def test_answers_do_not_depend_on_the_batch(tiny_folder: Path) -> None:
-    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
     scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
     rolling = [request("loglikelihood_rolling", (prompt,), i) for i, prompt in enumerate(PROMPTS)]
-    found = []
+    results = []
     for size in (1, 2, 4):
         lm = PrunedHFLM(
             str(tiny_folder), dtype="float64", device="cpu", batch_size=size, token_filter={"ratio": 0.4, **QUICK}
         )
-        texts, values, sums = lm.generate_until(asked), lm.loglikelihood(scored), lm.loglikelihood_rolling(rolling)
-        found.append((texts, values, sums, lm.pruning_info()["token_filter_skipped"]))
-    for texts, values, sums, skipped in found[1:]:
-        assert texts == found[0][0]
-        assert [value[0] for value in values] == pytest.approx([value[0] for value in found[0][1]], abs=1e-9)
-        assert np.array(sums) == pytest.approx(np.array(found[0][2]), abs=1e-9)
-        assert skipped["realised"] == pytest.approx(found[0][3]["realised"], abs=1e-12)  # padding is not counted
-        assert skipped["tokens"] == found[0][3]["tokens"]
-    dense = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=2).generate_until(asked)
-    assert dense != found[0][0]
+        texts, values, sums = lm.generate_until(instances), lm.loglikelihood(scored), lm.loglikelihood_rolling(rolling)
+        results.append((texts, values, sums, lm.pruning_info()["token_filter_skipped"]))
+    for texts, values, sums, skipped in results[1:]:
+        assert texts == results[0][0]
+        assert [value[0] for value in values] == pytest.approx([value[0] for value in results[0][1]], abs=1e-9)
+        assert np.array(sums) == pytest.approx(np.array(results[0][2]), abs=1e-9)
+        assert skipped["realised"] == pytest.approx(results[0][3]["realised"], abs=1e-12)  # padding is not counted
+        assert skipped["tokens"] == results[0][3]["tokens"]
+    dense = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=2).generate_until(instances)
+    assert dense != results[0][0]
 
 
 def test_texts_that_end_in_token_0_are_scored_as_alone(tiny_folder: Path) -> None:
     """Padding is 0, too: another request that is a beginning of this one does not make its end padding."""
     lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=1, token_filter={"ratio": 0.4, **QUICK})
     context = tokens(1, 8)[0].tolist()
-    ours, other = (("", ""), context, [5, 0, 7]), (("", ""), context, [5, 3])
-    alone = lm._loglikelihood_tokens([ours])[0]
-    assert lm._loglikelihood_tokens([other, ours])[1][0] == pytest.approx(alone[0], abs=1e-9)
+    target, other = (("", ""), context, [5, 0, 7]), (("", ""), context, [5, 3])
+    alone = lm._loglikelihood_tokens([target])[0]
+    assert lm._loglikelihood_tokens([other, target])[1][0] == pytest.approx(alone[0], abs=1e-9)
 
 
 def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
     scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
-    found = []
+    counts = []
     for size in (1, "auto"):
         lm = PrunedHFLM(
             str(tiny_folder), dtype="float64", device="cpu", batch_size=size, max_batch_size=4, max_length=64,
             token_filter={"ratio": 0.4, **QUICK},
         )  # fmt: skip
         lm.loglikelihood(scored)
-        found.append(lm.pruning_info()["token_filter_skipped"]["tokens"])
-    assert found[0] == found[1]
+        counts.append(lm.pruning_info()["token_filter_skipped"]["tokens"])
+    assert counts[0] == counts[1]
 
 
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
@@ -626,16 +639,19 @@ def test_texts_that_are_too_short_to_skip_are_said(caplog: pytest.LogCaptureFixt
             (live,) = interventions_on(model)
             live.report(map_model(model))
         messages = [record.getMessage() for record in caplog.records]
-        assert any("0.0% of tokens × layers skipped attention instead of 30.0%" in each for each in messages) == warned
+        assert (
+            any("0.0% of tokens × layers skipped attention instead of 30.0%" in message for message in messages)
+            == warned
+        )
 
 
 def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     model = tiny("llama")
     model_map, inputs = map_model(model), tokens(rows=2, length=50)
-    one = TokenFilter(0.3, tail=0.5, warmup=4, step_size=0.05)
-    before = one.report(model_map)["token_filter_skipped"]
+    token_filter = TokenFilter(0.3, tail=0.5, warmup=4, step_size=0.05)
+    before = token_filter.report(model_map)["token_filter_skipped"]
     assert before["realised"] is None and before["target"] == 0.3 and before["target_by_layer"] == 0.6
-    with one.applied_to(model):
+    with token_filter.applied_to(model):
         output(model, inputs)
         (live,) = interventions_on(model)
         report = json.loads(json.dumps(live.report(model_map)))["token_filter_skipped"]
@@ -699,19 +715,19 @@ def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: An
     assert ids.shape[1] == 2000
     with TokenFilter(**options).applied_to(model) as model_map, torch.no_grad():
         model.model(ids, use_cache=False)
-        found = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
-    assert found["tokens"] == 2000 and found["realised"] == pytest.approx(found["target"], abs=0.01)
+        report = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
+    assert report["tokens"] == 2000 and report["realised"] == pytest.approx(report["target"], abs=0.01)
 
 
 def test_fusion_with_one_key_value_head_is_said_to_be_the_mean(caplog: pytest.LogCaptureFixture) -> None:
     inputs = tokens(rows=2, length=20)
     for heads, options, said in ((1, {}, True), (2, {}, False), (1, {"similarity": "key"}, False)):
-        model, found = tiny("llama", num_key_value_heads=heads), []
+        model, outputs = tiny("llama", num_key_value_heads=heads), []
         for fusion in ("inverse_variance", "as_printed"):
             caplog.clear()
-            with made(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
-                found.append(output(model, inputs))
+            with quick_filter(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
+                outputs.append(output(model, inputs))
             assert (
                 f"token_filter.fusion={fusion}: keys and values have equal weights in L0, L1" in caplog.text
             ) == said
-        assert torch.equal(*found) == (heads == 1)
+        assert torch.equal(*outputs) == (heads == 1)

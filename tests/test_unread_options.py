@@ -91,14 +91,14 @@ UNREAD: dict[str, dict[str, Any]] = {
 
 def names_of(settings: type[Settings]) -> list[str]:
     own = {name for base in settings.__mro__[1:] for name in getattr(base, "__dataclass_fields__", {})}
-    return [each.name for each in fields(settings) if each.name not in own or settings is TextOptions]
+    return [field.name for field in fields(settings) if field.name not in own or settings is TextOptions]
 
 
 def other_value(settings: type[Settings], name: str) -> Any:
     """Another value than the default, within its bounds."""
     if name in OTHER:
         return OTHER[name]
-    (field,) = [each for each in fields(settings) if each.name == name]
+    (field,) = [candidate for candidate in fields(settings) if candidate.name == name]
     kind = union_members(annotations_of(settings)[name])[0]
     default = None if field.default is MISSING else field.default
     if get_origin(kind) is Literal:
@@ -115,7 +115,7 @@ def conditional(settings: type[Settings]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "name"),
+    ("settings", "options", "name"),
     [
         *((DistanceOptions, {"text": "x"}, name) for name in DistanceOptions.uses[0].names),
         *((DistanceOptions, {"task": "x"}, name) for name in DistanceOptions.uses[1].names),
@@ -127,10 +127,10 @@ def conditional(settings: type[Settings]) -> list[str]:
         ),
     ],
 )
-def test_an_option_without_what_it_is_for_is_refused(settings: Any, given: dict[str, Any], name: str) -> None:
-    settings(**given)
+def test_an_option_without_what_it_is_for_is_refused(settings: Any, options: dict[str, Any], name: str) -> None:
+    settings(**options)
     with pytest.raises(InputError, match=f"^{name} is for .*; give that, or leave out {name}$"):
-        settings(**given, **{name: other_value(settings, name)})
+        settings(**options, **{name: other_value(settings, name)})
 
 
 METHOD_USES = {name for use in schedule._USES for name in use.names}
@@ -215,8 +215,8 @@ def test_options_that_the_method_reads_are_accepted(method: str, options: dict[s
 
 
 def test_a_default_that_is_given_is_no_mistake() -> None:
-    given = PruneOptions(0.5, log_start=0.3125, damping=0.01, growth=1)
-    resolve_options(given, make_pruner("magnitude", {}), map_model(tiny("llama")))
+    options = PruneOptions(0.5, log_start=0.3125, damping=0.01, growth=1)
+    resolve_options(options, make_pruner("magnitude", {}), map_model(tiny("llama")))
 
 
 @pytest.mark.parametrize("method", ["magnitude", "block_influence", "slimgpt"])

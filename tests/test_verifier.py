@@ -22,13 +22,13 @@ HANGING = ("x+1", "(x+1)^{100000000}+1000000000!")
 
 
 def workers() -> list[psutil.Process]:
-    """Of this process, those that live."""
-    found = []
+    """Return those of this process that live."""
+    processes = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended since
             if "pebble_pool_worker" in child.cmdline():
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 def seconds_of(process: psutil.Process) -> float:
@@ -36,8 +36,8 @@ def seconds_of(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
 
 
-def wait_until_one_compares(processes: list[psutil.Process]) -> None:
-    """Until one of these, which were idle, is in the middle of a long comparison, however slow the machine is."""
+def wait_for_a_comparison(processes: list[psutil.Process]) -> None:
+    """Wait until one of these, which were idle, is in the middle of a long comparison, however slow the machine is."""
     before = {process: seconds_of(process) for process in processes}
     while not any(seconds_of(process) > used + 0.2 for process, used in before.items()):
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
     main, idle = threading.main_thread().ident, workers()
 
     def act() -> None:
-        wait_until_one_compares(idle)
+        wait_for_a_comparison(idle)
         while not waits(main):
             time.sleep(0.02)
         action()
@@ -71,9 +71,9 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
 def verifier() -> Iterator[Verifier]:
     """One worker, which alone is a child of this process."""
     shared().close()
-    found = Verifier(workers=1, seconds=20.0)
-    yield found
-    found.close()
+    instance = Verifier(workers=1, seconds=20.0)
+    yield instance
+    instance.close()
     assert workers() == []
 
 
@@ -112,15 +112,15 @@ def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
 
 
 def test_what_dies_twice_is_a_crash(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[tuple[str, str]]] = []
+    calls: list[list[tuple[str, str]]] = []
 
     def answers(_: Verifier, pairs: list[tuple[str, str]]) -> list[str]:
-        asked.append(list(pairs))
-        return ["crash" if gold == "bomb" or len(asked) == 1 else "equal" for gold, _ in pairs]
+        calls.append(list(pairs))
+        return ["crash" if gold == "bomb" or len(calls) == 1 else "equal" for gold, _ in pairs]
 
     monkeypatch.setattr(Verifier, "_verify_many", answers)
     assert verifier.verify_many([("bomb", "x"), ("2x", "x+x")]) == ["crash", "equal"]
-    assert asked == [[("bomb", "x"), ("2x", "x+x")]] * 2
+    assert calls == [[("bomb", "x"), ("2x", "x+x")]] * 2
 
 
 def test_many_comparisons_keep_their_order() -> None:
@@ -188,9 +188,9 @@ print(*[child.pid for child in psutil.Process().children()], flush=True)
 
 
 def left(pids: str) -> list[psutil.Process]:
-    """Those of some processes that do not end."""
-    found = [psutil.Process(pid) for pid in map(int, pids.split()) if psutil.pid_exists(pid)]
-    return psutil.wait_procs(found, timeout=60)[1]
+    """Return those of some processes that do not end."""
+    processes = [psutil.Process(pid) for pid in map(int, pids.split()) if psutil.pid_exists(pid)]
+    return psutil.wait_procs(processes, timeout=60)[1]
 
 
 @pytest.mark.parametrize("way", ["script", "module", pytest.param("command", marks=pytest.mark.long), "stdin"])
@@ -219,7 +219,7 @@ def test_a_program_that_is_killed_leaves_nothing(number: int, tmp_path: Path) ->
         [sys.executable, "program.py"], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     )
     _, _, pids = (program.stdout.readline() for _ in range(3))
-    wait_until_one_compares([psutil.Process(pid) for pid in map(int, pids.split())])
+    wait_for_a_comparison([psutil.Process(pid) for pid in map(int, pids.split())])
     if number == signal.SIGINT:
         os.killpg(program.pid, number)  # as the terminal does
     else:

@@ -123,12 +123,12 @@ def cases(name: str) -> list[Case]:
     return list(_filled(name))
 
 
-def sample(found: list[Case], size: int) -> list[Case]:
-    """Draws cases, always the same, from all forms alike: each once before any a second time."""
-    if size >= len(found):
-        return found
+def sample(population: list[Case], size: int) -> list[Case]:
+    """Draw cases, always the same, from all forms alike: each once before any a second time."""
+    if size >= len(population):
+        return population
     by_form: dict[int, list[Case]] = defaultdict(list)
-    for case in found:
+    for case in population:
         by_form[case.line].append(case)
     order = random.Random(12)
     groups = list(by_form.values())
@@ -152,8 +152,8 @@ def _filled(name: str, shift: int = 0, swap: bool = False) -> Iterator[Case]:
             continue
         for gold, others in _golds(kind, line.get("golds")):
             text = template
-            for place, value in _places(gold, others).items():
-                text = text.replace(place, value)
+            for placeholder, value in _places(gold, others).items():
+                text = text.replace(placeholder, value)
             if shift and not others:
                 continue
             yield replace(
@@ -199,7 +199,7 @@ def _places(gold: Row, others: list[Row]) -> dict[str, str]:
         value = Fraction(target)
         grouped = "," in plain
         steps = {"{other}": value + 17, "{part}": value - 5, "{sum}": value + 8, "{double}": 2 * value}
-        places |= {place: written(number, grouped) for place, number in steps.items()}
+        places |= {placeholder: written(number, grouped) for placeholder, number in steps.items()}
     elif others:
         places["{other}"] = others[0]["gold"]
     return places
@@ -269,14 +269,14 @@ def judge(case: Case) -> bool:
     return score(case)["exact_match"] == 1
 
 
-def offending(found: Iterable[Case], verdict: Callable[[Case], bool] = judge) -> list[Case]:
-    """Finds the cases that are judged otherwise than expected."""
-    return [case for case in found if verdict(case) != case.expected]
+def offending(population: Iterable[Case], verdict: Callable[[Case], bool] = judge) -> list[Case]:
+    """Find the cases that are judged otherwise than expected."""
+    return [case for case in population if verdict(case) != case.expected]
 
 
-def rate(found: Iterable[Case], wrong: Iterable[Case]) -> float:
-    """The share of cases that are wrong, averaged over forms, so that each form counts alike."""
-    total, bad = Counter(case.line for case in found), Counter(case.line for case in wrong)
+def rate(population: Iterable[Case], wrong: Iterable[Case]) -> float:
+    """Return the share of cases that are wrong, averaged over forms, so that each form counts alike."""
+    total, bad = Counter(case.line for case in population), Counter(case.line for case in wrong)
     return sum(bad[line] / count for line, count in total.items()) / len(total)
 
 

@@ -213,8 +213,8 @@ def combine(carrier: Carrier, family: str, ending: Ending, preface: str, random:
     }
     joint = random.choice([carrier.joint, PARAGRAPH]) if ending.template else ""
     text = preface + carrier.template + joint + ending.template
-    for place, written in places.items():
-        text = text.replace(f"{{{place}}}", written)
+    for placeholder, written in places.items():
+        text = text.replace(f"{{{placeholder}}}", written)
     stated, unstated = (other, (value.target,)) if ending.replaces else (value, value.neighbours)
     return Combination(carrier, ending, family, value.kind, text, stated.target, unstated)
 

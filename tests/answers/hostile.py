@@ -28,21 +28,21 @@ NESTS = [
 
 def texts() -> dict[str, Callable[[int], str]]:
     """Names each hostile text; called with a size, it is about so many characters long."""
-    found: dict[str, Callable[[int], str]] = {}
+    builders: dict[str, Callable[[int], str]] = {}
     for piece in [*CHARACTERS, *PIECES]:
-        found[f"run of {piece!a}"] = partial(_between, "", "", piece)
+        builders[f"run of {piece!a}"] = partial(_between, "", "", piece)
     for start, end in BEFORE_AND_AFTER:
         for filler in (" ", "\n", "\u00a0", "1", ",", "-", "\\", "{", "very ", "\\,", "**", "```\n", "~~~\n"):
-            found[f"{start!a} and {end!a} with {filler!a} between"] = partial(_between, start, end, filler)
+            builders[f"{start!a} and {end!a} with {filler!a} between"] = partial(_between, start, end, filler)
     for start, end in NESTS:
-        found[f"{start!a} nested"] = partial(_nested, start, end)
-        found[f"{start!a} nested in a box"] = partial(_nested, start, end, box=True)
-        found[f"{start!a} nested, half of it closed"] = partial(_nested, start, end, closed=0.5)
+        builders[f"{start!a} nested"] = partial(_nested, start, end)
+        builders[f"{start!a} nested in a box"] = partial(_nested, start, end, box=True)
+        builders[f"{start!a} nested, half of it closed"] = partial(_nested, start, end, closed=0.5)
     for seed in range(4):
-        found[f"random pieces {seed}"] = partial(_mixed, PIECES, seed)
-        found[f"random characters {seed}"] = partial(_mixed, CHARACTERS, seed)
-    found["random code points"] = lambda size: "".join(map(chr, random.Random(5).choices(range(0x110000), k=size)))
-    return found
+        builders[f"random pieces {seed}"] = partial(_mixed, PIECES, seed)
+        builders[f"random characters {seed}"] = partial(_mixed, CHARACTERS, seed)
+    builders["random code points"] = lambda size: "".join(map(chr, random.Random(5).choices(range(0x110000), k=size)))
+    return builders
 
 
 def _between(start: str, end: str, filler: str, size: int) -> str:

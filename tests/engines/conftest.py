@@ -27,9 +27,9 @@ COMMON = ["--limit", str(LIMIT), "--gen_kwargs", f"max_gen_toks={TOKENS}", "--ap
 def command(*words: str | Path, folder: Path) -> subprocess.Popen[str]:
     """Start a command of this environment."""
     program = [sys.executable, "-m", "lm_eval"] if words[0] == "lm_eval" else [str(BIN / words[0])]
-    given = [*program, *map(str, words[1:])]
+    arguments = [*program, *map(str, words[1:])]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(given, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    return subprocess.Popen(arguments, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
 def run(*words: str | Path, folder: Path) -> str:
@@ -57,7 +57,7 @@ def results_of(output: Path) -> dict[str, Any]:
     return {
         "table": json.loads(results.read_text())["results"],
         "texts": {row["doc_id"]: row["resps"] for row in rows},
-        "heads": {doc: given.get("heads") for doc, given in settings.items() if isinstance(given, dict)},
+        "heads": {doc: gen_kwargs.get("heads") for doc, gen_kwargs in settings.items() if isinstance(gen_kwargs, dict)},
     }
 
 

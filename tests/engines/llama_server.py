@@ -17,14 +17,14 @@ def main() -> None:
     parser.add_argument("--ctx-size", type=int, default=4096)
     parser.add_argument("--parallel", type=int, default=4)
     options = parser.parse_args()
-    given = xllamacpp.CommonParams()
-    given.model.path, given.hostnames, given.port = options.model, [options.host], options.port
-    given.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in options.lora]
-    given.lora_init_without_apply = options.lora_init_without_apply
-    given.n_ctx, given.n_parallel = options.ctx_size, options.parallel
-    given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as --cache-type-k f32 …
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    server = xllamacpp.Server(given)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.hostnames, params.port = options.model, [options.host], options.port
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in options.lora]
+    params.lora_init_without_apply = options.lora_init_without_apply
+    params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as --cache-type-k f32 …
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     signal.pause()
 

@@ -58,8 +58,8 @@ def server(dense: Path) -> Iterator[tuple[Server, Path]]:
 
 def served(server: tuple[Server, Path], *more: str) -> str:
     """model_args of the server."""
-    given = [f"base_url={server[0].url}", "server=llamacpp", "pretrained=smollm2-135m", f"adapters={server[1]}"]
-    return ",".join([*given, *more])
+    model_args = [f"base_url={server[0].url}", "server=llamacpp", "pretrained=smollm2-135m", f"adapters={server[1]}"]
+    return ",".join([*model_args, *more])
 
 
 def test_a_router_of_three_heads_is_the_same(server: tuple[Server, Path], tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_samples_are_drawn_from_the_tokens_that_hf_draws_from(server: tuple[Serv
     payload = {"prompt": tokens, "max_tokens": 1, "logprobs": 40, "n_probs": 40, "post_sampling_probs": True}
     off = [{"id": number, "scale": 0} for number in range(len(HEADS))]
     content = json.dumps({**payload, "lora": off, **kind.sampling_fields(settings, True, 512)}).encode()
-    asked = urllib.request.Request(f"{server[0].url}/v1/completions", content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    request = urllib.request.Request(f"{server[0].url}/v1/completions", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         (first,) = json.load(answer)["choices"][0]["logprobs"]["content"]
     assert {top["id"]: top["prob"] for top in first["top_probs"] if top["prob"]} == pytest.approx(expected, abs=2e-3)
 
@@ -110,8 +110,8 @@ def test_a_model_whose_layers_differ_loads_and_agrees(model: str, tmp_path: Path
     assert "deci" in printed
     here: dict[str, Any] = evaluate("pruned-hf", f"{LOCAL},heads={UNEVEN}", "prune_tiny_words", tmp_path)
     with llamacpp(printed, tmp_path / "llamacpp.log") as started:
-        given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
-        assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here
+        model_args = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
+        assert evaluate("pruned-server", model_args, "prune_tiny_words", tmp_path) == here
 
 
 @pytest.mark.parametrize("blocks", ["L20-22", "L0.attention+L5.attention+L7.feed_forward+L20"])
@@ -133,5 +133,5 @@ def test_a_model_without_blocks_loads_and_agrees(blocks: str, model: str, tmp_pa
     )
     here: dict[str, Any] = evaluate("pruned-hf", f"{LOCAL},plan={tmp_path / 'plan.json'}", "prune_tiny_words", tmp_path)
     with llamacpp(printed, tmp_path / "llamacpp.log") as started:
-        given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
-        assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here
+        model_args = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
+        assert evaluate("pruned-server", model_args, "prune_tiny_words", tmp_path) == here

@@ -86,10 +86,10 @@ def test_sampled_tries_differ_and_are_drawn_again_alike(served: Callable[..., st
 def test_given_texts_are_scored_as_here(served: Callable[..., str], tmp_path: Path) -> None:
     here = evaluate("pruned-hf", f"{LOCAL},heads={TWO_LAYERS}", "prune_tiny_choice", tmp_path)
     there = evaluate("pruned-server", served(f"heads={TWO_LAYERS}"), "prune_tiny_choice", tmp_path)
-    for doc, found in here["texts"].items():
-        for ours, theirs in zip(found, there["texts"][doc], strict=True):
-            assert float(theirs[0][0]) == pytest.approx(float(ours[0][0]), abs=2e-3)
-            assert theirs[0][1] == ours[0][1]
+    for doc, responses in here["texts"].items():
+        for expected, actual in zip(responses, there["texts"][doc], strict=True):
+            assert float(actual[0][0]) == pytest.approx(float(expected[0][0]), abs=2e-3)
+            assert actual[0][1] == expected[0][1]
 
 
 def test_a_server_that_is_killed_and_started_again_leaves_the_same_table(
@@ -123,8 +123,8 @@ def test_a_server_that_is_killed_and_started_again_leaves_the_same_table(
 
 def test_lm_eval_s_own_hf_takes_an_adapter(exported: tuple[Path, str], model: str, tmp_path: Path) -> None:
     """`peft=` of `hf`, without anything of ours at work."""
-    theirs = evaluate(
+    actual = evaluate(
         "hf", f"pretrained={model},dtype=float32,peft={exported[0] / TWO_LAYERS}", "prune_tiny_words", tmp_path
     )
-    ours = evaluate("pruned-hf", f"{LOCAL},heads={TWO_LAYERS}", "prune_tiny_words", tmp_path)
-    assert theirs == ours
+    expected = evaluate("pruned-hf", f"{LOCAL},heads={TWO_LAYERS}", "prune_tiny_words", tmp_path)
+    assert actual == expected

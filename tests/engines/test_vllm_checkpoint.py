@@ -21,7 +21,7 @@ def uneven(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     words = ["--pretrained", "smollm2-135m", "--heads", UNEVEN, "--output", folder / "cut"]
     line = line_of(run("lmeval-prune", "export", "model", *words, folder=folder))
     layers = json.loads((folder / "cut" / "config.json").read_text())["per_layer_config"]
-    assert {index: one["num_attention_heads"] for index, one in layers.items()} == {"5": 6, "7": 3}
+    assert {index: layer["num_attention_heads"] for index, layer in layers.items()} == {"5": 6, "7": 3}
     return folder / "cut", line
 
 
@@ -38,5 +38,5 @@ def test_a_checkpoint_whose_layers_differ_loads_and_agrees(
     _, line = uneven
     line = line.replace("--trust-remote-code", "") if plugin else f"VLLM_PLUGINS= {line}"
     with vllm(line, tmp_path / "vllm.log", "--dtype float32") as started:
-        found = evaluate("pruned-server", f"base_url={started.url},{LOCAL}", "prune_tiny_words", tmp_path)
-    assert found == masked_here
+        results = evaluate("pruned-server", f"base_url={started.url},{LOCAL}", "prune_tiny_words", tmp_path)
+    assert results == masked_here

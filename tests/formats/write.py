@@ -62,7 +62,7 @@ def outcomes(folder: Path) -> None:
             store.add(Question("t", "test", row["doc_id"]), head, answer, [row["doc_id"], 7])
     store.end_journal()
     store.merge()
-    store.score(lambda cells: [(cell["text"] == str(place.doc_id + 1), cell["text"]) for place, cell in cells])
+    store.score(lambda cells: [(cell["text"] == str(question.doc_id + 1), cell["text"]) for question, cell in cells])
     store.open(0)
     store.add(Question("t", "test", 2), "dense", "3", [2, 2, 7])  # the run is killed before this is scored
     store.close()

@@ -31,8 +31,8 @@ def requests(eos: tuple[int, ...] = (), **params: float) -> list[Request]:
     ]
 
 
-def answers(engine: Engine, asked: list[Request]) -> dict:
-    return {request.tag: answer for request, answer in engine.decode(asked)}
+def answers(engine: Engine, batch: list[Request]) -> dict:
+    return {request.tag: answer for request, answer in engine.decode(batch)}
 
 
 def test_a_head_mask_moves_to_the_activations() -> None:
@@ -71,12 +71,12 @@ def test_a_handler_stands_in_front_of_attention() -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_engine_gives_what_it_gives_on_a_cpu(sampled: bool) -> None:
     """All slots are one block there, prompts and steps are moved to the device, draws are the same."""
-    asked = requests(do_sample=sampled, temperature=0.7) if sampled else requests()
+    batch = requests(do_sample=sampled, temperature=0.7) if sampled else requests()
     model = tiny("llama")
-    expected = answers(Engine(model), asked)
+    expected = answers(Engine(model), batch)
     engine = Engine(model.cuda(), deterministic=True)
     assert engine.unsupported is None
-    assert answers(engine, asked) == expected
+    assert answers(engine, batch) == expected
 
 
 def test_log_likelihoods_are_those_of_a_cpu() -> None:
@@ -101,8 +101,8 @@ def test_its_rows_are_what_the_devices_memory_holds() -> None:
 
 def test_the_fallback_draws_by_the_requests_seed() -> None:
     model = tiny("bloom").cuda()
-    asked = [Request((5, 6, 7), None, SamplingParams(12, (), do_sample=True), seed, tag=seed) for seed in range(4)]
-    first, again = answers(Engine(model), asked), answers(Engine(model), asked[::-1])
+    batch = [Request((5, 6, 7), None, SamplingParams(12, (), do_sample=True), seed, tag=seed) for seed in range(4)]
+    first, again = answers(Engine(model), batch), answers(Engine(model), batch[::-1])
     assert first == again and len(set(map(tuple, first.values()))) > 1
 
 

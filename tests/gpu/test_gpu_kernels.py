@@ -29,8 +29,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the relative RMS 
 SHAPES = {"smollm2": (9, 3, 64), "llama": (32, 8, 128), "one head": (4, 4, 80), "gemma": (8, 1, 256)}
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 @dataclass
@@ -104,10 +104,10 @@ def test_a_steps_attention_is_the_one_in_pytorch(shape: str, dtype: torch.dtype,
     doubles = buffers.double()
     limits = {name: value for name, value in options.items() if name != "splits"}
     dispatch.DISPATCHED.clear()
-    found = ops.decode(**vars(buffers), scaling=scaling, **options)
+    actual = ops.decode(**vars(buffers), scaling=scaling, **options)
     assert set(dispatch.DISPATCHED) == {"decode attention: triton"}
     expected = naive.decode(**doubles, scaling=scaling, **limits)
-    assert relative_error(found, expected) < TOLERANCES[dtype]
+    assert relative_error(actual, expected) < TOLERANCES[dtype]
     for stored in ("keys", "values"):
         assert getattr(buffers, stored)[:SCRATCH].double().equal(doubles[stored][:SCRATCH])
 

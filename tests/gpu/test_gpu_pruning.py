@@ -49,9 +49,9 @@ def plan_of(name: str, model: nn.Module, text: CalibrationText, work: Path | Non
     return plan
 
 
-def check_alike(found: Plan, expected: Plan) -> None:
-    assert (found.heads, found.channels) == (expected.heads, expected.channels) and (found.heads or found.channels)
-    for got, known in ((found.compensation, expected.compensation), (found.scores, expected.scores)):
+def check_alike(actual: Plan, expected: Plan) -> None:
+    assert (actual.heads, actual.channels) == (expected.heads, expected.channels) and (actual.heads or actual.channels)
+    for got, known in ((actual.compensation, expected.compensation), (actual.scores, expected.scores)):
         assert got.keys() == known.keys() and all(tensor.device.type == "cpu" for tensor in got.values())
         for label, tensor in known.items():
             torch.testing.assert_close(got[label], tensor, **NEAR)
@@ -65,15 +65,15 @@ def test_a_plan_is_that_of_a_cpu(name: str, family: str, tmp_path: Path) -> None
     with expected.applied_to(model):
         logits = output(model, inputs)
     model.to(DEVICE)
-    found = plan_of(name, model, text, tmp_path / "layers")
-    check_alike(found, expected)
+    actual = plan_of(name, model, text, tmp_path / "layers")
+    check_alike(actual, expected)
     check_alike(plan_of(name, model, text, tmp_path / "layers"), expected)  # of what is kept of layers, where it is
-    with found.applied_to(model):
+    with actual.applied_to(model):
         torch.testing.assert_close(output(model, inputs.to(DEVICE)).cpu(), logits, **NEAR)
-    found.save(tmp_path / "plan.json", map_model(model))
+    actual.save(tmp_path / "plan.json", map_model(model))
     with Plan.load(tmp_path / "plan.json").applied_to(model):
         torch.testing.assert_close(output(model, inputs.to(DEVICE)).cpu(), logits, **NEAR)
-    smaller = cut(model, found)
+    smaller = cut(model, actual)
     assert {parameter.device.type for parameter in smaller.model.parameters()} == {DEVICE}
     torch.testing.assert_close(output(smaller.model, inputs.to(DEVICE)).cpu(), logits, **NEAR)
     smaller.save(tmp_path / "smaller")
@@ -82,11 +82,11 @@ def test_a_plan_is_that_of_a_cpu(name: str, family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("options", [{}, {"focus": "uniform", "similarity": "key"}, {"state": "run"}], ids=str)
 def test_a_token_filter_skips_what_it_skips_on_a_cpu(options: dict[str, Any]) -> None:
     model, inputs = tiny("llama"), tokens(length=24)
-    one = TokenFilter(ratio=0.3, warmup=3, **options)
-    with one.applied_to(model):
+    token_filter = TokenFilter(ratio=0.3, warmup=3, **options)
+    with token_filter.applied_to(model):
         expected = output(model, inputs)
     model.to(DEVICE)
-    with one.applied_to(model):
+    with token_filter.applied_to(model):
         torch.testing.assert_close(output(model, inputs.to(DEVICE)).cpu(), expected, **NEAR)
 
 
@@ -95,10 +95,10 @@ def test_a_token_filter_skips_what_it_skips_on_a_cpu(options: dict[str, Any]) ->
 def test_probe_pruning_chooses_what_it_chooses_on_a_cpu(state: str, planned: bool) -> None:
     """In two batches, the first with padding; also where a plan takes heads and channels away."""
     model, text = tiny("llama"), text_of("left")
-    one, plan = ProbePruning(0.5, state=state, skip_first=0), Plan("L0H1", {"L1": "3-9"}) if planned else Plan()
+    probe, plan = ProbePruning(0.5, state=state, skip_first=0), Plan("L0H1", {"L1": "3-9"}) if planned else Plan()
 
     def logits(device: str) -> torch.Tensor:
-        with plan.applied_to(model), one.applied_to(model), torch.no_grad():
+        with plan.applied_to(model), probe.applied_to(model), torch.no_grad():
             return torch.cat([model(**inputs).logits[:, -1] for _, inputs in text.inputs(model.to(device))]).cpu()
 
     torch.testing.assert_close(logits("cpu"), logits(DEVICE), **NEAR)

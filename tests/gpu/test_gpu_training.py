@@ -48,18 +48,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Athena:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Where losses were computed."""
-    found: set[str] = set()
+    types: set[str] = set()
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
-            found.update(one.device.type for one in (inputs["labels"], *model.parameters()))
+            types.update(tensor.device.type for tensor in (inputs["labels"], *model.parameters()))
             return original(self, model, inputs, *args, **named)
 
         return compute_loss
 
     for kind in (AthenaTrainer, DistillTrainer):
         monkeypatch.setattr(kind, "compute_loss", noted(kind.compute_loss))
-    return found
+    return types
 
 
 def test_athena_gives_what_it_gives_on_a_cpu(model: Athena) -> None:
@@ -72,8 +72,8 @@ def test_athena_gives_what_it_gives_on_a_cpu(model: Athena) -> None:
 
 def test_its_search_ends_with_the_same_answers(model: Athena) -> None:
     expected, got = solve(model, encoded(model)), solve(copy.deepcopy(model).to(DEVICE), encoded(model))
-    assert [(one.thought, one.kept) for one in got] == [(one.thought, one.kept) for one in expected]
-    assert [one.logit for one in got] == pytest.approx([one.logit for one in expected], abs=1e-9)
+    assert [(step.thought, step.kept) for step in got] == [(step.thought, step.kept) for step in expected]
+    assert [step.logit for step in got] == pytest.approx([step.logit for step in expected], abs=1e-9)
 
 
 def test_athena_is_trained_as_on_a_cpu(tmp_path: Path, devices: set[str]) -> None:
@@ -101,7 +101,7 @@ def test_athena_is_trained_as_on_a_cpu(tmp_path: Path, devices: set[str]) -> Non
     )  # fmt: skip
     training.train(options)
     assert devices == {DEVICE}
-    expected, got = ({k: v for k, v in losses(one.output) if "loss" in k} for one in (reference, options))
+    expected, got = ({k: v for k, v in losses(run.output) if "loss" in k} for run in (reference, options))
     assert got == pytest.approx(expected, abs=1e-4)
     assert got.keys() == {"loss", "eval_loss"}
 
@@ -126,8 +126,8 @@ def test_lm_eval_asks_it_there(model: Athena, tmp_path: Path) -> None:
     from lmeval_prune.models.athena import AthenaLM
 
     checkpoint.write(model, tmp_path / "host")
-    asked: list[Any] = [SimpleNamespace(doc=document(number), task_name="own") for number in range(7)]
+    instances: list[Any] = [SimpleNamespace(doc=document(number), task_name="own") for number in range(7)]
     for heads in ({}, {"heads": "L0H0-2+L1H1-3"}):
         here, there = (AthenaLM(str(tmp_path / "host"), device=device, **heads) for device in ("cpu", DEVICE))
         assert there.host.device.type == DEVICE
-        assert there.generate_until(asked) == here.generate_until(asked)
+        assert there.generate_until(instances) == here.generate_until(instances)

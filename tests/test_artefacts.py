@@ -862,16 +862,16 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "samples": _samples,
     "servers": _servers,
 }
-MADE: dict[str, tuple[Kind, Any]] = {}
+ARTEFACTS: dict[str, tuple[Kind, Any]] = {}
 
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Any]:
     name = request.param
-    if name not in MADE:
+    if name not in ARTEFACTS:
         result = KINDS[name](tmp_path_factory.mktemp("kind"))
-        MADE[name] = result, result.read()
-    return MADE[name]
+        ARTEFACTS[name] = result, result.read()
+    return ARTEFACTS[name]
 
 
 def refused_or(kind: Kind, path: Path, damaged: bytes) -> Any:

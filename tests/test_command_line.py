@@ -536,8 +536,8 @@ def test_the_wheel_is_found_by_lm_eval(installed, tiny_folder: Path, tmp_path: P
         "tasks=['prune_tiny_choice'], limit=2, device='cpu')\n"
         "from lm_eval.api.registry import model_registry\n"
         "from lm_eval.tasks import TaskManager\n"
-        "found = ['vllm' in model_registry, 'prune_gsm8k' in TaskManager()._index]\n"
-        "print(json.dumps([lmeval_prune.__file__, beside, r['config']['pruning']['heads'], *found]))"
+        "registered = ['vllm' in model_registry, 'prune_gsm8k' in TaskManager()._index]\n"
+        "print(json.dumps([lmeval_prune.__file__, beside, r['config']['pruning']['heads'], *registered]))"
     )
     done = call("-c", script, python=python, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -63,7 +63,7 @@ class Halve(Intervention):
 
 @dataclass(frozen=True)
 class Ascending(Pruner):
-    """Scores by the place, times a factor."""
+    """Scores by the index, times a factor."""
 
     factor: float = 1.0
 
@@ -81,8 +81,9 @@ class Neighbours(Knn):
     ranker: ClassVar = Nearest
 
     def candidates(self, examples):
-        for each in super().candidates(examples):
-            yield replace(each, ranker=Nearest(**{item.name: getattr(each.ranker, item.name) for item in fields(Nearest)}))
+        for candidate in super().candidates(examples):
+            values = {field.name: getattr(candidate.ranker, field.name) for field in fields(Nearest)}
+            yield replace(candidate, ranker=Nearest(**values))
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,9 @@ class Failing(Intervention):
 
 @dataclass(frozen=True)
 class Raising(Intervention):
-    """Raises an error that names nothing, where `place` says."""
+    """Raises an error that names nothing, where `method` says."""
 
-    place: str = "resolve"
+    method: str = "resolve"
 
     def __post_init__(self):
         super().__post_init__()
@@ -166,8 +167,8 @@ class Raising(Intervention):
 
         change_output(model_map.attention[0].o_proj, change, stack)
 
-    def fail(self, place):
-        if self.place == place:
+    def fail(self, method):
+        if self.method == method:
             torch.ones(1)[2]
 
 

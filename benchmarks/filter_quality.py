@@ -157,7 +157,7 @@ def report(results: dict[str, Any], work: dict[str, float]) -> None:
             heads.setdefault(name.rpartition(" ")[0], []).append(row)
     for name, rows in heads.items():
         middle = sorted(rows, key=lambda row: row["perplexity"]["GSM8K"])[len(rows) // 2]
-        lines.append(f"| {name}, the middle one of {len(rows)} | | {cells(middle)} |")
+        lines.append(f"| {name}, of {len(rows)} draws the middle one on GSM8K | | {cells(middle)} |")
     write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
 
     made, axes = figure(7.5, 4.5, "Perplexity by token on GSM8K, SmolLM2-135M")

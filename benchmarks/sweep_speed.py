@@ -241,7 +241,7 @@ def main() -> None:
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     results["gemm_gflops_by_rows"] = by_rows(work)
     rng = random.Random(0)
-    # as many questions a head as 64 questions have with the paper's 45 heads: hf's batches are then of that size
+    # as many questions a head as 64 questions have with the 45 heads of five layers: hf's batches are then of that size
     pool = rng.sample(POOL, max(8, round(len(POOL) * options.router_questions / 64)))
     everything: dict[str, Pairs] = {
         "sweep": [(i, head) for i in range(options.questions) for head in (None, *SWEEP)],

@@ -81,11 +81,11 @@ def read_few_tasks() -> None:
     index: Any = sys.modules.get("lm_eval.tasks._index")
     if not hasattr(index, "load_yaml"):
         return
-    load, theirs = index.load_yaml, Path(index.__file__).parent
+    load, lm_eval_folder = index.load_yaml, Path(index.__file__).parent
     once = functools.cache(load)
 
     def load_few(path: Path, **options: Any) -> Any:
-        if path.is_relative_to(theirs) and path.relative_to(theirs).parts[0] not in LM_EVAL_TASKS:
+        if path.is_relative_to(lm_eval_folder) and path.relative_to(lm_eval_folder).parts[0] not in LM_EVAL_TASKS:
             raise LookupError(path)  # which the index passes over
         return copy.deepcopy(once(path, **options)) if path.is_relative_to(ROOT) else load(path, **options)
 

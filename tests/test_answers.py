@@ -220,8 +220,12 @@ def test_fences_after_an_answer_and_its_solution_take_linear_time() -> None:
 
 def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
     for text in HOSTILE.values():
-        got = results.number(NUMBER, [text(500)])
-        assert got["exact_match"] in (0, 1) and got["strict_match"] in (0, 1) and isinstance(got["extracted"], str)
+        scores = results.number(NUMBER, [text(500)])
+        assert (
+            scores["exact_match"] in (0, 1)
+            and scores["strict_match"] in (0, 1)
+            and isinstance(scores["extracted"], str)
+        )
 
 
 # --------------------------------------------------------------------------- rules switched off

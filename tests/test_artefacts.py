@@ -972,9 +972,9 @@ def test_damaged_bytes_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.
         "empty": b"",
         "pickle": b"\x80\x04}.",
     }[how]
-    got = refused_or(result, path, damaged)
+    actual = refused_or(result, path, damaged)
     without_hash = path.suffix in (".jsonl", ".json", ".parquet") or path.parent.name in ("layers", "scoring")
-    assert got is None or without_hash or got == expected
+    assert actual is None or without_hash or actual == expected
 
 
 @pytest.mark.parametrize("absurd", ABSURD)
@@ -986,9 +986,9 @@ def test_absurd_values_are_refused_in_one_line(kind: tuple[Kind, Any], absurd: s
         first = next(i for i, byte in enumerate(path.read_bytes()) if byte == ord("{"))
         field = path.read_bytes()[: first + 1] + b'"absurd": ' + ABSURD[absurd] + b", " + path.read_bytes()[first + 1 :]
         for damaged in (ABSURD[absurd], field):
-            got = refused_or(result, path, damaged)
+            actual = refused_or(result, path, damaged)
             skipped = path.suffix == ".jsonl" or path.name in ("cell.json", "about.json")  # asked again, or not needed
-            assert got is None or skipped or got == expected
+            assert actual is None or skipped or actual == expected
 
 
 @pytest.mark.parametrize("damaged", [5, "x", None, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [5.0, 4.0], [math.nan, 4.0]])

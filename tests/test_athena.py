@@ -156,10 +156,10 @@ def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
     for example in examples(model)[3:6]:
         inputs = collated(model, [example])
         with torch.no_grad():
-            got = model(**inputs)
+            actual = model(**inputs)
         reasons, verdicts = literal.forced(example)
-        torch.testing.assert_close(got.reason, torch.tensor(reasons, dtype=torch.double), **CLOSE)
-        torch.testing.assert_close(got.answer, torch.tensor(verdicts, dtype=torch.double), **CLOSE)
+        torch.testing.assert_close(actual.reason, torch.tensor(reasons, dtype=torch.double), **CLOSE)
+        torch.testing.assert_close(actual.answer, torch.tensor(verdicts, dtype=torch.double), **CLOSE)
         labels = [label for step in example.steps for label in step.labels]
         kept = [c.thought for step in example.steps for c, label in zip(*step, strict=True) if label]
         root = [thought == kept[example.root] for thought in kept]
@@ -171,15 +171,15 @@ def test_batched_examples_equal_single_examples(model: Athena) -> None:
     together = examples(model)
     inputs = collated(model, together)
     with torch.no_grad():
-        got = model(**inputs)
-    split = len(got.reason)
-    assert len(inputs["labels"]) == split + len(got.answer)
+        actual = model(**inputs)
+    split = len(actual.reason)
+    assert len(inputs["labels"]) == split + len(actual.answer)
     for number, example in enumerate(together):
         with torch.no_grad():
             alone = model(**(single := collated(model, [example])))
-        candidates, kept = got.candidate_problem == number, got.kept_problem == number
-        torch.testing.assert_close(got.reason[candidates], alone.reason, **CLOSE)
-        torch.testing.assert_close(got.answer[kept], alone.answer, **CLOSE)
+        candidates, kept = actual.candidate_problem == number, actual.kept_problem == number
+        torch.testing.assert_close(actual.reason[candidates], alone.reason, **CLOSE)
+        torch.testing.assert_close(actual.answer[kept], alone.answer, **CLOSE)
         labels = inputs["labels"]
         assert torch.equal(torch.cat([labels[:split][candidates], labels[split:][kept]]), single["labels"])
 
@@ -283,9 +283,9 @@ def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path)
             model.encoder.encoder.layer[layer].attention.output.dense.weight[:, 8 * head : 8 * head + 8] = 0
         expected, dense = model(**inputs), masked(**inputs)
         with HeadMask("L0H1+L1H2-3").applied_to(masked.encoder):
-            got = masked(**inputs)
-        torch.testing.assert_close(got.reason, expected.reason, **CLOSE)
-        torch.testing.assert_close(got.answer, expected.answer, **CLOSE)
+            actual = masked(**inputs)
+        torch.testing.assert_close(actual.reason, expected.reason, **CLOSE)
+        torch.testing.assert_close(actual.answer, expected.answer, **CLOSE)
         assert (dense.reason - expected.reason).abs().max() > 1e-4
         assert torch.equal(masked(**inputs).reason, dense.reason)
 

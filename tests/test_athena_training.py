@@ -109,10 +109,10 @@ def test_killed_training_ends_with_the_same_weights(
             training.train(again)
     assert not (tmp_path / "host").exists()
     training.train(again)
-    expected, got = weights(trained), weights(again.output)
-    assert expected.keys() == got.keys()
+    expected, actual = weights(trained), weights(again.output)
+    assert expected.keys() == actual.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual[key], value, rtol=0, atol=1e-6)
     assert losses(again.output) == losses(trained)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host"]
 

@@ -98,10 +98,10 @@ def test_the_last_one_put_in_stands_first_and_may_answer_alone() -> None:
         model_map = map_model(model)
         for name, answers in (("a", False), ("b", True), ("c", False)):
             intercept_attention(model_map, noted(name, answers), stack)
-        got = output(model, inputs)
+        actual = output(model, inputs)
     assert order == ["c", "b"] * 2
     with HeadMask("L*H*", allow_empty_layer=True).applied_to(model):
-        torch.testing.assert_close(got, output(model, inputs), rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual, output(model, inputs), rtol=0, atol=1e-12)
 
 
 def test_it_is_undone_in_any_order_and_by_an_exception() -> None:
@@ -132,14 +132,14 @@ def test_it_stands_in_front_of_the_engines_store_too(family: str) -> None:
     with Dimmed().applied_to(model):
         engine = Engine(model)
         assert engine.unsupported is None
-        got = {(request.tag, request.mask): answer for request, answer in engine.decode(requests)}
+        actual = {(request.tag, request.mask): answer for request, answer in engine.decode(requests)}
         for request in requests:
             ids = torch.tensor([request.prompt])
             with request.mask.applied_to(model) if request.mask else ExitStack():
                 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, eos_token_id=None)
-            assert got[request.tag, request.mask] == out[0, ids.shape[1] :].tolist()
+            assert actual[request.tag, request.mask] == out[0, ids.shape[1] :].tolist()
     dense = {(request.tag, request.mask): answer for request, answer in Engine(model).decode(requests)}
-    assert got != dense
+    assert actual != dense
 
 
 def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_generate() -> None:

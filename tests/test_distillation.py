@@ -136,10 +136,10 @@ def assert_same(output: str, other: str, tolerance: float = 1e-6) -> None:
     for stage, again in zip(losses(output), losses(other), strict=True):
         assert [name for name, _ in stage] == [name for name, _ in again]
         assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
-    expected, got = weights(output), weights(other)
-    assert expected.keys() == got.keys()
+    expected, actual = weights(output), weights(other)
+    assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance)
 
 
 def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
@@ -434,16 +434,16 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
     lengths = inputs["attention_mask"].sum(1).tolist()
     feature = hidden = 0.0
     relative, layers = normalize == "teacher", len(outputs[0].attentions)
-    for expected, got in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
+    for expected, actual in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
         rows, heads = [], expected.shape[1]
         for i, n in enumerate(lengths):
-            a, b = expected[i, :, :n, :n], got[i, :, :n, :n]
+            a, b = expected[i, :, :n, :n], actual[i, :, :n, :n]
             squares = (a - b).square().sum(-1)
             rows += (squares / a.square().sum(-1) if relative else squares).flatten().tolist()
         feature += sum(rows) / heads / sum(n if relative else n * n for n in lengths) / layers
-    for expected, got in zip(*states, strict=True):
+    for expected, actual in zip(*states, strict=True):
         for i, n in enumerate(lengths):
-            for a, b in zip(expected[i, :n], got[i, :n], strict=True):
+            for a, b in zip(expected[i, :n], actual[i, :n], strict=True):
                 square = float((a - b).square().mean())
                 hidden += square / (float(a.square().mean()) if relative else 1) / sum(lengths) / layers
     expected_loss = 0.7 * (9 * response / items + 3 * feature + 5 * hidden) + 0.2 * task / items

@@ -185,9 +185,9 @@ def test_equal_outputs_have_no_loss_and_no_gradient() -> None:
 
 def test_logits_of_half_precision_are_compared_in_float32() -> None:
     teacher, student = drawn(4, 9).bfloat16(), drawn(4, 9, seed=1).bfloat16()
-    got = answer_divergence(teacher, student, 2.0)
-    assert got.dtype == torch.float32
-    assert float(got) == pytest.approx(float(answer_divergence(teacher.double(), student.double(), 2.0)), rel=1e-4)
+    actual = answer_divergence(teacher, student, 2.0)
+    assert actual.dtype == torch.float32
+    assert float(actual) == pytest.approx(float(answer_divergence(teacher.double(), student.double(), 2.0)), rel=1e-4)
 
 
 def test_extreme_logits_stay_finite() -> None:

@@ -60,8 +60,8 @@ def test_the_hook_is_deletion(family: str, attention: str) -> None:
     expected = output(delete_by_hand(model, heads), inputs)
     assert (expected - dense).abs().max() > 1e-4
     with HeadMask(heads).applied_to(model):
-        got = output(model, inputs)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+        actual = output(model, inputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     assert torch.equal(output(model, inputs), dense)
     assert hooks(model) == 0
 
@@ -78,14 +78,14 @@ def test_each_row_of_a_batch_has_its_own_mask(family: str) -> None:
     with rows.applied_to(model):
         dense = output(model, inputs)
         with rows.using(masks):
-            got = output(model, inputs)
+            actual = output(model, inputs)
         assert torch.equal(output(model, inputs), dense)
     assert hooks(model) == 0
-    assert torch.equal(got[1], dense[1])
+    assert torch.equal(actual[1], dense[1])
     for row, mask in enumerate(masks):
         if mask:
             with mask.applied_to(model):
-                torch.testing.assert_close(got[row], output(model, inputs)[row], rtol=0, atol=1e-11)
+                torch.testing.assert_close(actual[row], output(model, inputs)[row], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox"])
@@ -100,10 +100,10 @@ def test_each_token_of_a_packed_batch_has_its_own_mask(family: str) -> None:
     masks = [HeadMask("L0H1+L1H2"), HeadMask("L1H0")]
     rows = RowMasks()
     with rows.applied_to(model), rows.using(masks, torch.tensor([[0] * 5 + [1] * 4])):
-        got = output(model, packed, attention_mask=allowed[None, None], position_ids=positions)
+        actual = output(model, packed, attention_mask=allowed[None, None], position_ids=positions)
     for mask, part, span in ((masks[0], first, slice(0, 5)), (masks[1], second, slice(5, 9))):
         with mask.applied_to(model):
-            torch.testing.assert_close(got[:, span], output(model, part), rtol=0, atol=1e-11)
+            torch.testing.assert_close(actual[:, span], output(model, part), rtol=0, atol=1e-11)
 
 
 def test_generation_follows_the_rows_and_repeats_them_for_several_returned_sequences() -> None:
@@ -207,10 +207,10 @@ def test_peft_adapters_are_masked_too() -> None:
     model = peft.get_peft_model(tiny("llama"), config).to(torch.float64).eval()
     inputs = tokens()
     with HeadMask("L0H1+L1H0").applied_to(model):
-        got = output(model, inputs)
+        actual = output(model, inputs)
     merged = model.merge_and_unload()
     with HeadMask("L0H1+L1H0").applied_to(merged):
-        torch.testing.assert_close(got, output(merged, inputs), rtol=0, atol=1e-11)
+        torch.testing.assert_close(actual, output(merged, inputs), rtol=0, atol=1e-11)
 
 
 def test_the_cost_of_applying_grows_with_the_layers_that_are_masked() -> None:

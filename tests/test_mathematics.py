@@ -277,8 +277,8 @@ def test_phrases_of_mathematics_and_of_numbers() -> None:
 def test_timeouts_are_counted_in_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "_KNOWN", {})
     monkeypatch.setattr(Verifier, "verify_many", lambda _, pairs: ["timeout" for _ in pairs])
-    got = results.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
-    assert (got["exact_match"], got["timeouts"]) == (0.0, 1.0)
+    scores = results.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
+    assert (scores["exact_match"], scores["timeouts"]) == (0.0, 1.0)
 
 
 def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:

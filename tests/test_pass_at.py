@@ -102,8 +102,12 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
     sample = out["samples"]["prune_math500_pass8"][0]
     assert sample["distinct"] == 3 and sample["how"] == ["boxed", "phrase", "end", "end"] * 2
-    got = figures(out, "prune_math500_pass8")
-    assert got["how"] == 0.5 and got["timeouts"] == 0 and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
+    scores = figures(out, "prune_math500_pass8")
+    assert (
+        scores["how"] == 0.5
+        and scores["timeouts"] == 0
+        and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
+    )
     monkeypatch.setattr(mathematics, "_KNOWN", {})
     verdicts = lambda _, pairs: ["timeout" if "q" in answer else "different" for _, answer in pairs]  # noqa: E731
     monkeypatch.setattr(Verifier, "verify_many", verdicts)
@@ -113,7 +117,7 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     assert figures(out, "prune_math500_pass8")["timeouts"] == 0.25
     task = task_manager({"data_dir": str(shared_data)}).load(["prune_math500_pass8"])["tasks"]["prune_math500_pass8"]
     metrics = {name for name in task.aggregation() if not name.endswith("_stderr")}  # `figures` leaves these out
-    assert metrics == set(got) and set(task.higher_is_better()) == set(task.aggregation())
+    assert metrics == set(scores) and set(task.higher_is_better()) == set(task.aggregation())
 
 
 def test_pass_at_n_of_each_part(shared_data: Path) -> None:
@@ -126,12 +130,12 @@ def test_pass_at_n_of_each_part(shared_data: Path) -> None:
     out = run(Scripted(script), "prune_math500_pass8", limit=60, data_dir=str(shared_data))
     docs = [sample["doc"] for sample in out["samples"]["prune_math500_pass8"]]
     right = [doc["level"] == 1 or doc["subject"] == "Algebra" for doc in docs]
-    got = figures(out, "prune_math500_pass8")
-    assert got["pass@4"] == 0 and got["pass@8"] == pytest.approx(sum(right) / 60)
+    scores = figures(out, "prune_math500_pass8")
+    assert scores["pass@4"] == 0 and scores["pass@8"] == pytest.approx(sum(right) / 60)
     for name, kind, value in (("level_3", "level", 3), ("prealgebra", "subject", "Prealgebra")):
         part = [good for good, doc in zip(right, docs, strict=True) if doc[kind] == value]
-        assert got[f"pass@8_{name}"] == pytest.approx(sum(part) / len(part))
-    assert got["pass@8_level_1"] == got["pass@8_algebra"] == 1 and "pass@8_counting_and_probability" in got
+        assert scores[f"pass@8_{name}"] == pytest.approx(sum(part) / len(part))
+    assert scores["pass@8_level_1"] == scores["pass@8_algebra"] == 1 and "pass@8_counting_and_probability" in scores
 
 
 def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
@@ -296,10 +300,14 @@ def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
     rows = data.load("math500", "test", shared_data).to_list()
     right = [bool(len(row["question"]) % 3) for row in rows]
     out = run(Scripted(some), "prune_math500", limit=None, data_dir=str(shared_data))
-    got = figures(out, "prune_math500")
+    scores = figures(out, "prune_math500")
     assert len(out["samples"]["prune_math500"]) == len(rows) == 500
     assert (
-        got["exact_match"] == pytest.approx(sum(right) / 500) == got["strict_match"] == got["extracted"] == got["how"]
+        scores["exact_match"]
+        == pytest.approx(sum(right) / 500)
+        == scores["strict_match"]
+        == scores["extracted"]
+        == scores["how"]
     )
     parts = {f"level_{k}": ("level", k) for k in range(1, 6)} | {
         re.sub(r"\W+", "_", name.replace("&", "and")).lower(): ("subject", name)
@@ -309,12 +317,12 @@ def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
         parts
     ) == 12
     counts = {f"{name}_n" for name in parts}
-    assert set(got) == {"exact_match", "strict_match", "extracted", "how", "timeouts", *parts, *counts}
+    assert set(scores) == {"exact_match", "strict_match", "extracted", "how", "timeouts", *parts, *counts}
     table = make_table(out)
     for name, (kind, value) in parts.items():
         part = [good for good, row in zip(right, rows, strict=True) if row[kind] == value]
-        assert got[name] == pytest.approx(sum(part) / len(part)) and got[f"{name}_n"] == len(part)
-        assert re.search(rf"\|\s*{name}\s*\|↑\s*\|\s*{got[name]:.4f}\|±\s*\|\s*0\.\d+\|", table)
+        assert scores[name] == pytest.approx(sum(part) / len(part)) and scores[f"{name}_n"] == len(part)
+        assert re.search(rf"\|\s*{name}\s*\|↑\s*\|\s*{scores[name]:.4f}\|±\s*\|\s*0\.\d+\|", table)
 
 
 @pytest.mark.parametrize("name", ["prune_asdiv_a", "prune_asdiv_a_equation", "prune_math23k", "prune_math23k_equation"])

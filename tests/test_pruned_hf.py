@@ -83,16 +83,16 @@ def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path) -> None:
     pruned = model(tiny_folder, heads=HEADS)
     dense = model(tiny_folder, HFLM)
     expected = [score(tokenizer.encode(p), tokenizer.encode(c)) for p in PROMPTS for c in ("a", "b", " yes indeed")]
-    got = pruned.loglikelihood(requests("loglikelihood"))
-    for (value, greedy), (reference, reference_greedy) in zip(got, expected, strict=True):
+    actual = pruned.loglikelihood(requests("loglikelihood"))
+    for (value, greedy), (reference, reference_greedy) in zip(actual, expected, strict=True):
         assert value == pytest.approx(reference, abs=1e-9) and greedy == reference_greedy
     assert [v for v, _ in dense.loglikelihood(requests("loglikelihood"))] != pytest.approx(
         [v for v, _ in expected], abs=1e-3
     )
 
     rolling = [compat.rolling_response(score([1], tokenizer.encode(p * 3))[0]) for p in PROMPTS]
-    got = pruned.loglikelihood_rolling(requests("loglikelihood_rolling"))
-    assert np.array(got) == pytest.approx(np.array(rolling), abs=1e-9)
+    actual = pruned.loglikelihood_rolling(requests("loglikelihood_rolling"))
+    assert np.array(actual) == pytest.approx(np.array(rolling), abs=1e-9)
 
     texts = []
     for prompt in PROMPTS:
@@ -110,13 +110,13 @@ def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> Non
         items = requests(kind)
         order = list(range(len(items)))
         random.Random(size).shuffle(order)
-        got = getattr(model(tiny_folder, heads=HEADS, batch_size=size), kind)([items[i] for i in order])
+        actual = getattr(model(tiny_folder, heads=HEADS, batch_size=size), kind)([items[i] for i in order])
         for position, i in enumerate(order):
             expected = reference[i]
             if kind == "generate_until":
-                assert got[position] == expected
+                assert actual[position] == expected
             else:
-                assert got[position] == pytest.approx(expected, abs=1e-9)
+                assert actual[position] == pytest.approx(expected, abs=1e-9)
 
 
 def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
     merged = adapted.merge_and_unload().double()
     merged.save_pretrained(tmp_path / "merged")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "merged")
-    got = model(tiny_folder, peft=str(tmp_path / "adapter"), heads=HEADS).loglikelihood(requests("loglikelihood"))
+    actual = model(tiny_folder, peft=str(tmp_path / "adapter"), heads=HEADS).loglikelihood(requests("loglikelihood"))
     expected = model(tmp_path / "merged", heads=HEADS).loglikelihood(requests("loglikelihood"))
-    assert [v for v, _ in got] == pytest.approx([v for v, _ in expected], rel=1e-5)
+    assert [v for v, _ in actual] == pytest.approx([v for v, _ in expected], rel=1e-5)
 
 
 # --------------------------------------------------------------------------- bad input

@@ -107,12 +107,12 @@ def compare(family: str, model: nn.Module, plan: Plan | None, other: nn.Module, 
     with plan.applied_to(model) if plan else torch.no_grad():
         expected = output(model, inputs, **padded())
         texts = generated(family, model) if generate else {}
-    got = output(other, inputs, **padded())
+    actual = output(other, inputs, **padded())
     shown = padded()["attention_mask"].bool()
     if family in NO_NUMBERS_BESIDE_PADDING:
         shown = shown & output(model, inputs, **padded()).isfinite().all(-1)
         assert shown[0].all()  # where nothing is padded
-    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9)
+    torch.testing.assert_close(actual[shown], expected[shown], rtol=0, atol=1e-9)
     assert expected[shown].isfinite().all()
     if generate:
         again = generated(family, other)
@@ -594,8 +594,8 @@ def test_a_killed_save_leaves_the_last_checkpoint(
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(pruned, "_write_model", interrupted)
                 cut_to(folder, model, Plan("L0H0-1"))
-        got = output(load_pretrained(folder), tokens())
-        assert torch.allclose(got, before, atol=1e-9) or torch.allclose(got, new, atol=1e-9), step
+        actual = output(load_pretrained(folder), tokens())
+        assert torch.allclose(actual, before, atol=1e-9) or torch.allclose(actual, new, atol=1e-9), step
     assert killed_at(0, folder, model, Plan("L0H0-1")) >= count
     assert bool(missing) != exchange
     torch.testing.assert_close(output(load_pretrained(folder), tokens()), new, rtol=0, atol=1e-9)

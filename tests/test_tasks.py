@@ -75,13 +75,13 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, requ
     print(f"{name}: {len(missed)} of {len(rows)} gold answers are not equal to themselves: {sorted(missed)[:20]}")
     assert not missed
     for row, other in itertools.pairwise(rows):
-        got = score(row, ["\\boxed{" + other["target"] + "}"])["exact_match"]
+        actual = score(row, ["\\boxed{" + other["target"] + "}"])["exact_match"]
         try:
             gold, other_value = (float(text.replace(",", "")) for text in (row["target"], other["target"]))
-            assert got == (abs(gold - other_value) <= 1e-6), (row, other)
+            assert actual == (abs(gold - other_value) <= 1e-6), (row, other)
         except ValueError:
             plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
-            assert got == (plain[0] == plain[1]), plain
+            assert actual == (plain[0] == plain[1]), plain
 
 
 def test_gsm8k_solutions_score_one(shared_data: Path) -> None:
@@ -248,9 +248,9 @@ def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
 def test_part_figures_have_a_standard_error_and_a_count() -> None:
     part = scored.part_metrics("level_1")
     values = [1.0, None, 0.0, 1.0, None, 1.0]
-    got = {name: aggregate(values) for name, aggregate in part.items()}
-    assert got["level_1"] == 0.75 and got["level_1_n"] == 4
-    assert got["level_1_stderr"] == pytest.approx(np.std([1, 0, 1, 1], ddof=1) / 2)
+    aggregated = {name: aggregate(values) for name, aggregate in part.items()}
+    assert aggregated["level_1"] == 0.75 and aggregated["level_1_n"] == 4
+    assert aggregated["level_1_stderr"] == pytest.approx(np.std([1, 0, 1, 1], ddof=1) / 2)
     assert part["level_1_stderr"]([None, 1.0]) == "N/A" and part["level_1_n"]([None]) == 0
 
 

@@ -290,9 +290,9 @@ def show(wrong: Iterable[Case], examples: int = 1) -> str:
         where = f"{group[0].file}.jsonl:{line}"
         lines.append(f"{category}: {form!r} is judged wrongly {len(group)} times ({group[0].why}; {where})")
         for case in group[:examples]:
-            got = score(case)
+            scores = score(case)
             lines.append(
                 f"    {'missed' if case.expected else 'accepted'}: {case.text!r} for {case.row['target']!r}"
-                f" (extracted {got['extracted']!r}, {got['how']})"
+                f" (extracted {scores['extracted']!r}, {scores['how']})"
             )
     return "\n".join(lines)

@@ -116,13 +116,13 @@ def test_pruned_hf_runs_there(tiny_folder: Path) -> None:
     pytest.importorskip("lm_eval", reason="pruned-hf needs lm_eval")
     from lmeval_prune.models.pruned_hf import PrunedHFLM
     from tests.test_pruned_hf import HEADS
-    from tests.test_pruned_hf import requests as asked
+    from tests.test_pruned_hf import requests as instances
 
     for kind in ("generate_until", "loglikelihood", "loglikelihood_rolling"):
         arguments = {"dtype": "float64", "batch_size": 3, "heads": HEADS}
-        expected = getattr(PrunedHFLM(str(tiny_folder), device="cpu", **arguments), kind)(asked(kind))
-        got = getattr(PrunedHFLM(str(tiny_folder), device="cuda", **arguments), kind)(asked(kind))
+        expected = getattr(PrunedHFLM(str(tiny_folder), device="cpu", **arguments), kind)(instances(kind))
+        actual = getattr(PrunedHFLM(str(tiny_folder), device="cuda", **arguments), kind)(instances(kind))
         if kind == "generate_until":
-            assert got == expected
+            assert actual == expected
         else:
-            assert np.allclose(np.array(got, float), np.array(expected, float), atol=NEAR * 10)
+            assert np.allclose(np.array(actual, float), np.array(expected, float), atol=NEAR * 10)

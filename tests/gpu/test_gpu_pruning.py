@@ -51,10 +51,15 @@ def plan_of(name: str, model: nn.Module, text: CalibrationText, work: Path | Non
 
 def check_alike(actual: Plan, expected: Plan) -> None:
     assert (actual.heads, actual.channels) == (expected.heads, expected.channels) and (actual.heads or actual.channels)
-    for got, known in ((actual.compensation, expected.compensation), (actual.scores, expected.scores)):
-        assert got.keys() == known.keys() and all(tensor.device.type == "cpu" for tensor in got.values())
-        for label, tensor in known.items():
-            torch.testing.assert_close(got[label], tensor, **NEAR)
+    for actual_tensors, expected_tensors in (
+        (actual.compensation, expected.compensation),
+        (actual.scores, expected.scores),
+    ):
+        assert actual_tensors.keys() == expected_tensors.keys() and all(
+            tensor.device.type == "cpu" for tensor in actual_tensors.values()
+        )
+        for label, tensor in expected_tensors.items():
+            torch.testing.assert_close(actual_tensors[label], tensor, **NEAR)
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)

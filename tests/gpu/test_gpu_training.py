@@ -65,15 +65,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_athena_gives_what_it_gives_on_a_cpu(model: Athena) -> None:
     inputs, there = collated(model, examples(model)), copy.deepcopy(model).to(DEVICE)
     with torch.no_grad():
-        expected, got = model(**inputs), there(**send_to_device(inputs, DEVICE))
+        expected, actual = model(**inputs), there(**send_to_device(inputs, DEVICE))
     for name in ("reason", "answer"):
-        torch.testing.assert_close(got[name].cpu(), expected[name], rtol=0, atol=1e-9)
+        torch.testing.assert_close(actual[name].cpu(), expected[name], rtol=0, atol=1e-9)
 
 
 def test_its_search_ends_with_the_same_answers(model: Athena) -> None:
-    expected, got = solve(model, encoded(model)), solve(copy.deepcopy(model).to(DEVICE), encoded(model))
-    assert [(step.thought, step.kept) for step in got] == [(step.thought, step.kept) for step in expected]
-    assert [step.logit for step in got] == pytest.approx([step.logit for step in expected], abs=1e-9)
+    expected, actual = solve(model, encoded(model)), solve(copy.deepcopy(model).to(DEVICE), encoded(model))
+    assert [(step.thought, step.kept) for step in actual] == [(step.thought, step.kept) for step in expected]
+    assert [step.logit for step in actual] == pytest.approx([step.logit for step in expected], abs=1e-9)
 
 
 def test_athena_is_trained_as_on_a_cpu(tmp_path: Path, devices: set[str]) -> None:
@@ -101,9 +101,9 @@ def test_athena_is_trained_as_on_a_cpu(tmp_path: Path, devices: set[str]) -> Non
     )  # fmt: skip
     training.train(options)
     assert devices == {DEVICE}
-    expected, got = ({k: v for k, v in losses(run.output) if "loss" in k} for run in (reference, options))
-    assert got == pytest.approx(expected, abs=1e-4)
-    assert got.keys() == {"loss", "eval_loss"}
+    expected, actual = ({k: v for k, v in losses(run.output) if "loss" in k} for run in (reference, options))
+    assert actual == pytest.approx(expected, abs=1e-4)
+    assert actual.keys() == {"loss", "eval_loss"}
 
 
 def test_two_stages_of_athena(athena: DistillOptions, devices: set[str]) -> None:  # noqa: F811

@@ -92,7 +92,7 @@ class Literal:
         )
 
     def begin(self, problem: EncodedProblem) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Leaves, premises and the goal."""
+        """Return leaves, premises and the goal."""
         with torch.no_grad():
             hidden = self.model.encoder(torch.tensor([problem.ids])).last_hidden_state[0]
         leaves = [hidden[position] for _, position in problem.numbers]
@@ -126,7 +126,7 @@ class Literal:
         return Solution(expansion.kept[best], verdicts[best], tuple(expansion.kept))
 
     def forced(self, example) -> tuple[list[float], list[float]]:
-        """Logits of teacher forcing: of all candidates, and of all kept thoughts."""
+        """Compute logits of teacher forcing: of all candidates, and of all kept thoughts."""
         sources, premises, goal = self.begin(example.problem)
         kept, reasons = list[Tensor](), list[float]()
         for depth, (candidates, labels) in enumerate(example.steps):

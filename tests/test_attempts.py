@@ -259,7 +259,7 @@ def test_greedy_coverage_is_greedy_and_near_the_best_set() -> None:
 def literal_choice(
     rule: str, tries: list[str], answers: list[str], weights: list[float], logprobs: list[float]
 ) -> tuple:
-    """A vote, answer by answer; answers are numbers."""
+    """Count a vote, answer by answer; answers are numbers."""
     answered = [i for i, answer in enumerate(answers) if answer]
     if not answered:
         return None, False

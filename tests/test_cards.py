@@ -595,7 +595,7 @@ def grid_for_the_hub(
     entry: dict[str, Any] | None = None,
     **cell: Any,
 ) -> Path:
-    """A grid whose task has this configuration, with what lm-eval writes of a run."""
+    """Write a grid whose task has this configuration, with what lm-eval writes of a run."""
     write_grid(
         path, {"dense": {"gsm": [1, 0, 1, 0]}, "cut": {"gsm": [1, 1, 1, 0]}}, **({"cut": entry} if entry else {})
     )

@@ -234,7 +234,7 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.M
 
 
 def with_groups_in_names(run: Path, target: Path, group: str) -> Path:
-    """A copy that names the members of `tiny_group` as lm-eval 0.5 does (GROUP::TASK), or as 0.4 (without a group)."""
+    """Write a copy that names the members of `tiny_group` as lm-eval 0.5 does (GROUP::TASK), or as 0.4 (without a group)."""
     copy_of(run, target)
     (path,) = target.rglob("results_*.json")
     new = {f"{old}{task}": group + task for task in ("tiny_words", "tiny_more") for old in ("", "tiny_group::")}

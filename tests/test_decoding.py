@@ -53,7 +53,7 @@ def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:
 
 
 def alone(model: nn.Module, request: Request) -> list[int]:
-    """The reference: plain `generate`, this request only."""
+    """Decode the reference: plain `generate`, this request only."""
     ids = torch.tensor([request.prompt])
     params = request.params
     arguments: dict[str, Any] = {

@@ -225,7 +225,7 @@ def test_a_compiled_student_learns_the_same(language: DistillOptions, tmp_path: 
 
 
 def assert_distance(options: DistillOptions, distance: dict[str, Any]) -> None:
-    """That of the last stage from the unpruned model, on the answers of the validation problems."""
+    """Check that it is that of the last stage from the unpruned model, on the answers of the validation problems."""
     dense, student = (load_pretrained(path).float() for path in (options.pretrained, options.output))
     values = []
     for text in make_host(options).examples().validation:

@@ -65,7 +65,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def section(page: Path, heading: str) -> str:
-    """What stands under a heading, up to the next one."""
+    """Return what stands under a heading, up to the next one."""
     match = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", prose(page), re.MULTILINE | re.DOTALL)
     assert match, heading
     return match[1]
@@ -136,7 +136,7 @@ def trees(page: Path) -> Iterator[ast.Module]:
 
 
 def public() -> set[str]:
-    """Names that a reader of the pages may import."""
+    """Return names that a reader of the pages may import."""
     own = {
         name
         for module in (attention_call, base, probe_pruning)

@@ -229,7 +229,7 @@ WORDS = ["How many?", "x", "Two plus two is", "Two plus", "Round and round and r
 
 
 def instances(kind: str) -> list[Instance]:
-    """Also an empty context, a context that ends in spaces, equal requests, an empty text."""
+    """Make requests: also an empty context, a context that ends in spaces, equal requests, an empty text."""
     pairs: list[Any] = [(prompt, choice) for prompt in [*WORDS, "", "Two  "] for choice in ("a", "b", " yes indeed")]
     arguments = [*pairs, pairs[0]] if kind == "loglikelihood" else [(word,) for word in [*WORDS, "", WORDS[0]]]
     return [compat.request(kind, args, "toy", i) for i, args in enumerate(arguments)]

@@ -194,7 +194,7 @@ assert type(stock) is transformers.LlamaModel
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Settings, without the architecture's name before them, and arrays."""
+    """Read settings, without the architecture's name before them, and arrays."""
     file = gguf.GGUFReader(path)
     arrays = {
         tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in file.tensors
@@ -209,7 +209,7 @@ def of_layer(value: Any, layer: int) -> int:
 
 
 def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a sequence as llama.cpp computes them from such a file, written out."""
+    """Compute logits of a sequence as llama.cpp computes them from such a file, written out."""
     settings, arrays = read(path)
     arrays = {name: value.double() for name, value in arrays.items()}
     neighbours = settings["general.architecture"] in ("llama", "deci")

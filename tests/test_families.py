@@ -88,7 +88,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def with_zeroed_columns(model: nn.Module, model_map: ModelMap, lost: dict[int, list[int]]) -> torch.Tensor:
-    """Logits with the heads' columns of the output projections set to zero, written apart from the package."""
+    """Compute logits with the heads' columns of the output projections set to zero, written apart from the package."""
     kept = {}
     for layer in model_map.attention:
         projection = model.get_submodule(next(name for name, module in model.named_modules() if module is layer.o_proj))
@@ -170,7 +170,7 @@ def check_cuts(model: nn.Module) -> None:
 
 
 def check_loaded(part: Cut) -> None:
-    """The model that is loaded from the checkpoint has the cut model's weights, buffers and logits."""
+    """Check that the model that is loaded from the checkpoint has the cut model's weights, buffers and logits."""
     smaller = part.model
     with tempfile.TemporaryDirectory() as folder:
         part.save(Path(folder) / "cut", None)

@@ -106,7 +106,7 @@ CASES: dict[str, Any] = {
 def check_any_options_and_order(
     seed: int, block: int, rule: dict[str, Any], rows: int, switches: dict[str, Any], deterministic: bool
 ) -> None:
-    """Answers, and what was skipped by layer, shared prompts counted for each."""
+    """Check answers, and what was skipped by layer, shared prompts counted for each."""
     model = model_of("llama")
     requests = plain(some_requests(model, seed, prompts=3, per_prompt=4))
     with pytest.MonkeyPatch.context() as patch, TokenFilter(**rule).applied_to(model):

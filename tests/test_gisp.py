@@ -25,7 +25,7 @@ PAIRS = [([3, 9, 4], [7, 8, 2]), ([5], [6, 11, 13, 2]), ([12, 3, 3, 8, 10], [2])
 
 
 def literal_gradients(model: Any, pairs: Any, prompts_count: bool) -> dict[str, torch.Tensor]:
-    """Gradients of the mean loss, token by token; of each text by itself, without padding."""
+    """Compute gradients of the mean loss, token by token; of each text by itself, without padding."""
     losses = []
     for prompt, answer in pairs:
         ids = [*prompt, *answer]
@@ -42,7 +42,7 @@ def literal_gradients(model: Any, pairs: Any, prompts_count: bool) -> dict[str, 
 
 
 def literal_scores(model: Any, grads: dict[str, torch.Tensor], normalize: str) -> dict[str, list[float]]:
-    """Σ|w·g| weight by weight of a llama with 4 heads of 8 columns, 2 keys and values, and 48 channels."""
+    """Sum |w·g| weight by weight of a llama with 4 heads of 8 columns, 2 keys and values, and 48 channels."""
     parameters = dict(model.named_parameters())
     scores: dict[str, list[float]] = {}
 

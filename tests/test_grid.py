@@ -68,7 +68,7 @@ def described(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def outcomes(folder: Path) -> dict[str, Any]:
-    """Everything of a grid's cells that must not depend on how it was run."""
+    """Read everything of a grid's cells that must not depend on how it was run."""
     cells = {}
     for path in sorted((folder / "cells").iterdir()):
         if not path.name.startswith("."):

@@ -41,7 +41,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  #
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is NaN, or true."""
+    """Poison memory: what is not written is NaN, or true."""
     empty = torch.empty
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -889,7 +889,7 @@ def test_a_wrong_rule_is_one_line() -> None:
 
 
 def logits(model: Any, filtered: TokenFilter, pieces: list[int], mask: torch.Tensor, on_device: bool) -> Any:
-    """Of a text fed in such pieces, with the counts of tokens and skips."""
+    """Compute logits of a text fed in such pieces, with the counts of tokens and skips."""
     ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), filtered.applied_to(model):
         patch.setattr(dispatch, "KERNELS_ON_CPU", on_device)

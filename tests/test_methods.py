@@ -111,7 +111,7 @@ def test_neighbours_and_padding_do_not_matter(row: Row, family: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Any]:
-    """The tiny Llama, what it is called by, and a list that grows by each pass of compiled code; in two ways."""
+    """Compile the tiny Llama in two ways: the model, what it is called by, a list that grows by each compiled pass."""
     variants = []
     for way in ("itself", "wrapper"):
         model, passes = tiny("llama"), []

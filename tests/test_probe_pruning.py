@@ -33,7 +33,7 @@ def lowest(scores: torch.Tensor, weight: torch.Tensor, width: int, ratio: float)
 
 
 def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
-    """The plan that the plain criterion gives for a text: Σ_t of what each projection reads, layer after layer."""
+    """Return the plan that the plain criterion gives for a text: Σ_t of what each projection reads, layer after layer."""
     model_map, text = map_model(model), CalibrationText.from_windows("text", ids)
     plan = Plan()
     for layer, block in zip(model_map.attention, model_map.feed_forward, strict=True):

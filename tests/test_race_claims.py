@@ -48,7 +48,7 @@ TOKENS = [10, 20, 30, 4, 6, 8, 10]
 
 @pytest.fixture
 def folds() -> list[Fold]:
-    """Two folds: the first is chosen `next` with sampling alone, the second the greedy answer first in both."""
+    """Make two folds: the first is chosen `next` with sampling alone, the second the greedy answer first in both."""
     choices = [
         {"fold": 0, "order": "first", "mix": "next", "rival": "dense@0.5"},
         {"fold": 1, "order": "second", "mix": "dense|next", "rival": "dense|dense@0.5"},

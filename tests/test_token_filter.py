@@ -85,7 +85,7 @@ CASES = (
 
 
 def check_decisions(heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed) -> None:
-    """Two rows, one padded on the left; states, anchors and decisions, over two calls."""
+    """Check two rows, one padded on the left; states, anchors and decisions, over two calls."""
     rng = torch.Generator().manual_seed(seed)
     key, value = (torch.randn(2, heads, length, width, generator=rng, dtype=torch.float64) + 0.7 for _ in range(2))
     rule = naive.Rule(share, similarity, fusion, step, smoothing, warmup)

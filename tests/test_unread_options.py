@@ -95,7 +95,7 @@ def names_of(settings: type[Settings]) -> list[str]:
 
 
 def other_value(settings: type[Settings], name: str) -> Any:
-    """Another value than the default, within its bounds."""
+    """Return another value than the default, within its bounds."""
     if name in OTHER:
         return OTHER[name]
     (field,) = [candidate for candidate in fields(settings) if candidate.name == name]

@@ -69,7 +69,7 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
 
 @pytest.fixture
 def verifier() -> Iterator[Verifier]:
-    """One worker, which alone is a child of this process."""
+    """Start one worker, which alone is a child of this process."""
     shared().close()
     instance = Verifier(workers=1, seconds=20.0)
     yield instance

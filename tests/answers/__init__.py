@@ -140,7 +140,7 @@ def sample(population: list[Case], size: int) -> list[Case]:
 
 
 def _filled(name: str, shift: int = 0, swap: bool = False) -> Iterator[Case]:
-    """Fills the forms of a file: with `shift`, scored against a neighbour's gold answer; with `swap`, {gold} for {other}."""
+    """Fill the forms of a file: with `shift`, scored against a neighbour's gold answer; with `swap`, {gold} for {other}."""
     for number, line in enumerate(load(name), start=1):
         kind, form = line["kind"], line["form"]
         expected = bool(line["expected"]) != swap
@@ -191,7 +191,7 @@ def _row(kind: str, gold: Row) -> Row:
 
 
 def _places(gold: Row, others: list[Row]) -> dict[str, str]:
-    """What stands for each placeholder."""
+    """Return what stands for each placeholder."""
     target: str = gold["gold"]
     plain: str = gold.get("plain", target)
     places = {"{gold}": plain, "{latex}": gold.get("latex", plain), "{target}": target, "{value}": target}
@@ -281,7 +281,7 @@ def rate(population: Iterable[Case], wrong: Iterable[Case]) -> float:
 
 
 def show(wrong: Iterable[Case], examples: int = 1) -> str:
-    """Lists wrong cases by class and form: how many, and what was made of the first of each form."""
+    """List wrong cases by class and form: how many, and what was made of the first of each form."""
     by_form: dict[tuple[str, int, str], list[Case]] = defaultdict(list)
     for case in wrong:
         by_form[case.category, case.line, case.form].append(case)

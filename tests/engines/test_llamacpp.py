@@ -57,7 +57,7 @@ def server(dense: Path) -> Iterator[tuple[Server, Path]]:
 
 
 def served(server: tuple[Server, Path], *more: str) -> str:
-    """model_args of the server."""
+    """Return model_args of the server."""
     model_args = [f"base_url={server[0].url}", "server=llamacpp", "pretrained=smollm2-135m", f"adapters={server[1]}"]
     return ",".join([*model_args, *more])
 

@@ -16,7 +16,7 @@ UNEVEN = "L5H0-2+L7H0-5"  # of nine heads in groups of three
 
 @pytest.fixture(scope="module")
 def uneven(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint whose layers have unlike head counts, and the line that serves it."""
+    """Export a checkpoint whose layers have unlike head counts, and the line that serves it."""
     folder = tmp_path_factory.mktemp("uneven")
     words = ["--pretrained", "smollm2-135m", "--heads", UNEVEN, "--output", folder / "cut"]
     line = line_of(run("lmeval-prune", "export", "model", *words, folder=folder))

@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Athena:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Where losses were computed."""
+    """Record where losses are computed."""
     types: set[str] = set()
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,10 @@ def user_code_digest(task: Any, settings: dict[str, Any]) -> str:
 
     Theirs counts by the versions of their tasks.
     """
-    packages = [*_package_folders(), *(Path(str(each.__file__)).resolve().parent for each in (lmeval_prune, lm_eval))]
+    packages = [
+        *_package_folders(),
+        *(Path(str(package.__file__)).resolve().parent for package in (lmeval_prune, lm_eval)),
+    ]
     classes = [kind for kind in _classes(task) if kind.__module__ not in sys.stdlib_module_names]
     files = _files_of([*_callables(settings), *classes])
     files = {path for path in files if not any(map(path.is_relative_to, packages))}
@@ -46,7 +49,7 @@ def _classes(task: Any) -> list[type]:
 
 def _files_of(values: Iterable[Any]) -> set[Path]:
     """Return the files of functions and classes, and the files that these import."""
-    sources = {path for each in values if (path := _source(each))}
+    sources = {path for value in values if (path := _source(value))}
     return set().union(*(_with_imports(path, path.stat().st_mtime_ns) for path in sources))
 
 

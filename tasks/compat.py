@@ -92,7 +92,9 @@ def as_metric(name: str) -> Callable[[Callable[..., dict[str, float]]], Any]:
 def metrics(task: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     """Return the name, function and arguments of each metric of a task."""
     if HAS_SCORERS:
-        return [(each.name, each.fn, dict(each.kwargs)) for scorer in task.scorers for each in scorer.metrics or ()]
+        return [
+            (metric.name, metric.fn, dict(metric.kwargs)) for scorer in task.scorers for metric in scorer.metrics or ()
+        ]
     arguments = getattr(task, "_metric_fn_kwargs", {})
     return [(name, function, arguments[name]) for name, function in getattr(task, "_metric_fn_list", {}).items()]
 
@@ -108,7 +110,7 @@ def keep_filter(task: Any, name: str) -> None:
     if HAS_SCORERS:
         task._scorers = [scorer for scorer in task.scorers if scorer.name == name]
     else:
-        task._filters = [each for each in task._filters if each.name == name]
+        task._filters = [ensemble for ensemble in task._filters if ensemble.name == name]
 
 
 def all_responses(results: Any) -> Any:

@@ -79,8 +79,8 @@ def _of_this_package(name: str, split: str) -> HubDataset | None:
     data = DATA.get(name)
     if data is None or not isinstance(data.hub, HubSplits):
         return None
-    stored = {each if each in data.files else "all" for each in split_names(split)}
-    sources = {data.hub.sources.get(each) for each in stored}
+    stored = {part if part in data.files else "all" for part in split_names(split)}
+    sources = {data.hub.sources.get(part) for part in stored}
     if len(sources) != 1 or not (source := sources.pop()):
         return None
     return HubDataset(*source, split if split in data.files else None)

@@ -65,8 +65,8 @@ class LazyTaskManager(TaskManager):
             seen.add(name)
             members = entry.cfg.get("task")
             members = members if isinstance(members, list) else []
-            yield from (entry.cfg, *(each for each in members if isinstance(each, dict)))
-            waiting += [each for each in members if isinstance(each, str)]
+            yield from (entry.cfg, *(member for member in members if isinstance(member, dict)))
+            waiting += [member for member in members if isinstance(member, str)]
 
     @print_input_errors
     def load(self, task_list: Any) -> Any:

@@ -56,11 +56,11 @@ def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
 
     def sample(n: int, eval_doc: Any = None, **settings: Any) -> Any:
         drawn = draw(n, eval_doc=eval_doc, **settings)
-        itself = [each for each in drawn if all(document.get(key) == value for key, value in each.items())]
-        if not itself:
+        copies = [exemplar for exemplar in drawn if all(document.get(key) == value for key, value in exemplar.items())]
+        if not copies:
             return drawn
         try:
-            return draw(n, eval_doc=itself[0], **settings)
+            return draw(n, eval_doc=copies[0], **settings)
         except (ValueError, AssertionError) as error:  # random.sample and lm-eval
             raise InputError(
                 f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller "

@@ -244,7 +244,7 @@ def check_numbers(task: Any, golds: Sequence[Any]) -> None:
     """
     kind = KINDS["number"]
     texts = [[gold_answer(text, kind) for text in (gold if isinstance(gold, list) else [gold])] for gold in golds]
-    others = [each[0] for each in texts if each and not any(map(readings, each))]
+    others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
     if not others:
         return
     remedy = "compare them as text or mathematics (kind, or process_results)"
@@ -272,7 +272,7 @@ def _check_aggregation(k: int, metric: str, is_own: bool, repeats: int) -> None:
 
 def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:
     """Refuse arguments in a YAML file that a filter or metric does not have."""
-    known = [each for each in inspect.signature(function).parameters if each not in ("golds", "answers")]
+    known = [parameter for parameter in inspect.signature(function).parameters if parameter not in ("golds", "answers")]
     for argument in arguments:
         if argument not in known:
             raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(known)}")

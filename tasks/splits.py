@@ -50,7 +50,7 @@ def warn_of_scored_splits(source: str, task: str, splits: Iterable[str], scored:
         scored: what `scored_splits` returns.
         remedy: end of the line.
     """
-    for split in sorted({name for each in splits for name in split_names(each)} & {*scored}):
+    for split in sorted({name for expression in splits for name in split_names(expression)} & {*scored}):
         logger.warning(
             "%s has questions of the split %s, which %s scores: what is pruned is chosen on the test; %s",
             source, split, task, remedy

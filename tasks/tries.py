@@ -57,4 +57,4 @@ def outcomes(task: Any, metric: str, documents: Sequence[Any], responses: Sequen
         compat.score_response(task, task.process_results, document, response)
         for document, response in zip(documents, filtered(task, singles), strict=True)
     )
-    return [is_right(task, each, metric) for each in scores]
+    return [is_right(task, result, metric) for result in scores]

@@ -64,11 +64,11 @@ def record_of(path: Path) -> dict[str, Any]:
 
 
 def find(value: Any, name: str) -> dict[str, Any] | None:
-    """Return the first dictionary that has a name, in depth."""
+    """Return the first dictionary with a key, in depth."""
     if isinstance(value, dict):
         if name in value:
             return value
-        return next((found for each in value.values() if (found := find(each, name))), None)
+        return next((record for child in value.values() if (record := find(child, name))), None)
     if isinstance(value, list):
-        return next((found for each in value if (found := find(each, name))), None)
+        return next((record for child in value if (record := find(child, name))), None)
     return None

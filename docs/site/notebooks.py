@@ -36,7 +36,7 @@ def execute(path: Path) -> dict[str, Any]:
     for number, cell in enumerate(notebook.cells, 1):
         cell.id, cell.metadata = f"cell-{number}", {}
         if cell.cell_type == "code":
-            cell.outputs = [each for each in map(cleaned, cell.outputs) if each.get("name") != "stderr"]
+            cell.outputs = [output for output in map(cleaned, cell.outputs) if output.get("name") != "stderr"]
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},

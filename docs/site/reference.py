@@ -113,7 +113,7 @@ def commands() -> str:
             rows.append([cell, escape(values(action.values)), escape(action.help or "")])
         parts.append(table(["option", "values", ""], rows))
         if exclusive := getattr(function, "mutually_exclusive", ()):
-            parts.append(f"Only one of {', '.join(f'`--{each}`' for each in exclusive)} can be given.")
+            parts.append(f"Only one of {', '.join(f'`--{option}`' for option in exclusive)} can be given.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -160,17 +160,19 @@ def _plain(value: Any) -> Any:
 def field_rows(declaration: Any, skip: Sequence[str] = ()) -> Iterator[list[str]]:
     """Yield the rows of a dataclass's fields: name, values, default, meaning from `Attributes:` of its docstring."""
     documented = parse(declaration.__doc__ or "", DocstringStyle.GOOGLE).params
-    meaning = {name.strip(): each.description or "" for each in documented for name in each.arg_name.split(",")}
+    meaning = {
+        name.strip(): parameter.description or "" for parameter in documented for name in parameter.arg_name.split(",")
+    }
     annotations = annotations_of(declaration)
-    for each in fields(declaration):
-        if not each.init or each.kw_only or each.name in skip:
+    for field in fields(declaration):
+        if not field.init or field.kw_only or field.name in skip:
             continue
-        kind = annotations[each.name]
-        has_default = each.default is not MISSING or each.default_factory is not MISSING
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        kind = annotations[field.name]
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
         shown = "required" if not has_default else "" if default in (None, (), {}, "") else f"`{default}`"
         said = describe(kind) if is_supported_type(kind) else ""
-        yield [f"`{each.name}`", escape(said), shown, escape(meaning.get(each.name, ""))]
+        yield [f"`{field.name}`", escape(said), shown, escape(meaning.get(field.name, ""))]
 
 
 HEAD = ("name", "values", "default", "")
@@ -241,7 +243,7 @@ def public_names(module_name: str) -> Iterator[str]:
     """Yield the full names of what a module exports, where they are defined."""
     module = importlib.import_module(f"lmeval_prune.{module_name}")
     exported = getattr(module, "__all__", None)
-    for name in exported or [each for each in vars(module) if not each.startswith("_")]:
+    for name in exported or [name for name in vars(module) if not name.startswith("_")]:
         value = getattr(module, name)
         home = getattr(value, "__module__", "")
         is_own = home == module.__name__ or (exported and home.startswith("lmeval_prune"))
@@ -258,7 +260,7 @@ def api() -> dict[str, str]:
         where |= dict.fromkeys(names, page)
         pages[page] = f"# {title}\n\n" + "\n".join(f"::: {name}" for name in names) + "\n"
     rows = []
-    for _, name in sorted(top.items(), key=lambda each: each[1]):
+    for _, name in sorted(top.items(), key=lambda entry: entry[1]):
         value: Any = getattr(importlib.import_module("lmeval_prune"), name)
         full = f"{value.__module__}.{value.__qualname__}"
         if full not in where:

@@ -69,17 +69,17 @@ def stage() -> None:
             copy.write_text(indented(text), encoding="utf-8")
         else:
             shutil.copyfile(path, copy)
-    made = {"results.md": gallery.page(ROOT), **reference.pages(ROOT)}
+    generated = {"results.md": gallery.page(ROOT), **reference.pages(ROOT)}
     for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
         copy = STAGE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-        made[str(path.relative_to(ROOT).with_suffix(".md"))] = notebooks.page(path, copy.parent / "pictures")
-    pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents} | {*made}
-    missing = sorted(pages - navigation())
+        generated[str(path.relative_to(ROOT).with_suffix(".md"))] = notebooks.page(path, copy.parent / "pictures")
+    pages = {str(path.relative_to(ROOT)) for path in sources if ROOT / "docs/results" not in path.parents}
+    missing = sorted({*pages, *generated} - navigation())
     if missing:
         print(f"not in the menu, found by links and the search only: {', '.join(missing)} (nav: in mkdocs.yml)")
-    for name, text in made.items():
+    for name, text in generated.items():
         path = STAGE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -34,17 +34,18 @@ def decode(
     offsets = torch.arange(keys.shape[2], device=query.device).expand(len(rows), -1)
     visible = (offsets < lengths[:, None]) & attends[:, None]
     k, v = keys[slots], values[slots]  # copies, as they were before the new token
-    places = offsets if positions is None else positions[slots]
+    token_positions = offsets if positions is None else positions[slots]
     if new_key is not None and new_value is not None:
-        last = _last_place(places, lengths) if positions is not None else lengths
+        last = _position_at(token_positions, lengths) if positions is not None else lengths
         _write(keys, slots, lengths, attends, new_key)
         _write(values, slots, lengths, attends, new_value)
         k, v = torch.cat([k, new_key[:, :, None]], 2), torch.cat([v, new_value[:, :, None]], 2)
-        visible, places = torch.cat([visible, attends[:, None]], 1), torch.cat([places, last[:, None]], 1)
+        visible = torch.cat([visible, attends[:, None]], 1)
+        token_positions = torch.cat([token_positions, last[:, None]], 1)
     else:
-        last = _last_place(places, lengths - 1)
+        last = _position_at(token_positions, lengths - 1)
     if window is not None:
-        visible &= places > last[:, None] - window
+        visible &= token_positions > last[:, None] - window
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in (query, k, v)))
     k, v = (tensor.to(dtype).masked_fill(~visible[:, None, :, None], 0) for tensor in (k, v))
     scores = query.to(dtype).unflatten(1, (k.shape[1], -1)) @ k.mT * scaling  # (rows, key-value heads, G, tokens)
@@ -56,9 +57,9 @@ def decode(
     return out if keep is None or masks is None else out * keep[masks.long()][..., None].to(out.dtype)
 
 
-def _last_place(places: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return each row's place at its offset; of an empty or full row, the nearest."""
-    return places.gather(1, offsets.clamp(0, places.shape[1] - 1)[:, None])[:, 0]
+def _position_at(positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return each row's position at its offset; of an empty or full row, the nearest."""
+    return positions.gather(1, offsets.clamp(0, positions.shape[1] - 1)[:, None])[:, 0]
 
 
 def _write(

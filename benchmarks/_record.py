@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def processor() -> str:
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and the seconds it took."""
+    """Call a function; return its result and the seconds it took."""
     begin = time.perf_counter()
     out = function()
     return out, time.perf_counter() - begin
@@ -81,8 +81,13 @@ def seconds_in_turn(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[
     """
     seconds = [{name: run() for name, run in kinds.items()} for _ in range(rounds)]
     first, second = kinds
-    ratios = [each[second] / each[first] for each in seconds]
+    ratios = [times[second] / times[first] for times in seconds]
     return {"seconds": seconds, "ratio": statistics.median(ratios), "ratios": ratios}
+
+
+def median_and_range(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the smallest and the largest of values, as they are stored."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:
@@ -97,11 +102,11 @@ def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:
 
 
 def write_table(document: Path, name: str, table: str) -> None:
-    """Writes a table where a page has its marks."""
+    """Write a table between its marks on a page."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, _, rest = document.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
+    _, mark, after = rest.partition(end)
+    if not mark:
         raise SystemExit(f"{document} has no {begin} with {end} after it")
     document.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
     print(f"written: {document}, {name}")

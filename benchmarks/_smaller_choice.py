@@ -28,16 +28,17 @@ def choice(experiment: Experiment, recipes: Sequence[str] = (), folds: Sequence[
     experiment.check_names(recipes, folds)
     scored, seeds = Scored(experiment), experiment.settings["choice_seeds"]
     tested = recipes_tested(experiment)
-    earlier = [each for each in chosen_entries(experiment) if each["recipe"] in tested]  # others can be chosen again
+    earlier = [entry for entry in chosen_entries(experiment) if entry["recipe"] in tested]  # others can be chosen again
     own = {name: scored.pairs(name, seeds) for name in recipes or experiment.settings["recipes"]}
     own = {name: [row for row in rows if row.fold in (folds or [row.fold])] for name, rows in own.items()}
     failures = {name: _failures(experiment, scored, name, rows) for name, rows in own.items() if rows}
     if not failures:
         raise InputError("there are no rows by the seeds of the choice to compare; make them by train")
     eligible = [name for name in own if not failures.get(name, not recipes)]  # of those without rows, the named ones
-    rows = {name: [row for row in each if row in own[name]] for name, each in scored.common(eligible, seeds).items()}
-    wanted = folds or experiment.settings["folds"]
-    _check_complete({name: own[name] for name in eligible}, rows, wanted)
+    rows = {
+        name: [row for row in common if row in own[name]] for name, common in scored.common(eligible, seeds).items()
+    }
+    _check_complete({name: own[name] for name in eligible}, rows, folds or experiment.settings["folds"])
     differences = {name: scored.difference(rows[name], "validation") for name in rows}
     others = {name: scored.difference(own[name], "validation") for name in failures if failures[name]}
     count = len(next(iter(rows.values()), []))
@@ -109,11 +110,11 @@ def change(difference: Difference) -> str:
     """Return a difference with its error and interval; of few folds, with the numbers of problems that differ."""
     folds = len(difference.folds)
     if folds < FEWEST_FOLDS:
-        each = np.concatenate(list(difference.by_row.values()))
-        won, lost = (each > 0).sum(), (each < 0).sum()
+        differences = np.concatenate(list(difference.by_row.values()))
+        won, lost = (differences > 0).sum(), (differences < 0).sum()
         return (
-            f"{difference.mean:+.2f} points ({won} of {len(each)} problems won, {lost} lost; no interval of {folds} "
-            f"fold{'s' if folds > 1 else ''})"
+            f"{difference.mean:+.2f} points ({won} of {len(differences)} problems won, {lost} lost; no interval of "
+            f"{folds} fold{'s' if folds > 1 else ''})"
         )
     low, high = difference.interval
     return f"{difference.mean:+.2f} ± {difference.error:.2f} points ({low:+.2f} to {high:+.2f})"

@@ -104,19 +104,19 @@ def estimated_seconds(experiment: Experiment, row: Row, device: str) -> dict[str
     note = distill(few, host)
     trained = sum(log.get("seconds", 0.0) for stage in note["stages"] for log in stage["log"])
     rest = time.monotonic() - begin - trained - host.scoring - host.asking
-    texts, asked, tokens = (
-        _ratio([count(each) for each in examples])
+    text_ratio, question_ratio, token_ratio = (
+        _ratio([count(data) for data in examples])
         for count in (
-            lambda each: min(whole.calibration, len(each.questions)),
-            lambda each: _question_count(whole, each),
-            lambda each: sum(each.lengths),
+            lambda data: min(whole.calibration, len(data.questions)),
+            lambda data: _question_count(whole, data),
+            lambda data: sum(data.lengths),
         )
     )
     model = load_pretrained(few.output).float().to(device)
     parts = {
-        "training": trained * tokens * whole.epochs,
-        "scoring": host.scoring * texts,
-        "teacher": host.asking * asked,
+        "training": trained * token_ratio * whole.epochs,
+        "scoring": host.scoring * text_ratio,
+        "teacher": host.asking * question_ratio,
         "answering": _answering_seconds(experiment, hosts[1], model, len(examples[1].problems)),
         "rest": rest,
     }
@@ -159,7 +159,7 @@ def _answering_seconds(experiment: Experiment, host: PackedHost, model: Any, val
 
 
 def trains_dense(experiment: Experiment, row: Row) -> bool:
-    """Whether a row's dense model has a row, but must be trained anew on this machine."""
+    """Return whether a row's dense model has a row, but must be trained anew on this machine."""
     return row.recipe != DENSE and experiment.path(row.dense).is_file() and not experiment.model(row.dense).is_dir()
 
 
@@ -168,12 +168,12 @@ def expected_seconds(experiment: Experiment, row: Row, device: str) -> float | N
 
     If the row's dense model must be trained anew, its seconds are added.
     """
-    found = {True: list[float](), False: list[float]()}
+    measured, estimated = list[float](), list[float]()
     for other, record in [*experiment.records().items(), *read_estimates(experiment).items()]:
         if other.recipe == row.recipe and record["device"] == device_name(device):
-            found["test" in record].append(record["seconds"])
-    own = max(found[True] or found[False], default=None)
-    if own is None or found[True] or not trains_dense(experiment, row):
+            (measured if "test" in record else estimated).append(record["seconds"])
+    own = max(measured or estimated, default=None)
+    if own is None or measured or not trains_dense(experiment, row):
         return own
     return own + (expected_seconds(experiment, row.dense, device) or 0.0)
 

@@ -12,7 +12,7 @@ import numpy as np
 from _smaller import Goal, Row
 from scipy import stats
 
-WANTED = 0.8  # probability for which the number of seeds is printed
+TARGET = 0.8  # probability for which the number of seeds is printed
 MOST_SEEDS = 100
 GRID = 2000  # quantiles of the variance over which the probability is averaged
 
@@ -50,7 +50,7 @@ def probability(goal: Goal, deviation: float, folds: int, loss: float = 0.0) -> 
 
 def seeds_needed(goal: Goal, spread: Spread, folds: int) -> int | None:
     """Return the smallest number of seeds that reaches the goal with probability 0.8 at a true loss of 0, if any."""
-    enough = (n for n in range(1, MOST_SEEDS + 1) if probability(goal, spread.of_means(n), folds) >= WANTED)
+    enough = (n for n in range(1, MOST_SEEDS + 1) if probability(goal, spread.of_means(n), folds) >= TARGET)
     return next(enough, None)
 
 
@@ -63,11 +63,12 @@ def spread_of(recipes: Sequence[Mapping[Row, Questions]], count: int) -> Spread 
     of two rows on the questions that both have). With one seed, the spread of folds is taken for luck of training.
     Variances are means over recipes.
     """
-    parts = [_variances(rows) for rows in recipes if len(rows) > 1]
-    if not parts:
+    variances = [_variances(rows) for rows in recipes if len(rows) > 1]
+    if not variances:
         return None
-    within, between, questions, validated = (float(np.mean(part)) for part in list(zip(*parts, strict=True))[:4])
-    products, pairs = (sum(part[place] for part in parts) for place in (4, 5))
+    columns = list(zip(*variances, strict=True))
+    within, between, questions, validated = (float(np.mean(column)) for column in columns[:4])
+    products, pairs = map(sum, columns[4:])
     shared = float(np.clip(products / pairs if pairs else 0.0, 0.0, questions))
     row = max(within - questions / validated, 0.0) + (questions - shared) / count
     return Spread(row**0.5, (max(between, 0.0) + shared / count) ** 0.5)
@@ -80,26 +81,24 @@ def _variances(rows: Mapping[Row, Questions]) -> tuple[float, float, float, floa
         Variance of rows within folds; of folds beyond that; of questions; the number of questions; the sum of products
         of two rows' centred differences on a question; their number.
     """
-    values = {row: 100 * np.array(list(questions.values())) for row, questions in rows.items()}
-    folds = defaultdict(list)
-    for row, differences in values.items():
-        folds[row.fold].append(differences.mean())
-    free = len(values) - len(folds)
-    means = np.array([np.mean(each) for each in folds.values()])
+    differences = {row: 100 * np.array(list(questions.values())) for row, questions in rows.items()}
+    folds = defaultdict(list)  # means of the rows of each
+    for row, points in differences.items():
+        folds[row.fold].append(points.mean())
+    free = len(differences) - len(folds)
+    means = np.array([np.mean(row_means) for row_means in folds.values()])
     if free:
-        within = sum(np.var(each) * len(each) for each in folds.values()) / free
-        per_mean = within * np.mean([1 / len(each) for each in folds.values()])
+        within = sum(np.var(row_means) * len(row_means) for row_means in folds.values()) / free
+        per_mean = within * np.mean([1 / len(row_means) for row_means in folds.values()])
         between = np.var(means, ddof=1) - per_mean if len(means) > 1 else 0.0
     else:
         within, between = np.var(means, ddof=1), 0.0
-    questions = np.mean([np.var(each, ddof=1) for each in values.values()])
-    centred = {
-        row: dict(zip(rows[row], differences - differences.mean(), strict=True)) for row, differences in values.items()
-    }
+    questions = np.mean([np.var(points, ddof=1) for points in differences.values()])
+    centred = {row: dict(zip(rows[row], points - points.mean(), strict=True)) for row, points in differences.items()}
     products = [
         a[name] * b[name] for a, b in itertools.combinations(centred.values(), 2) for name in a.keys() & b.keys()
     ]
-    validated = np.mean([len(each) for each in values.values()])
+    validated = np.mean([len(points) for points in differences.values()])
     return float(within), float(between), float(questions), float(validated), float(sum(products)), len(products)
 
 
@@ -126,5 +125,5 @@ def power_text(estimate: Mapping[str, Any]) -> str:
         f"power: test differences vary by {estimate['row_deviation']:.1f} points (sd) between trainings and "
         f"{estimate['fold_deviation']:.1f} between folds, means of folds over {estimate['seeds']} seeds by "
         f"{estimate['deviation_of_means']:.1f}; a recipe that loses nothing reaches accuracy and certainty with "
-        f"probability {estimate['probability']:.2f}, and with {WANTED} by {needed} seeds"
+        f"probability {estimate['probability']:.2f}, and with {TARGET} by {needed} seeds"
     )

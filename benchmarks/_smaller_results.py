@@ -33,7 +33,7 @@ def take_results(experiment: Experiment, file: Path) -> tuple[int, int]:
     results: Any = read_json(file)
     if not isinstance(results, dict) or not {"rows", "settings"} <= set(results):
         raise InputError(f"{file} is no results file of a report; give one of benchmarks/results/smaller_model*.json")
-    rows = {Row(each["recipe"], each["fold"], each["seed"]): each for each in results["rows"].values()}
+    rows = {Row(summary["recipe"], summary["fold"], summary["seed"]): summary for summary in results["rows"].values()}
     _check_same(experiment, results, {row.recipe for row in rows}, file)
     taken, left = dict[Row, Any](), 0
     for row, summary in rows.items():
@@ -65,10 +65,10 @@ def _check_same(experiment: Experiment, results: Any, recipes: set[str], file: P
     names += [f"--{name}" for name, value in changes.items() if value != results.get(name, {})]
     if names:
         raise InputError(f"the rows of {file} were made with other options ({', '.join(names)}); nothing is taken")
-    dense = [each for each in results["rows"].values() if each["recipe"] == DENSE]
+    dense = [summary for summary in results["rows"].values() if summary["recipe"] == DENSE]
     if not dense:
         raise InputError(f"{file} has no dense rows, with which the others are compared; nothing is taken")
-    if any(each["parent"] != experiment.base for each in dense):
+    if any(summary["parent"] != experiment.base for summary in dense):
         raise InputError(
             f"the rows of {file} were made from another model than {experiment.pretrained}; nothing is taken"
         )
@@ -84,15 +84,15 @@ def _record(experiment: Experiment, row: Row, rows: dict[Row, Any]) -> dict[str,
         bits = {split: right[split] for split in ("validation", "sampled", "test") if split in right}
         bits |= {"test": unseal(right["sealed"])} if "sealed" in right else {}
         lists = {
-            split: [{"id": name, "right": int(bit)} for name, bit in zip(ids[split], each, strict=True)]
-            for split, each in bits.items()
+            split: [{"id": name, "right": int(bit)} for name, bit in zip(ids[split], digits, strict=True)]
+            for split, digits in bits.items()
         }
         return {"test": [], **lists}
 
     record = {name: summary[name] for name in COPIED if name in summary}
     record |= {"settings": experiment.digest(row), **answers(summary["right"])}
     if row.recipe != DENSE:
-        dense = next(each for other, each in rows.items() if other.recipe == DENSE)  # all have one shape
+        dense = next(rows[other] for other in rows if other.recipe == DENSE)  # all have one shape
         record["dense"] = {
             "weights": summary["parent"],
             "parameters": dense["parameters"],

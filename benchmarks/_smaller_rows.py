@@ -179,14 +179,14 @@ def _trained_by(experiment: Experiment, row: Row, device: str) -> list[dict[str,
 def _answered(experiment: Experiment, row: Row, device: str, resumable: bool) -> dict[str, Any]:
     """Train a row's model, unless it is there; return its digest, what was removed, and its answers."""
     host = PackedHost(replace(experiment.options(row), resumable=resumable), experiment.work / PROBLEMS)
-    made = _trained_by(experiment, row, device)
+    runs = _trained_by(experiment, row, device)
     note = distill(host.options, host)
     torch.cuda.empty_cache()  # for other processes
     model = load_pretrained(str(experiment.model(row))).float().to(device)
     problems = [problem.question.document for problem in host.examples().problems]
     greedy, drawn = answering(experiment)
     return {
-        "made": made,
+        "made": runs,
         "weights": host.identity(str(experiment.model(row))),
         "parent": note["options"]["pretrained"],
         **shape(experiment.model(row), model),
@@ -227,14 +227,14 @@ def decoded(
 ) -> list[list[str]]:
     """Return the texts of answers by the engine; sample n of each prompt has the seed n."""
     requests = [
-        Request(prompt, params=params, seed=number, tag=place)
-        for place, prompt in enumerate(prompts)
-        for number in range(samples)
+        Request(prompt, params=params, seed=sample, tag=index)
+        for index, prompt in enumerate(prompts)
+        for sample in range(samples)
     ]
     texts: list[dict[int, str]] = [{} for _ in prompts]
     for request, tokens in Engine(model, host.tokenizer, deterministic=not params.do_sample).decode(requests):
         texts[request.tag][request.seed] = host.tokenizer.decode(tokens, skip_special_tokens=True)
-    return [[by_seed[number] for number in range(samples)] for by_seed in texts]
+    return [[by_seed[sample] for sample in range(samples)] for by_seed in texts]
 
 
 def generated(

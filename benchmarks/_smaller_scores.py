@@ -124,7 +124,7 @@ class Scored:
 
     def by_question(self, row: Row, split: str) -> dict[str, float]:
         """Return right answers of a row minus those of its dense model, by id of the problem."""
-        own, dense = ([answer["id"] for answer in each[split]] for each in (self.records[row], self.parent(row)))
+        own, dense = ([answer["id"] for answer in record[split]] for record in (self.records[row], self.parent(row)))
         if own != dense:
             raise InputError(f"{row.key} and its dense model have answered other {split} problems; make them again")
         return dict(zip(own, self.right(row, split) - self.right(row, split, True), strict=True))
@@ -144,8 +144,8 @@ class Scored:
     def common(self, names: Sequence[str], seeds: Collection[int]) -> dict[str, list[Row]]:
         """Return the rows of recipes on the folds and seeds that all of them have."""
         pairs = {name: self.pairs(name, seeds) for name in names}
-        places = [{(row.fold, row.seed) for row in rows} for rows in pairs.values()]
-        shared = set.intersection(*places) if places else set()
+        combinations = [{(row.fold, row.seed) for row in rows} for rows in pairs.values()]
+        shared = set.intersection(*combinations) if combinations else set()
         return {name: [row for row in rows if (row.fold, row.seed) in shared] for name, rows in pairs.items()}
 
     def divergence(self, row: Row) -> float | None:

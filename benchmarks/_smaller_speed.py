@@ -6,14 +6,14 @@ Tokens per second of prompts, of decoding, of whole answers by `generate` (the g
 from __future__ import annotations
 
 import json
-import statistics
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from _record import environment
+from _record import environment, median_and_range
 from _smaller import DENSE, SPEEDS, Experiment, Goal
 from _smaller_estimate import read_estimates
 from _smaller_rows import device_name
@@ -33,7 +33,7 @@ ESTIMATE = "estimate"  # in place of a row's name: the shape is that of `estimat
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster than the dense model: the median of the rounds' ratios minus 1, and their range."""
+    """How much faster a model is than the dense one: the median of the rounds' ratios minus 1, and their range."""
 
     median: float
     low: float
@@ -76,7 +76,7 @@ def measure_speeds(
         kind = getattr(torch, goal["dtype"])
         models = {DENSE: _dense(experiment).to(device, kind), name: cut_model.to(device, kind)}
         rates = measure_rounds(models, work, answerers={"generate": generate_rate, "engine": EngineSpeed()})
-        gains = {str(batch): gain(rates[name], rates[DENSE], f"generate_{batch}") for batch in goal["batches"]}
+        gains = {str(batch): compute_gain(rates[name], rates[DENSE], f"generate_{batch}") for batch in goal["batches"]}
         speeds[key] = {
             "recipe": name,
             "row": source,
@@ -84,12 +84,12 @@ def measure_speeds(
             "device": device_name(device),
             "parameters": list(parameters(models[name])),
             "tokens_per_second": rates,
-            "gains": {batch: asdict(each) for batch, each in gains.items()},
+            "gains": {batch: asdict(gain) for batch, gain in gains.items()},
             "work": goal_work(goal),
             "measured": environment(),
         }
         _write_speeds(speeds, experiment.work, copy)
-        print(f"{key}: {', '.join(f'{each} at batch {batch}' for batch, each in gains.items())}", flush=True)
+        print(f"{key}: {', '.join(f'{gain} at batch {batch}' for batch, gain in gains.items())}", flush=True)
     _write_speeds(speeds, copy)
 
 
@@ -99,10 +99,10 @@ def _write_speeds(speeds: dict[str, Any], *folders: Path | None) -> None:
             write_text(folder / SPEEDS, json.dumps(speeds, indent=1) + "\n")
 
 
-def gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) -> Gain:
+def compute_gain(own: dict[str, list[float]], dense: dict[str, list[float]], kind: str) -> Gain:
     """Return the gain of a model over the dense one: median and range of the ratios of each round."""
     ratios = [a / b - 1 for a, b in zip(own[kind], dense[kind], strict=True)]
-    return Gain(statistics.median(ratios), min(ratios), max(ratios))
+    return Gain(**median_and_range(ratios))
 
 
 def _shapes(experiment: Experiment, recipes: Sequence[str], count: int) -> Iterator[tuple[str, Any]]:
@@ -121,12 +121,12 @@ def _shapes(experiment: Experiment, recipes: Sequence[str], count: int) -> Itera
 
 def shaped_like(record: Any, model: Any) -> Any:
     """Cut a model by the plans of a record, without their compensation."""
-    names = {each.name for each in fields(Plan)} - {"tensors", "compensation", "scores", "provenance"}
+    names = {field.name for field in fields(Plan)} - {"tensors", "compensation", "scores", "provenance"}
     for plan in record["plans"]:
         model = cut(model, Plan(**{name: value for name, value in plan.items() if name in names})).model
-    expected, found = record["parameters"][1], parameters(model)[1]
-    if abs(found - expected) > TOLERANCE * expected:
-        raise InputError(f"the plans of {record['recipe']} give {found} parameters, and its row has {expected}")
+    expected, actual = record["parameters"][1], parameters(model)[1]
+    if abs(actual - expected) > TOLERANCE * expected:
+        raise InputError(f"the plans of {record['recipe']} give {actual} parameters, and its row has {expected}")
     return model.eval()
 
 
@@ -174,11 +174,11 @@ def measured_gains(experiment: Experiment, name: str, rows: Collection[str] | No
             continue
         on_device = gains.setdefault(entry["device"], {})
         for batch, values in entry["gains"].items():
-            found = Gain(**values)
-            on_device[batch] = min(on_device.get(batch, found), found, key=lambda each: each.median)
+            gain = Gain(**values)
+            on_device[batch] = min(on_device.get(batch, gain), gain, key=operator.attrgetter("median"))
     return gains
 
 
 def reached_by(goal: Goal, gains: dict[str, Gain]) -> bool:
-    """Whether gains by batch reach the goal at all its batches."""
+    """Return whether gains by batch reach the goal at all its batches."""
     return all(gains[str(batch)].median >= goal["speed"] for batch in goal["batches"])

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from _engines import Server
-from _record import environment, seconds_in_turn, write
+from _record import environment, median_and_range, seconds_in_turn, write
 from transformers import AutoTokenizer
 
 from lmeval_prune import load_pretrained
@@ -77,13 +77,12 @@ def main() -> None:
                 for name in ("smaller", "dense")
             }
             turns = seconds_in_turn(kinds, options.rounds)
-            gains = [ratio - 1 for ratio in turns["ratios"]]
             rates[str(batch)] = {
                 "tokens_per_second": {
                     name: statistics.median(batch * options.new / seconds[name] for seconds in turns["seconds"])
                     for name in checkpoints
                 },
-                "gain": {"median": turns["ratio"] - 1, "low": min(gains), "high": max(gains)},
+                "gain": median_and_range([ratio - 1 for ratio in turns["ratios"]]),
                 "seconds": turns["seconds"],
             }
             print(batch, rates[str(batch)]["tokens_per_second"], rates[str(batch)]["gain"], flush=True)
@@ -101,7 +100,7 @@ def _version(llamacpp: Path) -> str:
 
 def _prompt(tokenizer: Any, number: int, length: int) -> list[int]:
     """Return the token ids of a prompt of `length` tokens, another one for each number."""
-    text = "".join(TEXT.format(2 + number, 3 + each) for each in range(1 + length // 8))
+    text = "".join(TEXT.format(2 + number, 3 + repetition) for repetition in range(1 + length // 8))
     return list(tokenizer(text).input_ids[:length])
 
 

@@ -147,7 +147,7 @@ def estimate(experiment: Experiment, options: argparse.Namespace) -> None:
     seconds = dict[str, float]()
     for name in dict.fromkeys(row.recipe for row in rows):
         parts = estimated_seconds(experiment, next(row for row in rows if row.recipe == name), options.device)
-        details = ", ".join(f"{part} {each:.0f}" for part, each in parts.items())
+        details = ", ".join(f"{part} {duration:.0f}" for part, duration in parts.items())
         seconds[name] = sum(parts.values())
         share = None if name == DENSE else removed_share(experiment, name)
         removes = "" if share is None else f"removes {share:.1%} of the parameters in blocks, "

@@ -61,7 +61,7 @@ SERIES = (
 def _difference(records: dict[Row, Any], split: str) -> Difference:
     """Return the difference of rows on a split."""
     right = {
-        row: [_bits(each[split]) for each in (record["right"], record["dense"])] for row, record in records.items()
+        row: [_bits(digits[split]) for digits in (record["right"], record["dense"])] for row, record in records.items()
     }
     by_row = {row: own - dense for row, (own, dense) in right.items()}
     return Difference(by_row, float(np.mean([own.mean() for own, _ in right.values()])))

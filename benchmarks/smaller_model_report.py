@@ -24,16 +24,16 @@ def write_report(experiment: Experiment, name: str) -> str:
     The verdict is from rows of the seeds that did not choose; recipes are compared on validation problems by all seeds.
     """
     scored, chosen, settings = Scored(experiment), chosen_recipes(experiment), experiment.settings
-    note_tested(experiment, [each for each in chosen if not missing(experiment, scored, each)])
+    note_tested(experiment, [recipe for recipe in chosen if not missing(experiment, scored, recipe)])
     lines = [verdict(experiment, scored, chosen[0] if chosen else None), ""]
     lines += [
         f"Tested as number {n}: {verdict(experiment, scored, name)}" for n, name in enumerate(chosen[1:], start=2)
     ]
-    fresh = [rows for each in chosen if (rows := scored.pairs(each, settings["seeds"]))]
+    fresh = [rows for recipe in chosen if (rows := scored.pairs(recipe, settings["seeds"]))]
     estimate = scored.power(fresh) if fresh else {}
     lines += [f"Of the rows by seeds of the verdict, {power_text(estimate)}.", ""] if estimate else []
     lines += _tested_table(experiment, scored, chosen)
-    names = [each for each in settings["recipes"] if scored.pairs(each, all_seeds(experiment))]
+    names = [recipe for recipe in settings["recipes"] if scored.pairs(recipe, all_seeds(experiment))]
     lines += [
         "",
         *_table(experiment, scored, names),
@@ -92,7 +92,7 @@ def speed_conditions(experiment: Experiment, scored: Scored, chosen: str) -> dic
     gains = measured_gains(experiment, chosen, {row.key for row in rows})
     return {
         device: (
-            ", ".join(f"{each} at batch {batch}" for batch, each in gains[device].items()),
+            ", ".join(f"{gain} at batch {batch}" for batch, gain in gains[device].items()),
             reached_by(experiment.goal, gains[device]),
         )
         for device in devices
@@ -117,7 +117,7 @@ def verdict(experiment: Experiment, scored: Scored, chosen: str | None) -> str:
             f", not on {', '.join(others)}" if others else ""
         )
     speed = f"speed (at least {100 * experiment.goal['speed']:+.1f}%)"
-    parts |= {f"{speed} on {device}": each for device, each in speeds.items()}
+    parts |= {f"{speed} on {device}": condition for device, condition in speeds.items()}
     texts = [f"{name}: {value}, {'reached' if met else 'not reached'}" for name, (value, met) in parts.items()]
     texts += [] if speeds else [f"{speed}: not measured"]
     return f"{head}: {'; '.join(texts)}."
@@ -125,7 +125,7 @@ def verdict(experiment: Experiment, scored: Scored, chosen: str | None) -> str:
 
 def _tested_table(experiment: Experiment, scored: Scored, chosen: Sequence[str]) -> list[str]:
     """Return the tested recipes: their tests, and by rows of the same seeds their answers to validation problems."""
-    tested = [each for each in chosen if not missing(experiment, scored, each)]
+    tested = [recipe for recipe in chosen if not missing(experiment, scored, recipe)]
     lines = [
         "| tested | rows | test, difference ± error (95%), p | validation | devices |",
         "| --- | --- | --- | --- | --- |",
@@ -156,14 +156,14 @@ def _table(experiment: Experiment, scored: Scored, names: Sequence[str]) -> list
     ]
     for name in names:
         rows = scored.pairs(name, all_seeds(experiment))
-        known = [each for each in map(scored.divergence, rows) if each is not None]
+        divergences = [value for value in map(scored.divergence, rows) if value is not None]
         speeds = [
-            f"{device}: {', '.join(f'{100 * each.median:+.1f}% at {batch}' for batch, each in gains.items())}"
+            f"{device}: {', '.join(f'{100 * gain.median:+.1f}% at {batch}' for batch, gain in gains.items())}"
             for device, gains in measured_gains(experiment, name).items()
         ]
         cells = [name, len(rows), f"−{scored.smaller(rows):.1%}", "; ".join(speeds)]
         cells += [points(scored.difference(rows, split)) for split in ("validation", "sampled")]
-        lines.append(_cells([*cells, f"{np.mean(known):.3f}" if known else "", _devices(scored, rows)]))
+        lines.append(_cells([*cells, f"{np.mean(divergences):.3f}" if divergences else "", _devices(scored, rows)]))
     return lines
 
 
@@ -174,7 +174,7 @@ def _cells(cells: Sequence[Any]) -> str:
 def _devices(scored: Scored, rows: Sequence[Row]) -> str:
     """Return the devices that trained or answered, and the number type of products where it is noted."""
     records = [scored.records[row] for row in rows]
-    names = sorted({each["device"] for record in records for each in (record, *record.get("made", []))})
+    names = sorted({run["device"] for record in records for run in (record, *record.get("made", []))})
     return ", ".join([*names, *sorted({record["products"] for record in records if "products" in record})])
 
 
@@ -194,7 +194,7 @@ def _comparisons(experiment: Experiment, scored: Scored) -> list[str]:
             count = len(difference.by_row)
             pairs = zip(*scored.common([first, second], seeds).values(), strict=True)
             both = [(scored.divergence(own), scored.divergence(other)) for own, other in pairs]
-            known = np.array([each for each in both if None not in each], dtype=float).reshape(-1, 2)
+            known = np.array([pair for pair in both if None not in pair], dtype=float).reshape(-1, 2)
             distances = ""
             if len(known):
                 (own_mean, other_mean), lower = known.mean(0), (known[:, 0] < known[:, 1]).sum()
@@ -208,7 +208,7 @@ def front(costs: dict[str, float], gains: dict[str, float], tolerance: float = T
     return [
         name
         for name in costs
-        if not any(costs[each] <= costs[name] + tolerance and gains[each] > gains[name] for each in costs)
+        if not any(costs[other] <= costs[name] + tolerance and gains[other] > gains[name] for other in costs)
     ]
 
 
@@ -222,14 +222,14 @@ def _fronts(experiment: Experiment, scored: Scored, names: Sequence[str]) -> lis
     costs = {"parameters": parameters}
     for name in names:
         for device, gains in measured_gains(experiment, name).items():
-            slowest = min(each.median for each in gains.values())
+            slowest = min(gain.median for gain in gains.values())
             costs.setdefault(f"speed on {device}", {})[name] = 1 / (1 + slowest)
     lines = []
-    for kind, each in costs.items():
-        rows = scored.common(list(each), seeds)
+    for kind, by_recipe in costs.items():
+        rows = scored.common(list(by_recipe), seeds)
         if any(rows.values()):
-            differences = {name: scored.difference(rows[name], "validation").mean for name in each}
-            best, count = front(each, differences), len(next(iter(rows.values())))
+            differences = {name: scored.difference(rows[name], "validation").mean for name in by_recipe}
+            best, count = front(by_recipe, differences), len(next(iter(rows.values())))
             lines.append(
                 f"Pareto front of {kind} and validation difference, {count} common folds and seeds: {', '.join(best)}."
             )
@@ -255,4 +255,4 @@ def _summary(scored: Scored, row: Row) -> dict[str, Any]:
 
 
 def _bits(right: np.ndarray) -> str:
-    return "".join(str(int(each)) for each in right)
+    return "".join(str(int(bit)) for bit in right)

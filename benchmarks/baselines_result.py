@@ -70,7 +70,8 @@ class Row:
 
     Attributes:
         name: as tables call it.
-        method, given: a pruner and its options; none of Token Filtering and Probe Pruning, which prune while they run.
+        method, method_options: a pruner and its options; none of Token Filtering and Probe Pruning, which prune while
+            they run.
         ratio: share of the parameters of all heads and channels, or with `parts` of those.
         text: what it is calibrated on.
         options: further ones of the plan.
@@ -81,13 +82,13 @@ class Row:
     method: str
     ratio: float
     text: str = "GSM8K"
-    given: dict[str, Any] = field(default_factory=dict)
+    method_options: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     reads: tuple[int, int, int] = (128, WINDOW, 0)
 
     @property
     def key(self) -> str:
-        """By what its result is known."""
+        """Name of the result."""
         return f"{self.name}, {self.ratio:.0%}, {self.text}"
 
 
@@ -105,7 +106,7 @@ SETTINGS = {  # rows in their authors' settings: the row of the same budget in e
 
 
 def rows() -> Iterator[Row]:
-    """All rows, what matters most first."""
+    """Yield all rows, what matters most first."""
     alone = {"compensation": "none"}
     yield from _heads(HEAD_RATIOS[0])
     yield from _settings({"skip_first": 4, "skip_last": 2})
@@ -115,50 +116,52 @@ def rows() -> Iterator[Row]:
         yield from _long(ratio)
     for ratio in RATIOS:
         yield from (Row(name, name, ratio) for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner", "magnitude"))
-        yield Row("random, seed 0", "random", ratio, given={"seed": 0})
+        yield Row("random, seed 0", "random", ratio, method_options={"seed": 0})
         yield Row("flap without its bias", "flap", ratio, options=alone)
         yield Row("slimgpt without its update", "slimgpt", ratio, options=alone)
         yield from (Row(name, name, ratio, "MATH") for name in ("flap", "slimgpt"))
         yield Row("slimgpt, uniform", "slimgpt", ratio, options={"allocation": "uniform"})
-        yield from (Row(f"random, seed {seed}", "random", ratio, given={"seed": seed}) for seed in range(1, SEEDS))
+        yield from (
+            Row(f"random, seed {seed}", "random", ratio, method_options={"seed": seed}) for seed in range(1, SEEDS)
+        )
         yield from (Row(name, name, ratio, "MATH") for name in ("llm_pruner", "wanda_sp"))
     for ratio in RATIOS:
         yield Row("token filter", "", ratio)
         yield Row("random with least squares, seed 0", "random", ratio, options={"compensation": "least_squares"})
-        yield Row("slimgpt, diagonal error", "slimgpt", ratio, given={"error": "diagonal"})
+        yield Row("slimgpt, diagonal error", "slimgpt", ratio, method_options={"error": "diagonal"})
         yield Row("norm_entropy, channels by an extension of ours", "norm_entropy", ratio, options={"parts": "both"})
 
 
 def _heads(ratio: float) -> Iterator[Row]:
-    """Rows on heads alone."""
+    """Yield rows on heads alone."""
     heads = {"parts": "heads"}
     for name in ("norm_entropy", "magnitude", "global_threshold", "confidence"):
         yield Row(f"{ALONE}{name}", name, ratio, options=heads)
     for seed in range(SEEDS):
-        yield Row(f"{ALONE}random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
+        yield Row(f"{ALONE}random, seed {seed}", "random", ratio, method_options={"seed": seed}, options=heads)
     for name in ("flap", "llm_pruner"):
         yield Row(f"{ALONE}{name}", name, ratio, options=heads)
 
 
 def _settings(ends: dict[str, Any]) -> Iterator[Row]:
-    """Rows in the settings of methods' authors, and of Probe Pruning."""
+    """Yield rows in the settings of methods' authors, and of Probe Pruning."""
     for ratio in RATIOS:
-        yield Row("flap, reference", "flap", ratio, given={"reference": True})
+        yield Row("flap, reference", "flap", ratio, method_options={"reference": True})
     for ratio in RATIOS:
         yield Row("llm_pruner, authors' layers", "llm_pruner", ratio, options=ends)
         yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
-        theirs = round(ratio * 30 / 27, 2)  # of the layers in play
-        yield Row("probe pruning, authors' setting", "", ratio, given={"ratio": theirs, "state": "run"})
+        ratio_in_play = round(ratio * 30 / 27, 2)  # of the layers that the setting does not spare
+        yield Row("probe pruning, authors' setting", "", ratio, method_options={"ratio": ratio_in_play, "state": "run"})
         yield Row("llm_pruner, authors' setting", "llm_pruner", ratio, options=ends, reads=(10, 64, 0))
     for seed in (1, 2):
         name = f"llm_pruner, authors' setting, seed {seed}"
         yield Row(name, "llm_pruner", 0.2, options=ends, reads=(10, 64, seed))
-    yield Row("probe pruning, 0.2 of the layers in play", "", 0.2, given={"ratio": 0.2})
+    yield Row("probe pruning, 0.2 of the layers in play", "", 0.2, method_options={"ratio": 0.2})
 
 
 def _long(ratio: float) -> Iterator[Row]:
-    """Rows that take long."""
+    """Yield rows that take long."""
     yield Row("wanda_sp, first 3 layers spared", "wanda_sp", ratio, options={"skip_first": 3})
     if ratio == 0.5:
         yield Row("slimgpt, authors' 50%", "slimgpt", ratio, options={"log_start": 0.242})
@@ -173,8 +176,8 @@ Figure = Callable[[str, float], float | None]  # of a name and a ratio, calibrat
 
 
 def _random(figure: Figure, ratio: float) -> float | None:
-    found = [figure(f"random, seed {seed}", ratio) for seed in range(SEEDS)]
-    known = [one for one in found if one is not None]
+    values = [figure(f"random, seed {seed}", ratio) for seed in range(SEEDS)]
+    known = [value for value in values if value is not None]
     return mean(known) if known else None
 
 
@@ -218,9 +221,8 @@ def main() -> None:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
         known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": about}
-    wanted = [row for row in rows() if re.search(options.match, row.key)]
-    waiting = [row for row in wanted if row.key not in known][: options.rows]
-    for place, row in enumerate(waiting):
+    waiting = [row for row in rows() if re.search(options.match, row.key) and row.key not in known][: options.rows]
+    for number, row in enumerate(waiting, 1):
         began = time.perf_counter()
         try:
             known[row.key] = {
@@ -231,7 +233,7 @@ def main() -> None:
             known[row.key] = {"refused": str(error), "environment": about}
         finish(about, options.tokens, texts, known)
         shown = known[row.key].get("perplexity") or known[row.key]["refused"]
-        print(f"{place + 1} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
+        print(f"{number} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
     report(*finish(about, options.tokens, texts, known))
 
 
@@ -270,11 +272,11 @@ class Texts:
 
     def scores(self, row: Row, model_map: Any) -> dict[str, torch.Tensor]:
         """Return scores of a row, by part; none of those that need more than one look at the model."""
-        pruner = make_pruner(row.method, row.given)
+        pruner = make_pruner(row.method, row.method_options)
         if isinstance(pruner, SequentialPruner) or row.options.get("compensation", pruner.compensates) != "none":
             return {}
         kinds = [HEADS] if row.options.get("parts") == "heads" else KINDS
-        key = (row.method, str(row.given), row.text, row.reads, len(kinds))
+        key = (row.method, str(row.method_options), row.text, row.reads, len(kinds))
         if key not in self.scored:
             text = self.of(row.text, row.reads)
             self.scored[key] = pruner.scores(model_map, text, parts_of(model_map, kinds), {}).values
@@ -282,7 +284,7 @@ class Texts:
 
 
 def windows_of(tokenizer: Any, name: str, tokens: int) -> torch.Tensor:
-    """Windows of a test text, (windows, WINDOW)."""
+    """Return windows of a test text, (windows, WINDOW)."""
     source, answer = TEXTS[name]
     ids: list[int] = []
     for problem in data.load(source, "test"):
@@ -294,17 +296,17 @@ def windows_of(tokenizer: Any, name: str, tokens: int) -> torch.Tensor:
 
 
 def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By token, each window by itself, its first token not scored."""
-    found = {}
-    for name, every in windows.items():
+    """Return perplexities by token, each window by itself, its first token not scored."""
+    quality = {}
+    for name, text_windows in windows.items():
         total = 0.0
-        for batch in every.split(BATCH):
+        for batch in text_windows.split(BATCH):
             with torch.no_grad():
                 logits = model(batch, use_cache=False).logits[:, :-1]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
             total += float(loss)
-        found[name] = float(torch.tensor(total / every[:, 1:].numel()).exp())
-    return found
+        quality[name] = float(torch.tensor(total / text_windows[:, 1:].numel()).exp())
+    return quality
 
 
 def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Tensor], work: str) -> dict[str, Any]:
@@ -315,16 +317,16 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
         return filtered(row, model_map, windows)
     layers = len(model_map.attention)
     in_play = layers - row.options.get("skip_first", 0) - row.options.get("skip_last", 0)
-    wanted = PruneOptions(row.ratio * layers / in_play, **row.options)
+    prune_options = PruneOptions(row.ratio * layers / in_play, **row.options)
     text = texts.of(row.text, row.reads)
-    pruner = make_pruner(row.method, row.given)
+    pruner = make_pruner(row.method, row.method_options)
     stem = Path(work) / row.key.replace(", ", "-").replace(" ", "_").replace("%", "")
     scores = texts.scores(row, model_map)
-    (plan,) = stages(pruner, model_map, wanted, text, scores=scores, work=stem.with_suffix(".layers"))
+    (plan,) = stages(pruner, model_map, prune_options, text, scores=scores, work=stem.with_suffix(".layers"))
     with plan.applied_to(model_map.model, model_map):
         quality = perplexities(model_map.model, windows)
     rmtree(stem.with_suffix(".layers"), ignore_errors=True)
-    added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
+    added = sum(tensor.numel() for name, tensor in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
     about = {"removes": plan.provenance["removes"], "calibration": text.record()}
@@ -333,75 +335,76 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Probe Pruning: parameters and arithmetic stay, since it masks; `masked` is what it leaves out, in parameters.
+    """Read the texts under Probe Pruning.
 
-    The first three layers are whole. Each window by itself, and so many heads and channels that the share of all is the
-    row's; or as it is given.
+    Parameters and arithmetic stay, since it masks; `masked` is what it leaves out, in parameters. The
+    first three layers are whole. Each window is read by itself, and so many heads and channels are left out that the
+    share of all is the row's; or as the row's options say.
     """
     hidden, layers = model_map.model.config.hidden_size, model_map.attention
     costs = {"heads": 2 * hidden * layers[0].head_dim, "channels": 3 * hidden}  # queries and outputs; keys, values stay
     counts = {"heads": model_map.total_heads, "channels": sum(model_map.channels().values())}
     maskable = sum(counts[kind] * costs[kind] for kind in costs) * (len(layers) - 3) / len(layers)
-    method = ProbePruning(**{"ratio": row.ratio * _removable(model_map) / maskable, **row.given})
+    method = ProbePruning(**{"ratio": row.ratio * _removable(model_map) / maskable, **row.method_options})
     quality = {}
-    for name, every in windows.items():  # what is remembered begins anew with each text
+    for name, text_windows in windows.items():  # what is remembered begins anew with each text
         with method.applied_to(model_map.model, model_map):
-            quality |= perplexities(model_map.model, {name: every})
+            quality |= perplexities(model_map.model, {name: text_windows})
             (applied,) = interventions_on(model_map.model)
             left_out = applied.report(model_map)["probe_pruning_left_out"]
     masked = round(sum(left_out[kind] * counts[kind] * costs[kind] for kind in costs))
     all_, without = parameters(model_map.model)
     flops = formula_flops(model_map, WINDOW)
-    found = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
+    left = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
     about = {"ratio": method.ratio, "state": method.state, "skip_first": method.skip_first}
-    return {"perplexity": quality, **found, "masked": masked, "removable": _removable(model_map), **about}
+    return {"perplexity": quality, **left, "masked": masked, "removable": _removable(model_map), **about}
 
 
 def filtered(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Token Filtering at as many multiplications as a plan of that ratio leaves."""
+    """Read the texts under Token Filtering at as many multiplications as a plan of that ratio leaves."""
     costs = arithmetic(model_map, WINDOW // 2)
-    wanted = row.ratio * _removable(model_map)
-    share = wanted / (len(model_map.attention) * costs["attention_of_a_skipped_token"])
+    target = row.ratio * _removable(model_map)
+    share = target / (len(model_map.attention) * costs["attention_of_a_skipped_token"])
     if share > 1:
         return {"refused": f"all attention that it could skip is {1 / share:.0%} of what is to be saved"}
-    one = TokenFilter(ratio=share, focus="uniform")
-    with one.applied_to(model_map.model, model_map):
+    token_filter = TokenFilter(ratio=share, focus="uniform")
+    with token_filter.applied_to(model_map.model, model_map):
         quality = perplexities(model_map.model, windows)
         (applied,) = interventions_on(model_map.model)
         skipped = applied.report(model_map)["token_filter_skipped"]["realised"]
     saved = 2 * WINDOW * skipped * len(model_map.attention) * costs["attention_of_a_skipped_token"]
     all_, without = parameters(model_map.model)
     flops = formula_flops(model_map, WINDOW) - round(saved)
-    found = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
-    return {"perplexity": quality, **found, "skipped": skipped}
+    left = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
+    return {"perplexity": quality, **left, "skipped": skipped}
 
 
 def _removable(model_map: Any) -> int:
-    """Parameters of all heads and channels."""
-    found = [m for x in model_map.attention for m in (x.o_proj, *(x.rows(part, 0).module for part in "qkv"))]
-    found += [m for x in model_map.feed_forward for m in (x.down, *x.parts.values())]
-    return sum(module.in_features * module.out_features for module in found)
+    """Return the number of parameters of all heads and channels."""
+    modules = [m for x in model_map.attention for m in (x.o_proj, *(x.rows(part, 0).module for part in "qkv"))]
+    modules += [m for x in model_map.feed_forward for m in (x.down, *x.parts.values())]
+    return sum(module.in_features * module.out_features for module in modules)
 
 
-def realised(one: dict[str, Any], dense: dict[str, Any]) -> float | None:
-    """The share of the parameters of heads and channels that a row has really lost, biases that it got taken off."""
-    if "planned" in one:  # of layers that are spared, too
-        return (dense["parameters"] - one["parameters"]) / one.get("removable", one["planned"]["removable"])
-    return one["masked"] / one["removable"] if "masked" in one else None
+def realised(result: dict[str, Any], dense: dict[str, Any]) -> float | None:
+    """Return the share of heads' and channels' parameters that a row has really lost, less biases that it gained."""
+    if "planned" in result:  # of layers that are spared, too
+        return (dense["parameters"] - result["parameters"]) / result.get("removable", result["planned"]["removable"])
+    return result["masked"] / result["removable"] if "masked" in result else None
 
 
 def finish(
     about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Write the results file; return its rows and what has come of what was expected."""
+    """Write the results file; return its rows and the checks of what was expected."""
     calibration = {name: texts.of(name).record() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
     for key in ("dense", *(row.key for row in rows() if row.key in known)):
-        found = dict(known[key])
-        if found["environment"] not in environments:
-            environments.append(found["environment"])
-        results[key] = {**found, "environment": environments.index(found["environment"])}
+        environment_of_row = known[key]["environment"]
+        if environment_of_row not in environments:
+            environments.append(environment_of_row)
+        results[key] = {**known[key], "environment": environments.index(environment_of_row)}
     checked = expectations(results)
     content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("baselines", {**content, "expectations": checked, "results": results})
@@ -409,20 +412,19 @@ def finish(
 
 
 def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each expectation, ratio and text that is read: the two figures, and whether it is so; None where one is
-    missing."""
+    """Check what was expected, at each ratio and on each text: two figures, and whether it is so; None without one."""
 
     def figure(read: str, name: str, ratio: float) -> float | None:
         quality = results.get(Row(name, "", ratio).key, {}).get("perplexity")
         return quality and quality[read]
 
-    found = []
+    checks = []
     for said, figures in EXPECTED:
         for ratio, read in product(sorted(RATIOS), TEXTS):
             lower, higher = figures(partial(figure, read), ratio)
             so = None if lower is None or higher is None else lower <= higher
-            found.append({"expected": said, "ratio": ratio, "read": read, "figures": [lower, higher], "so": so})
-    return found
+            checks.append({"expected": said, "ratio": ratio, "read": read, "figures": [lower, higher], "so": so})
+    return checks
 
 
 def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
@@ -436,7 +438,7 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         "Pruning masks and Token Filtering skips: all parameters stay, and Probe Pruning's share is what its masks",
         "leave out: heads without keys and values, and channels. A probe looks at the whole window, the predicted",
         "tokens included.",
-        *(f"{row.key}: {one['refused']}." for row in every if "refused" in (one := results.get(row.key, {}))),
+        *(f"{row.key}: {result['refused']}." for row in every if "refused" in (result := results.get(row.key, {}))),
         "",
         *_table(results, [row for row in every if row.name.startswith(ALONE)], "heads"),
         "",
@@ -447,41 +449,41 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
     ]
     for name, (other, differs) in SETTINGS.items():
         for ratio in sorted(RATIOS):
-            pair = [results.get(Row(one, "", ratio).key, {}).get("perplexity") for one in (name, other)]
+            pair = [results.get(Row(setting, "", ratio).key, {}).get("perplexity") for setting in (name, other)]
             if all(pair):
-                figures = " | ".join(_number(one[read]) for read in TEXTS for one in pair)
+                figures = " | ".join(_number(quality[read]) for read in TEXTS for quality in pair)
                 lines.append(f"| {name} | {differs} | {ratio:.0%} | {figures} |")
     lines += ["", "| expected | asked | read | so? | figures |", "| --- | --- | --- | --- | --- |"]
-    for one in checked:
-        if one["so"] is not None:
-            figures = " against ".join(f"{x:,.1f}" for x in one["figures"])
-            read, so = one["read"].replace("MATH", "MATH-500"), "yes" if one["so"] else "**no**"
-            lines.append(f"| {one['expected']} | {one['ratio']:.0%} | {read} | {so} | {figures} |")
+    for check in checked:
+        if check["so"] is not None:
+            figures = " against ".join(f"{x:,.1f}" for x in check["figures"])
+            read, so = check["read"].replace("MATH", "MATH-500"), "yes" if check["so"] else "**no**"
+            lines.append(f"| {check['expected']} | {check['ratio']:.0%} | {read} | {so} | {figures} |")
     write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
     draw(results)
 
 
 def _table(results: dict[str, Any], every: list[Row], kinds: str) -> Iterator[str]:
-    """Lines of a table of rows whose shares are of the parameters of these kinds."""
+    """Yield the lines of a table of rows whose shares are of the parameters of these kinds."""
     dense = results["dense"]
     yield f"| pruned by | asked, of {kinds} | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     counts = f"{dense['parameters'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G"
     yield f"| nothing | | | | {_shown(dense['perplexity'])} | {counts} |"
     for row in every:
-        one = results.get(row.key)
-        if one is None:
+        result = results.get(row.key)
+        if result is None:
             continue
-        text = row.text if row.method and make_pruner(row.method, row.given).reads_text else ""
+        text = row.text if row.method and make_pruner(row.method, row.method_options).reads_text else ""
         text = row.text if row.options.get("compensation") == "least_squares" else text
         name = row.name.removeprefix(ALONE)
-        if "refused" in one:
+        if "refused" in result:
             yield f"| {name} | {row.ratio:.0%} | | {text} | — | — | | |"
             continue
-        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
-        share = realised(one, dense)
+        shares = " | ".join(f"−{1 - result[cost] / dense[cost]:.1%}" for cost in ("parameters", "flops"))
+        share = realised(result, dense)
         real = f"{share:.1%}" if share is not None else ""
-        yield f"| {name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |"
+        yield f"| {name} | {row.ratio:.0%} | {real} | {text} | {_shown(result['perplexity'])} | {shares} |"
 
 
 def _shown(quality: dict[str, float]) -> str:
@@ -493,24 +495,28 @@ def _number(perplexity: float) -> str:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Perplexity against the share, of each method and text that it was calibrated on."""
+    """Draw perplexity against the share, of each method and text that it was calibrated on."""
     from matplotlib.figure import Figure as Picture
 
-    made = Picture(figsize=(10, 3.8), layout="constrained")
-    panels = made.subplots(1, len(TEXTS), sharey=True)
+    picture = Picture(figsize=(10, 3.8), layout="constrained")
+    panels = picture.subplots(1, len(TEXTS), sharey=True)
     names = ["slimgpt", "flap", "wanda_sp", "llm_pruner", "magnitude"]
     for axes, read in zip(panels, TEXTS, strict=True):
         for colour, name in zip(COLOURS, names, strict=False):
             for text, line in (("GSM8K", "-"), ("MATH", "--")):
-                found = [(ratio, results.get(Row(name, "", ratio, text).key, {})) for ratio in sorted(RATIOS)]
-                points = [(100 * ratio, one["perplexity"][read]) for ratio, one in found if "perplexity" in one]
+                measurements = [(ratio, results.get(Row(name, "", ratio, text).key, {})) for ratio in sorted(RATIOS)]
+                points = [
+                    (100 * ratio, result["perplexity"][read])
+                    for ratio, result in measurements
+                    if "perplexity" in result
+                ]
                 label = f"{name}{'' if text == 'GSM8K' else ', calibrated on MATH'}"
                 if points:
                     axes.plot(*zip(*points, strict=True), color=colour, ls=line, marker="o", ms=4, label=label)
-        seeds = [[results.get(Row(f"random, seed {s}", "", r).key) for s in range(SEEDS)] for r in sorted(RATIOS)]
-        drawn = [[one["perplexity"][read] for one in known if one] for known in seeds]
+        seeds = [[results.get(Row(f"random, seed {s}", "", r).key, {}) for s in range(SEEDS)] for r in sorted(RATIOS)]
+        drawn = [[result["perplexity"][read] for result in known if "perplexity" in result] for known in seeds]
         if all(drawn):
-            shares, ends = [100 * ratio for ratio in sorted(RATIOS)], [(min(one), max(one)) for one in drawn]
+            shares, ends = [100 * ratio for ratio in sorted(RATIOS)], [(min(values), max(values)) for values in drawn]
             axes.fill_between(
                 shares, *zip(*ends, strict=True), color="grey", alpha=0.3, lw=0, label="random, five seeds"
             )
@@ -522,8 +528,8 @@ def draw(results: dict[str, Any]) -> None:
         axes.set_xlabel("per cent of the parameters of heads and channels")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("perplexity by token")
-    made.legend(*panels[-1].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right center")
-    save(made, OUTPUT / "perplexity")
+    picture.legend(*panels[-1].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right center")
+    save(picture, OUTPUT / "perplexity")
 
 
 if __name__ == "__main__":

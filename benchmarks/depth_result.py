@@ -90,9 +90,9 @@ class Work:
         options = PruneOptions(share, parts=parts)  # type: ignore[arg-type]
         return self.plan(method, options, self.scores(method, True))
 
-    def plan(self, method: str, options: PruneOptions, scores: dict[str, torch.Tensor], **given: Any) -> Plan:
+    def plan(self, method: str, options: PruneOptions, scores: dict[str, torch.Tensor], **settings: Any) -> Plan:
         """Return the last plan of a method's stages."""
-        *_, plan = stages(make_pruner(method, given), self.model_map, options, self.calibration, scores=scores)
+        *_, plan = stages(make_pruner(method, settings), self.model_map, options, self.calibration, scores=scores)
         return plan
 
     def width(self, method: str, share: float, parts: str = "both", **more: Any) -> Plan:
@@ -108,7 +108,7 @@ class Work:
         is_sequential = isinstance(make_pruner(method, {}), SequentialPruner)
         return self.plan(method, options, {} if is_sequential else {**self.scores(method, False), **depth})
 
-    def one_by_one(self, method: str, count: int) -> Plan:
+    def in_steps(self, method: str, count: int) -> Plan:
         """Return the plan of several stages, each of which removes a layer; earlier stages are stored."""
         chosen = self.stored.setdefault(f"steps of {method}", [])
         while len(chosen) < count:
@@ -129,7 +129,7 @@ def rows(count: int, share: float) -> Iterator[tuple[str, Callable[[Work], Plan]
     """Yield names and plans of the rows that lose as much as some layers have."""
     for method in ("block_influence", "block_kl"):
         yield f"layers by {method}", lambda work, method=method: work.at_once(method, share, "layers")
-        yield f"layers by {method}, one by one", lambda work, method=method: work.one_by_one(method, count)
+        yield f"layers by {method}, one by one", lambda work, method=method: work.in_steps(method, count)
         yield f"blocks by {method}", lambda work, method=method: work.at_once(method, share, "blocks")
     for name, method, more in WIDTH:
         if more.get("parts") != "heads" or share < HEADS_LIMIT:
@@ -154,7 +154,7 @@ def measured(work: Work, plan: Plan) -> dict[str, Any]:
             sums["loss"] -= float(pruned.gather(-1, ids[:, 1:, None]).double().sum())
             count += dense[..., 0].numel()
     smaller = cut(model, plan).model
-    before, after = (parameters(each)[1] for each in (model, smaller))
+    before, after = parameters(model)[1], parameters(smaller)[1]
     return {
         "kl": sums["kl"] / count,
         "same_top": sums["same"] / count,
@@ -168,7 +168,8 @@ def measured(work: Work, plan: Plan) -> dict[str, Any]:
 
 def unpruned_perplexity(work: Work) -> float:
     """Return the perplexity of the unpruned model, token by token."""
-    losses = [-each.gather(-1, ids[:, 1:, None]).double() for ids, each in zip(work.test, work.dense, strict=True)]
+    batches = zip(work.test, work.dense, strict=True)
+    losses = [-log_probabilities.gather(-1, ids[:, 1:, None]).double() for ids, log_probabilities in batches]
     return float(torch.cat(losses).mean().exp())
 
 
@@ -198,14 +199,14 @@ def main() -> None:
         torch.set_num_threads(1)
         model = load_pretrained(embedded.resolve(MODEL), dtype=torch.float32)
         work = Work(map_model(model), *texts(options.windows), results["stored"])
-        wanted = [
+        waiting = [
             (count, name, plan)
             for count in range(1, options.layers + 1)
             for name, plan in rows(count, count / len(work.model_map.attention))
             if re.search(options.match, name) and f"{name}, {count}" not in results["rows"]
         ]
         times: list[float] = []
-        for count, name, plan in sorted(wanted, key=lambda row: row[0] not in SHOWN):
+        for count, name, plan in sorted(waiting, key=lambda row: row[0] not in SHOWN):
             if time.monotonic() - begin > options.seconds:
                 break
             key = f"{name}, {count}"
@@ -215,7 +216,7 @@ def main() -> None:
             print(f"{key}: KL {row['kl']:.3f}, perplexity {row['perplexity']:.2f}, {seconds:.0f} s", flush=True)
             results["unpruned"] = {"perplexity": unpruned_perplexity(work)}
             write("depth", results, quiet=True)
-        if (missing := len(wanted) - len(times)) and times:
+        if (missing := len(waiting) - len(times)) and times:
             print(f"{missing} rows are missing, at {sum(times) / len(times):.0f} s each")
     report(results)
 
@@ -248,9 +249,9 @@ def draw(frame: pd.DataFrame) -> None:
     canvas, axes = figure(7.5, 0.9 + 0.25 * len(names), "KL divergence from the unpruned SmolLM2")
     for colour, count in zip(COLOURS, SHOWN, strict=False):
         group = frame[frame["layers"] == count]
-        places = [-names.index(name) for name in group["name"]]
-        axes.scatter(group["kl"], places, s=22, color=colour, label=f"{count} of 30 layers, or as much")
-    axes.set_yticks([-place for place in range(len(names))], names, fontsize=8)
+        heights = [-names.index(name) for name in group["name"]]
+        axes.scatter(group["kl"], heights, s=22, color=colour, label=f"{count} of 30 layers, or as much")
+    axes.set_yticks([-number for number in range(len(names))], names, fontsize=8)
     axes.set_xscale("log")
     axes.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     axes.minorticks_off()

@@ -29,17 +29,17 @@ STAGES = ((1, 1e-4), (3, 1e-4), (3, 2e-4))
 FOLDS = {"test": "fold1", "train": ("fold2", "fold3", "fold4")}
 
 
-def tried(name: str, given: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Accuracy and losses of a recipe."""
+def try_recipe(name: str, options: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Train and test a model by a recipe, unless that was done; return its accuracy and losses."""
     kept = work / f"{name}.result"
     if not kept.exists():
         folder, answers = work / name, work / f"{name}.answers"
-        distill(DistillOptions(**{**given, **FOLDS, "output": str(folder), "seed": 0}))
+        distill(DistillOptions(**{**options, **FOLDS, "output": str(folder), "seed": 0}))
         tested_language(folder, 1, answers)
         right = [row["right"] for row in json.loads(answers.read_text(encoding="utf-8"))]
         log = json.loads((folder / "distillation.json").read_text(encoding="utf-8"))["stages"][-1]["log"]
-        found = {"name": name, "accuracy": sum(right) / len(right), "given": given, "log": log}
-        write_text(kept, json.dumps({**found, "environment": environment()}) + "\n")
+        content = {"name": name, "accuracy": sum(right) / len(right), "given": options, "log": log}
+        write_text(kept, json.dumps({**content, "environment": environment()}) + "\n")
     result: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
     print(f"{name}: {result['accuracy']:.1%}", flush=True)
     return result
@@ -54,12 +54,15 @@ def main() -> None:
     registration.register()
     work = Path(options.work)
     base = recipe("distillation/smollm2_finetune", "distill")
-    dense = [tried(f"dense_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in DENSE]
-    best = max(dense, key=lambda one: one["accuracy"])
+    dense = [
+        try_recipe(f"dense_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in DENSE
+    ]
+    best = max(dense, key=lambda result: result["accuracy"])
     base = {**recipe("distillation/smollm2", "distill"), "ratio": 0.3, "pretrained": str(work / best["name"])}
     under = f"under_{best['name']}"
     stages = [
-        tried(f"{under}_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in STAGES
+        try_recipe(f"{under}_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work)
+        for epochs, rate in STAGES
     ]
     write("distillation_recipes", {"written": environment(), "folds": FOLDS, "dense": dense, "stages": stages})
 

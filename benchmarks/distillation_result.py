@@ -86,14 +86,17 @@ CHANNELS = {"ffn_ratio": 0.3, "ffn_method": "random"}
 
 
 def rows() -> Iterator[Row]:
-    """What matters most first: Table 1 fold by fold, Table 4 on two folds, α, the language model; then more seeds."""
+    """Yield the rows, what matters most first.
+
+    Table 1 fold by fold, Table 4 on two folds, α, the language model; then more seeds.
+    """
     for fold in range(5):
         yield from _table_1("athena", fold)
         if fold == 1:  # what the method is made of, before more folds
             yield from _table_4()
             for alpha in (0.3, 0.7):
-                for one in (0, 1):
-                    yield Row("athena", f"alpha {alpha}", 0.25, one, changes={"options": {"alpha": alpha}})
+                for other_fold in (0, 1):
+                    yield Row("athena", f"alpha {alpha}", 0.25, other_fold, changes={"options": {"alpha": alpha}})
             yield from _table_1("smollm2", 0)
             yield Row("smollm2", f"{OURS} + channels", 0.3, 0, changes=CHANNELS)
             yield Row("athena", f"{OURS} + channels", 0.3, 0, changes=CHANNELS)
@@ -119,17 +122,18 @@ def _table_1(host: str, fold: int, seed: int = 0) -> Iterator[Row]:
 
 def _table_4(seed: int = 0) -> Iterator[Row]:
     for kind, changes in ABLATIONS.items():
-        for one in (0, 1):
-            yield Row("athena", kind, changes.get("ratio", 0.25), one, seed, changes)
+        for fold in (0, 1):
+            yield Row("athena", kind, changes.get("ratio", 0.25), fold, seed, changes)
 
 
 def recipe(name: str, section: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))[section]
-    return found
+    """Return the options of a section of a recipe of the package."""
+    options: dict[str, Any] = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))[section]
+    return options
 
 
-def made(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
-    """The model of a row, and its dense host; made if they are not there."""
+def make_model(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
+    """Return the folders of a row's model and of its dense host; what is missing is made."""
     dense = work / "models" / Row(row.host, DENSE, 0.0, row.fold, row.seed).folder
     if row.host == "athena" and not row.seed:  # the same that athena_host.py trains
         dense = hosts / f"dense_fold{row.fold}"
@@ -137,34 +141,35 @@ def made(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
     if row.kind == DENSE:
         return dense, dense
     folder = work / "models" / row.folder
-    given = _options(row) | {"pretrained": str(dense), "output": str(folder), "seed": row.seed}
+    options = _options(row) | {"pretrained": str(dense), "output": str(folder), "seed": row.seed}
     if row.host == "smollm2":
-        given["test"] = f"fold{row.fold}"
+        options["test"] = f"fold{row.fold}"
     from lmeval_prune.distillation.recursion import distill
 
-    distill(DistillOptions(**given))
+    distill(DistillOptions(**options))
     return folder, dense
 
 
 def _train_dense(row: Row, folder: Path) -> None:
-    """Train it, or see that it was trained by the same recipe."""
+    """Train a dense host, or check that it was trained by the same recipe."""
     if row.host == "athena":
         from lmeval_prune.athena import training
         from lmeval_prune.athena.options import TrainOptions
 
-        given = {**recipe("athena/minilm", "athena"), "output": str(folder), "test": f"fold{row.fold}"}
-        training.train(TrainOptions(**given, seed=row.seed))
+        options = {**recipe("athena/minilm", "athena"), "output": str(folder), "test": f"fold{row.fold}"}
+        training.train(TrainOptions(**options, seed=row.seed))
     else:
         from lmeval_prune.distillation.recursion import distill
 
-        given = {**recipe("distillation/smollm2_finetune", "distill"), "output": str(folder), "seed": row.seed}
-        distill(DistillOptions(**{**given, "test": f"fold{row.fold}"}))
+        options = {**recipe("distillation/smollm2_finetune", "distill"), "output": str(folder), "seed": row.seed}
+        distill(DistillOptions(**{**options, "test": f"fold{row.fold}"}))
 
 
 # ---------------------------------------------------------------- what it is worth
 
 
 def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
+    """Test a row's model and measure its costs; return what is stored of it."""
     kept = work / "answers" / f"{row.folder}.json"
     if row.host == "athena":
         tested(folder, row.fold, None, kept)
@@ -173,7 +178,7 @@ def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
         tested_language(folder, row.fold, kept)
         costs = language_costs(folder, dense)
     answers = json.loads(kept.read_text(encoding="utf-8"))
-    right = "".join(str(int(one["right"])) for one in answers)
+    right = "".join(str(int(answer["right"])) for answer in answers)
     note = json.loads((folder / "distillation.json").read_text()) if (folder / "distillation.json").exists() else {}
     stages = note.get("stages", [])
     removed = {name: sum(stage["removed"][name] for stage in stages) for name in ("heads", "kv_heads", "channels")}
@@ -193,26 +198,28 @@ def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
 
 
 def _options(row: Row) -> dict[str, Any]:
-    """By which a row's model is made from its dense host."""
+    """Return the options by which a row's model is made from its dense host."""
     name = "distillation/minilm" if row.host == "athena" else "distillation/smollm2"
-    given = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
+    options = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
     if row.changes.get("stages") == 1:  # as many epochs as in all stages of the others
-        given["epochs"] *= recipe(name, "distill")["stages"]
-    return given
+        options["epochs"] *= recipe(name, "distill")["stages"]
+    return options
 
 
 def _removed_by(row: Row) -> str:
+    """Describe how a row's parameters are removed."""
     if row.kind == DENSE:
         return "nothing is removed"
-    given = _options(row)
-    stages = given["stages"]
+    options = _options(row)
+    stages = options["stages"]
     return (
-        f"unit={given.get('unit', 'head')}, {stages} stage{'s' * (stages > 1)} of {given['epochs']} epochs, "
-        f"rate {given['rate']}"
+        f"unit={options.get('unit', 'head')}, {stages} stage{'s' * (stages > 1)} of {options['epochs']} epochs, "
+        f"rate {options['rate']}"
     )
 
 
 def tested_language(folder: Path, fold: int, kept: Path) -> None:
+    """Test a language model on a fold, and write its answers to a file; nothing if that is there."""
     if kept.exists():
         return
     from lm_eval import simple_evaluate
@@ -220,31 +227,32 @@ def tested_language(folder: Path, fold: int, kept: Path) -> None:
     from lmeval_prune.plugin import registration
 
     registration.register()
-    found = simple_evaluate(
+    results = simple_evaluate(
         model="pruned-hf", model_args={"pretrained": str(folder), "dtype": "float32"}, batch_size=8, tasks=[TASK],
         metadata={"data_split": f"fold{fold}"}, bootstrap_iters=0, apply_chat_template=True,
         gen_kwargs="max_gen_toks=48",
     )  # fmt: skip
     samples = [
-        {"id": one["doc"]["id"], "right": one["exact_match"], "answer": one["resps"][0][0]}
-        for one in found["samples"][TASK]
+        {"id": sample["doc"]["id"], "right": sample["exact_match"], "answer": sample["resps"][0][0]}
+        for sample in results["samples"][TASK]
     ]
     write_text(kept, json.dumps(samples, indent=0) + "\n")
 
 
 def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
-    """Test problems with their gold graphs: what a model judges, whatever it would have searched through."""
+    """Return a batch of test problems with their gold graphs, which a model judges, whatever it would have searched."""
     from lmeval_prune.athena.batches import Collator, make_examples
     from lmeval_prune.athena.data import GroundedProblem
     from lmeval_prune.tasks import data
 
-    problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := GroundedProblem.of(row))][:most]
+    problems = [problem for row in data.load("asdiv_a", f"fold{fold}") if (problem := GroundedProblem.of(row))][:most]
     examples = make_examples(problems, model.tokenizer, model.settings)
     batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(examples)
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
+    """Measure a solver's parameters, arithmetic, time and memory."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from lmeval_prune.athena import checkpoint
@@ -256,18 +264,18 @@ def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
         with eager_attention(own.encoder), FlopCounterMode(display=False) as counter:
             own(**batch)
         seconds = _in_turn({name: lambda model=model: model(**batch) for name, model in models.items()})
-    found = {
+    costs = {
         "parameters": sum(parameter.numel() for parameter in own.parameters()),
         "flops": int(counter.get_total_flops()),
         "seconds": seconds,
     }
     del models, own
     gc.collect()
-    return {**found, "memory": _memory_of(_judge, str(folder), fold)}
+    return {**costs, "memory": _memory_of(_judge, str(folder), fold)}
 
 
 def shaped_like(row: dict[str, Any], model: Any) -> Any:
-    """A transformers model of the shapes of a row's, cut from a dense one; channels go evenly from all blocks.
+    """Cut a dense transformers model to the shapes of a row's; channels go evenly from all blocks.
 
     How long it takes does not depend on weights, so that a row can be timed where its model is not.
 
@@ -277,7 +285,8 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
     from lmeval_prune import Plan, cut, map_model
 
     model_map = map_model(model)
-    kept = row["stages"][-1]["heads"] if row["stages"] else {one.label: range(one.heads) for one in model_map.attention}
+    every_head = {layer.label: range(layer.heads) for layer in model_map.attention}
+    kept = row["stages"][-1]["heads"] if row["stages"] else every_head
     gone = [
         f"{layer.label}H{head}"
         for layer in model_map.attention
@@ -287,13 +296,13 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
     blocks = list(model_map.channels())
     share, more = divmod(row["removed"]["channels"], len(blocks))
     channels = {
-        block: list(range(share + (place < more))) for place, block in enumerate(blocks) if share + (place < more)
+        block: list(range(share + (index < more))) for index, block in enumerate(blocks) if share + (index < more)
     }
     return cut(model, Plan(heads=tuple(gone), channels=channels)).model if gone or channels else model
 
 
 def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row that was not timed alone, with its time and the environment that it was taken in.
+    """Time again each row that was not timed alone; yield it with its time and the environment of that.
 
     Shapes are all that differs, so that one fold's host and 32 of its problems serve for all folds.
 
@@ -303,10 +312,10 @@ def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, 
     about = environment()
     for key, row in done.items():
         if row.get("timed_at_load", BUSY) >= BUSY:
-            found = _athena_speed(row, dense) if row["host"] == "ATHENA over MiniLM" else _language_speed(row)
-            if found.pop("parameters") != row["parameters"]:
+            timing = _athena_speed(row, dense) if row["host"] == "ATHENA over MiniLM" else _language_speed(row)
+            if timing.pop("parameters") != row["parameters"]:
                 raise ValueError(f"{key}: another shape than that of the row")
-            yield key, {**row, **found, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
+            yield key, {**row, **timing, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
 
 
 def _athena_speed(row: dict[str, Any], dense: Path) -> dict[str, Any]:
@@ -332,7 +341,7 @@ def _language_speed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Processor time of each, the median of several rounds after one that does not count."""
+    """Return the processor time of each run, the median of several rounds after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 1):
         for name, run in runs.items():
@@ -367,49 +376,51 @@ WORK = {"prompt": 128, "new": 16, "batches": (1,), "rounds": ROUNDS, "clock": "p
 
 
 def language_costs(folder: Path, dense: Path) -> dict[str, Any]:
+    """Measure a language model's parameters, arithmetic, time and memory."""
     from lmeval_prune import load_pretrained
     from lmeval_prune.profiling.costs import counted_flops, parameters
     from lmeval_prune.profiling.speed import Workload, peak_memory
 
     models = {"dense": load_pretrained(dense), "own": load_pretrained(folder)}
-    found = {
+    costs = {
         "parameters": parameters(models["own"])[0],
         "flops": counted_flops(models["own"], WORK["prompt"]),
         **_timed(models),
     }
     del models
     gc.collect()
-    return {**found, "memory": int(peak_memory(str(folder), Workload(**WORK)) * 2**20)}
+    return {**costs, "memory": int(peak_memory(str(folder), Workload(**WORK)) * 2**20)}
 
 
 def _timed(models: dict[str, Any]) -> dict[str, Any]:
-    """Processor time of a prompt and new tokens, and the speeds that it is made of."""
+    """Return the processor time of a prompt and new tokens, and the speeds that it is made of."""
     from lmeval_prune.profiling.speed import Workload, measure
 
-    found = measure(models, Workload(**WORK))
+    rates = measure(models, Workload(**WORK))
     seconds = {
-        name: round(WORK["prompt"] / one["prefill_1"] + WORK["new"] / one["decode_1"], 4) for name, one in found.items()
+        name: round(WORK["prompt"] / rate["prefill_1"] + WORK["new"] / rate["decode_1"], 4)
+        for name, rate in rates.items()
     }
-    return {"seconds": seconds, "speeds": found}
+    return {"seconds": seconds, "speeds": rates}
 
 
 # ---------------------------------------------------------------- rows in a file
 
 
 def known(work: Path) -> dict[str, dict[str, Any]]:
-    """Rows that are done."""
-    found = {}
+    """Return the rows that are done."""
+    done = {}
     for row in rows():
         path = work / "rows" / f"{row.folder}.json"
         if path.exists():
-            found[row.key] = {**json.loads(path.read_text(encoding="utf-8")), "removed_by": _removed_by(row)}
-    return found
+            done[row.key] = {**json.loads(path.read_text(encoding="utf-8")), "removed_by": _removed_by(row)}
+    return done
 
 
 def finish(work: Path) -> None:
     """Write what is known, each row with the run that measured it."""
-    found = known(work)
-    if not found:
+    done = known(work)
+    if not done:
         print("no row is done yet")
         return
     from distillation_report import write as report
@@ -417,18 +428,18 @@ def finish(work: Path) -> None:
     from lmeval_prune.tasks import data
 
     environments: list[dict[str, Any]] = []
-    for row in found.values():
+    for row in done.values():
         for name in [name for name in ("environment", "timed_in") if name in row]:
             own = {what: value for what, value in row[name].items() if what not in ("command", "load_before")}
             if own not in environments:  # rows differ by --match and have their own load
                 environments.append(own)
             row[name] = environments.index(own)
-    splits = sorted({row["split"] for row in found.values()})
+    splits = sorted({row["split"] for row in done.values()})
     questions = {
-        split: [{"id": one["id"], "complexity": one["complexity"]} for one in data.load("asdiv_a", split)]
+        split: [{"id": problem["id"], "complexity": problem["complexity"]} for problem in data.load("asdiv_a", split)]
         for split in splits
     }
-    content = {"written": environment(), "environments": environments, "questions": questions, "rows": found}
+    content = {"written": environment(), "environments": environments, "questions": questions, "rows": done}
     write("distillation", content)
     for path in report(RESULTS / "distillation.json", OUTPUT):
         print(path)
@@ -448,26 +459,26 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     work = Path(options.work)
-    wanted = [row for row in rows() if re.search(options.match, row.key)]
+    selected = [row for row in rows() if re.search(options.match, row.key)]
     done = known(work)
     if options.list:
-        for row in wanted:
+        for row in selected:
             print(("done  " if row.key in done else "      ") + row.key)
         return
     if options.speeds:
         folders = {row.key: row.folder for row in rows()}
-        for key, found in speeds(done, Path(options.hosts) / "dense_fold0"):
-            write_text(work / "rows" / f"{folders[key]}.json", json.dumps(found) + "\n")
-            print(key, found["seconds"], flush=True)
+        for key, timed_row in speeds(done, Path(options.hosts) / "dense_fold0"):
+            write_text(work / "rows" / f"{folders[key]}.json", json.dumps(timed_row) + "\n")
+            print(key, timed_row["seconds"], flush=True)
     elif not options.report:
-        for row in [row for row in wanted if row.key not in done][: options.rows]:
+        for row in [row for row in selected if row.key not in done][: options.rows]:
             begun, about = time.time(), environment()
             print(f"--- {row.key}", flush=True)
-            folder, dense = made(row, work, Path(options.hosts))
-            found = {**measured(row, folder, dense, work), "environment": about, "load": os.getloadavg()[0]}
-            write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
+            folder, dense = make_model(row, work, Path(options.hosts))
+            result = {**measured(row, folder, dense, work), "environment": about, "load": os.getloadavg()[0]}
+            write_text(work / "rows" / f"{row.folder}.json", json.dumps(result) + "\n")
             minutes = (time.time() - begun) / 60
-            print(f"--- {row.key}: {found['accuracy']:.1%}, {minutes:.1f} min in this run", flush=True)
+            print(f"--- {row.key}: {result['accuracy']:.1%}, {minutes:.1f} min in this run", flush=True)
     if not options.unreported:
         finish(work)
 

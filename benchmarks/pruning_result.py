@@ -59,7 +59,7 @@ OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 
 
 def rows() -> Iterator[tuple[str, str, float, bool]]:
-    """Method, unit, ratio, and whether as large a share of channels goes, too; what matters most first."""
+    """Yield method, unit, ratio, and whether as many channels go, too; what matters most first."""
     with_channels = [name for name in METHODS if name not in ("confidence", "norm")]
     first = [("random", True), ("norm + entropy", True), ("magnitude", False), ("entropy", True), ("magnitude", True)]
     order = [(name, False) for name in list(METHODS)[:4]] + first + [("confidence", False)]
@@ -103,17 +103,19 @@ def main() -> None:
         known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": about}
     scores: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     planned = list(rows())
-    for place, (method, unit, ratio, channels) in enumerate(planned):
+    for number, (method, unit, ratio, channels) in enumerate(planned, 1):
         key = key_of(method, unit, ratio, channels)
         if key in known:
             continue
-        name, given = {**METHODS, **SEEDS}[method]
-        pruner = make_pruner(name, given)
+        name, method_options = {**METHODS, **SEEDS}[method]
+        pruner = make_pruner(name, method_options)
         if (method, channels) not in scores:
             kinds = KINDS if channels else [HEADS]
             scores[method, channels] = pruner.scores(model_map, text, parts_of(model_map, kinds), {}).values
-        wanted = PruneOptions(ratio, unit, budget="heads", ffn_ratio=ratio if channels else 0.0, allocation="global")
-        (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
+        prune_options = PruneOptions(
+            ratio, unit, budget="heads", ffn_ratio=ratio if channels else 0.0, allocation="global"
+        )
+        (plan,) = stages(pruner, model_map, prune_options, text, scores=scores[method, channels])
         with plan.applied_to(model, model_map):
             quality = perplexity(model, windows)
         row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
@@ -121,13 +123,13 @@ def main() -> None:
         plan.save(Path(options.work) / saved, model_map)
         known[key] = {**row, "plan": saved, "environment": about}
         write_text(path, json.dumps(known))
-        print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
+        print(f"{number} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
     finish(about, options.tokens, text.record(), known)
-    for row in [known[key_of(*one)] for one in planned if one[0] == "norm + entropy"]:
+    for row in [known[key_of(*settings)] for settings in planned if settings[0] == "norm + entropy"]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
-            found = (*parameters(smaller), counted_flops(smaller, PROMPT))
-            assert found == (row["parameters"], row["without_embeddings"], row["flops"])
+            counted = (*parameters(smaller), counted_flops(smaller, PROMPT))
+            assert counted == (row["parameters"], row["without_embeddings"], row["flops"])
             row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
             row["speed_environment"] = about
             write_text(path, json.dumps(known))
@@ -146,23 +148,23 @@ def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], know
 
 
 def _numbered(row: dict[str, Any], environments: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row with the numbers of its environments in a list; null if it was measured before that was kept."""
-    found = dict(row)
+    """Return a row with the numbers of its environments in a list; null if it was measured before that was kept."""
+    numbered = dict(row)
     for name in ("environment", *(["speed_environment"] if "speed" in row else [])):
         about = row.get(name)
         if about is not None and about not in environments:
             environments.append(about)
-        found[name] = None if about is None else environments.index(about)
-    return found
+        numbered[name] = None if about is None else environments.index(about)
+    return numbered
 
 
 def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:
-    """Parameters and arithmetic of what is left, by closed formulas; fillers count as there."""
+    """Return parameters and arithmetic of what is left, by closed formulas; fillers count as there."""
     hidden = model_map.model.config.hidden_size
     pruned = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
-    kept = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
-    heads = sum(one.layer.heads - len(one.heads) for one in kept)
-    kv_heads = sum(one.layer.kv_heads - len(one.kv_heads) for one in kept)
+    layers = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
+    heads = sum(kept.layer.heads - len(kept.heads) for kept in layers)
+    kv_heads = sum(kept.layer.kv_heads - len(kept.kv_heads) for kept in layers)
     channels = sum(len(lost) for _, lost in plan.channels_by_layer(model_map))
     width = model_map.attention[0].head_dim
     fewer = hidden * (2 * width * (heads + kv_heads) + 3 * channels)
@@ -202,8 +204,8 @@ def report(results: dict[str, Any]) -> None:
 def draw(results: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = made.subplots(1, 4, sharey=True)
+    picture = Figure(figsize=(10, 3.8), layout="constrained")
+    panels = picture.subplots(1, 4, sharey=True)
     percent = [100 * ratio for ratio in RATIOS]
     for axes, (unit, channels) in zip(panels, [*((unit, False) for unit in UNITS), ("group", True)], strict=True):
         for colour, method in zip(COLOURS, METHODS, strict=False):
@@ -222,7 +224,7 @@ def draw(results: dict[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("perplexity by token, GSM8K")
     panels[0].legend(fontsize=7, frameon=False)
-    save(made, OUTPUT / "perplexity")
+    save(picture, OUTPUT / "perplexity")
 
 
 if __name__ == "__main__":

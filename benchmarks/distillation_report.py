@@ -90,12 +90,12 @@ class Variant:
         return {_unit(row) for row in self.rows}
 
     def on(self, units: Collection[Unit]) -> Variant:
-        """The rows of these splits and seeds."""
+        """Return the variant on these splits and seeds."""
         pairs = [pair for pair in zip(self.rows, self.dense, strict=True) if _unit(pair[0]) in units]
         return Variant([row for row, _ in pairs], [row for _, row in pairs])
 
     def solved(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
-        """Of each split, question by question: the share of seeds that answer it rightly.
+        """Return by split, question by question, the share of seeds that answer it rightly.
 
         Args:
             chosen: which questions of a row.
@@ -106,7 +106,7 @@ class Variant:
         return [np.mean(seeds, axis=0) for seeds in splits.values()]
 
     def differences(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
-        """Of each split, question by question: right minus right of the dense host, the mean over seeds.
+        """Return by split, question by question, right minus right of the dense host, the mean over seeds.
 
         Args:
             chosen: which questions of a row.
@@ -127,37 +127,37 @@ class Variant:
     @property
     def standard_error(self) -> float:
         """Of the difference over splits, in points; NaN of a single split."""
-        means = [100 * one.mean() for one in self.differences()]
+        means = [100 * differences.mean() for differences in self.differences()]
         return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
 
     def test(self, chosen: Chosen = lambda row: slice(None)) -> tuple[float, float]:
-        """p of a paired test over questions, and of one over splits (NaN of a single one).
+        """Return p of a paired test over questions, and of one over splits (NaN of a single split).
 
         Args:
             chosen: which questions of a row.
         """
-        found = [one for one in self.differences(chosen) if len(one)]
-        if not found:
+        differences = [values for values in self.differences(chosen) if len(values)]
+        if not differences:
             return float("nan"), float("nan")
-        over_questions = float(sign_flip_test(np.concatenate(found)[:, None])[0])
-        if len(found) < 2:
+        over_questions = float(sign_flip_test(np.concatenate(differences)[:, None])[0])
+        if len(differences) < 2:
             return over_questions, float("nan")
-        return over_questions, float(sign_flip_test(np.array([[one.mean()] for one in found]))[0])
+        return over_questions, float(sign_flip_test(np.array([[values.mean()] for values in differences]))[0])
 
     def removed(self) -> str:
-        """What was removed, the mean over rows; empty where rows do not say."""
-        known = [row["removed"] for row in self.rows if row.get("removed")]
-        means = [(name, np.mean([one.get(name, 0) for one in known])) for name in ("heads", "channels") if known]
+        """Describe what was removed, the mean over rows; empty where rows do not say."""
+        counts = [row["removed"] for row in self.rows if row.get("removed")]
+        means = [(name, np.mean([count.get(name, 0) for count in counts])) for name in ("heads", "channels") if counts]
         return ", ".join(f"{mean:g} {name}" for name, mean in means)
 
     def fewer(self, name: str) -> float:
-        """By how many % a figure is smaller than the dense host's; NaN if it was not measured."""
+        """Return by how many % a figure is smaller than the dense host's; NaN if it was not measured."""
         pairs = [(row.get(name), other.get(name)) for row, other in zip(self.rows, self.dense, strict=True)]
-        known = [1 - mine / theirs for mine, theirs in pairs if mine and theirs]
+        known = [1 - own / dense for own, dense in pairs if own and dense]
         return 100 * float(np.mean(known)) if known else float("nan")
 
     def faster(self) -> float:
-        """By how many % it is faster than the dense host that was timed beside it; NaN if it was not."""
+        """Return by how many % it is faster than the dense host that was timed beside it; NaN if it was not timed."""
         known = [row["seconds"]["dense"] / row["seconds"]["own"] - 1 for row in self.rows if row.get("seconds")]
         return 100 * float(np.mean(known)) if known else float("nan")
 
@@ -199,71 +199,71 @@ class Results:
         Raises:
             InputError: it is none.
         """
-        found = cls(read_json(path, Contents))
-        for row in found.rows:
-            if len(row["right"]) != len(found.questions.get(row["split"], ())):
+        results = cls(read_json(path, Contents))
+        for row in results.rows:
+            if len(row["right"]) != len(results.questions.get(row["split"], ())):
                 raise InputError(f"{path}: {row['kind']} on {row['split']} has other questions than the file says")
-        return found
+        return results
 
     def dense(self, host: str) -> dict[tuple[str, int], dict[str, Any]]:
-        """Rows of the unpruned host by split and seed."""
+        """Return the rows of the unpruned host by split and seed."""
         return {_unit(row): row for row in self.rows if row["host"] == host and row["kind"] == DENSE}
 
     def variant(self, host: str, kind: str, ratio: float) -> Variant | None:
-        """Rows of one kind at one ratio that have a dense host; None if there are none."""
+        """Return the rows of a kind at a ratio that have a dense host; None if there are none."""
         dense = self.dense(host)
         rows = [row for row in self.rows if (row["host"], row["kind"], row["ratio"]) == (host, kind, ratio)]
         rows = [row for row in rows if _unit(row) in dense]
         return Variant(rows, [dense[_unit(row)] for row in rows]) if rows else None
 
     def ratios(self, host: str, kind: str = OURS) -> list[float]:
-        """Ratios that were measured."""
+        """Return the ratios that were measured."""
         return sorted({row["ratio"] for row in self.rows if row["host"] == host and row["kind"] == kind})
 
 
-def write(results: Path, output: Path) -> list[Path]:
-    """Write `tables.md`, a CSV of all rows, and pictures.
+def write(file: Path, output: Path) -> list[Path]:
+    """Write `tables.md`, a CSV of all rows, and pictures, from a results file.
 
     Returns:
-        What was written.
+        The files that were written.
 
     Raises:
         InputError: the file holds no rows.
     """
-    found = Results.read(results)
-    parts = ["# Recursive distillation: the tables of Yu et al.", _legend(found)]
-    for host in found.hosts:
-        if not found.dense(host):
+    results = Results.read(file)
+    parts = ["# Recursive distillation: the tables of Yu et al.", _legend(results)]
+    for host in results.hosts:
+        if not results.dense(host):
             continue
-        parts.append(f"## {escape_markdown(host)}\n\n{_what(found, host)}")
+        parts.append(f"## {escape_markdown(host)}\n\n{_what(results, host)}")
         shown = len(parts)
-        kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
+        kinds = [kind for kind in dict.fromkeys(row["kind"] for row in results.rows) if kind.startswith(OURS)]
         for title, table in (
-            *((f"Table 1: {escape_markdown(kind)}, by share of heads", table_1(found, host, kind)) for kind in kinds),
-            ("Table 3 (a): α, 25% of heads", table_3a(found, host)),
-            ("Table 3 (b): complexity, 25% of heads", table_3b(found, host)),
-            ("Table 4: ablations, 25% of heads", table_4(found, host)),
+            *((f"Table 1: {escape_markdown(kind)}, by share of heads", table_1(results, host, kind)) for kind in kinds),
+            ("Table 3 (a): α, 25% of heads", table_3a(results, host)),
+            ("Table 3 (b): complexity, 25% of heads", table_3b(results, host)),
+            ("Table 4: ablations, 25% of heads", table_4(results, host)),
         ):
             if table is not None:
                 parts.append(f"### {title}\n\n{_shown(table)}")
-        alone = found.variant(host, DENSE, 0.0)
+        alone = results.variant(host, DENSE, 0.0)
         if len(parts) == shown and alone:
             parts.append(
                 f"Only unpruned: {alone.accuracy:.1f}% "
                 f"on {escape_markdown(', '.join(row['split'] for row in alone.rows))}."
             )
-    sizes = table_2(found)
+    sizes = table_2(results)
     if sizes is not None:
         parts.append(f"## Table 2: hosts, 25% of heads\n\n{_shown(sizes)}")
     parts.append(f"## What the paper's description cannot give\n\n{_arithmetic()}")
     write_text(output / "tables.md", "\n\n".join(parts) + "\n")
-    write_text(output / "rows.csv", csv(_flat(found)))
+    write_text(output / "rows.csv", csv(_flat(results)))
     written = [output / "tables.md", output / "rows.csv"]
-    if any(len(found.ratios(host)) > 1 for host in found.hosts):
-        _draw(found, output / "ratios")
+    if any(len(results.ratios(host)) > 1 for host in results.hosts):
+        _draw(results, output / "ratios")
         written += [output / "ratios.png", output / "ratios.svg"]
-    for row in found.rows:
-        if row.get("stages") and row["kind"] == OURS and _unit(row) == _unit(found.rows[0]):
+    for row in results.rows:
+        if row.get("stages") and row["kind"] == OURS and _unit(row) == _unit(results.rows[0]):
             stem = output / f"{_slug(row['host'])}_{round(100 * row['ratio'])}"
             draw(row["stages"], LINES, TITLE, stem)
             written += [stem.with_suffix(".png"), stem.with_suffix(".svg")]
@@ -271,7 +271,7 @@ def write(results: Path, output: Path) -> list[Path]:
 
 
 def _shown(table: pd.DataFrame) -> str:
-    """A table, and the splits and seeds that all its rows have."""
+    """Return a table as Markdown, and the splits and seeds that all its rows have."""
     units: set[Unit] = table.attrs["units"]
     names = ", ".join(f"{split} seed {seed}" for split, seed in sorted(units))
     return f"On {escape_markdown(names)}.\n\n{markdown(table, [table.columns[0]])}"
@@ -285,12 +285,12 @@ def _share(value: float) -> str:
     return "" if np.isnan(value) else f"{value:.1f}".replace("-", "−")
 
 
-def _legend(found: Results) -> str:
-    units = len({_unit(row) for row in found.rows})
+def _legend(results: Results) -> str:
+    units = len({_unit(row) for row in results.rows})
     return (
-        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have, "
-        f"and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits of "
-        f"means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
+        f"{len(results.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows "
+        f"have, and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits "
+        f"of means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
         f"tests of these differences, over questions and over splits (the mean over seeds of each): over n splits "
         f"it cannot be below 2/2ⁿ (five: 0.0625, three: 0.25, two: 0.5), and one over questions knows how problems "
         f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. ± splits: the standard "
@@ -303,8 +303,8 @@ def _legend(found: Results) -> str:
     )
 
 
-def _what(found: Results, host: str) -> str:
-    rows = [row for row in found.rows if row["host"] == host]
+def _what(results: Results, host: str) -> str:
+    rows = [row for row in results.rows if row["host"] == host]
     return "\n".join(
         sorted({escape_markdown(f"{row['task']}; {row['removed_by']}.") for row in rows if row["kind"] == OURS})
     )
@@ -314,32 +314,40 @@ Named = Sequence[tuple[list[str], Variant | None, list[str]]]  # first cells of 
 
 
 def _comparable(variants: Sequence[Variant | None]) -> tuple[list[Variant | None], set[Unit]]:
-    """Variants on the splits and seeds that all of them have; none are left if they have none in common."""
-    measured = [one.units for one in variants if one is not None]
+    """Return variants on the splits and seeds that all of them have; none are left if they have none in common."""
+    measured = [variant.units for variant in variants if variant is not None]
     units = set.intersection(*measured) if measured else set()
-    return [one.on(units) if one is not None and units else None for one in variants], units
+    return [variant.on(units) if variant is not None and units else None for variant in variants], units
 
 
 def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -> pd.DataFrame | None:
-    """A table of variants, with Holm's correction over those that are tested; None of fewer than `least`."""
-    variants, units = _comparable([one for _, one, _ in named])
-    measured = [(cells, one, rest) for (cells, _, rest), one in zip(named, variants, strict=True) if one is not None]
+    """Return a table of variants, with Holm's correction over those tested; None of fewer than `least`."""
+    variants, units = _comparable([variant for _, variant, _ in named])
+    measured = [
+        (cells, variant, rest) for (cells, _, rest), variant in zip(named, variants, strict=True) if variant is not None
+    ]
     if len(measured) < least:
         return None
-    tests = [one.test() if not _is_dense(one) else (float("nan"), float("nan")) for _, one, _ in measured]
+    tests = [variant.test() if not _is_dense(variant) else (float("nan"), float("nan")) for _, variant, _ in measured]
     corrected = holm([test[0] for test in tests])
     lines = []
-    for (cells, one, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
-        change = "" if _is_dense(one) else f" ({signed(one.difference)})"
+    for (cells, variant, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
+        change = "" if _is_dense(variant) else f" ({signed(variant.difference)})"
         costs = [
-            _share(one.fewer("parameters")),
-            _share(one.faster()),
-            _share(one.fewer("flops")),
-            _share(one.fewer("memory")),
+            _share(variant.fewer("parameters")),
+            _share(variant.faster()),
+            _share(variant.fewer("flops")),
+            _share(variant.fewer("memory")),
         ]
-        error = float("nan") if _is_dense(one) else one.standard_error
-        tested = [f"{one.accuracy:.1f}{change}", _share(error), p_value(test[0]), p_value(adjusted), p_value(test[1])]
-        lines.append([*cells, one.removed(), *tested, *costs, *rest])
+        error = float("nan") if _is_dense(variant) else variant.standard_error
+        tested = [
+            f"{variant.accuracy:.1f}{change}",
+            _share(error),
+            p_value(test[0]),
+            p_value(adjusted),
+            p_value(test[1]),
+        ]
+        lines.append([*cells, variant.removed(), *tested, *costs, *rest])
     costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
     return _table(
         lines, [head, "removed", "accuracy", "± splits", "p questions", "Holm", "p splits", *costs, *tail], units
@@ -347,22 +355,24 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
 
 
 def _table(lines: list[list[str]], columns: list[str], units: set[Unit]) -> pd.DataFrame:
-    found = pd.DataFrame(lines, columns=columns)
-    found.attrs["units"] = units
-    return found
+    table = pd.DataFrame(lines, columns=columns)
+    table.attrs["units"] = units
+    return table
 
 
-def _is_dense(one: Variant) -> bool:
-    return one.rows[0]["kind"] == DENSE
+def _is_dense(variant: Variant) -> bool:
+    return variant.rows[0]["kind"] == DENSE
 
 
-def table_1(found: Results, host: str, kind: str = OURS) -> pd.DataFrame | None:
-    """By share of heads."""
-    named: list[tuple[list[str], Variant | None, list[str]]] = [(["0"], found.variant(host, DENSE, 0.0), _paper_1(0.0))]
-    for ratio in found.ratios(host, kind):
-        named.append(([f"{100 * ratio:.0f}"], found.variant(host, kind, ratio), _paper_1(ratio)))
-    theirs = [f"paper, {data}: accuracy, parameters↓, speed↑, FLOPs↓" for data in paper.TABLE_1]
-    return _rows_with_tests(named, "heads removed, %", theirs, 2)
+def table_1(results: Results, host: str, kind: str = OURS) -> pd.DataFrame | None:
+    """Return Table 1: accuracy by share of heads."""
+    named: list[tuple[list[str], Variant | None, list[str]]] = [
+        (["0"], results.variant(host, DENSE, 0.0), _paper_1(0.0))
+    ]
+    for ratio in results.ratios(host, kind):
+        named.append(([f"{100 * ratio:.0f}"], results.variant(host, kind, ratio), _paper_1(ratio)))
+    paper_columns = [f"paper, {data}: accuracy, parameters↓, speed↑, FLOPs↓" for data in paper.TABLE_1]
+    return _rows_with_tests(named, "heads removed, %", paper_columns, 2)
 
 
 def _paper_1(ratio: float) -> list[str]:
@@ -370,23 +380,23 @@ def _paper_1(ratio: float) -> list[str]:
     return [", ".join(f"{value:.1f}" for value in row) if row else "" for row in rows]
 
 
-def table_2(found: Results) -> pd.DataFrame | None:
-    """Hosts of different sizes."""
-    variants, units = _comparable([found.variant(host, OURS, 0.25) for host in found.hosts])
-    measured = [(host, one) for host, one in zip(found.hosts, variants, strict=True) if one is not None]
+def table_2(results: Results) -> pd.DataFrame | None:
+    """Return Table 2: hosts of different sizes."""
+    variants, units = _comparable([results.variant(host, OURS, 0.25) for host in results.hosts])
+    measured = [(host, variant) for host, variant in zip(results.hosts, variants, strict=True) if variant is not None]
     if not measured:
         return None
-    tests = [one.test() for _, one in measured]
+    tests = [variant.test() for _, variant in measured]
     lines = [
         [
             host,
-            one.removed(),
-            f"{_mean_accuracy(one.dense):.1f}",
-            f"{one.accuracy:.1f} ({signed(one.difference)})",
+            variant.removed(),
+            f"{_mean_accuracy(variant.dense):.1f}",
+            f"{variant.accuracy:.1f} ({signed(variant.difference)})",
             *(p_value(test[0]), p_value(adjusted), p_value(test[1])),
-            *(_share(one.fewer("parameters")), _share(one.faster())),
+            *(_share(variant.fewer("parameters")), _share(variant.faster())),
         ]
-        for (host, one), test, adjusted in zip(measured, tests, holm([test[0] for test in tests]), strict=True)
+        for (host, variant), test, adjusted in zip(measured, tests, holm([test[0] for test in tests]), strict=True)
     ]
     lines += [
         [f"paper: {host}, {data}", "", f"{a:.1f}", f"{b:.1f} ({signed(b - a)})", "", "", "", f"{c:.1f}", f"{d:.1f}"]
@@ -396,42 +406,43 @@ def table_2(found: Results) -> pd.DataFrame | None:
     return _table(lines, ["host", "removed", "dense", "25% removed", *tested, "parameters↓", "speed↑"], units)
 
 
-def table_3a(found: Results, host: str) -> pd.DataFrame | None:
-    """By α."""
+def table_3a(results: Results, host: str) -> pd.DataFrame | None:
+    """Return Table 3 (a): accuracy by α."""
     kinds = {alpha: OURS if alpha == 0.5 else f"alpha {alpha}" for alpha in ALPHAS}
     named = [
-        ([f"{alpha}"], found.variant(host, kind, 0.25), [f"{paper.TABLE_3A[alpha]}"]) for alpha, kind in kinds.items()
+        ([f"{alpha}"], results.variant(host, kind, 0.25), [f"{paper.TABLE_3A[alpha]}"]) for alpha, kind in kinds.items()
     ]
     return _rows_with_tests(named, "α", ["paper, Math23k"], 2)
 
 
-def table_3b(found: Results, host: str) -> pd.DataFrame | None:
-    """By the complexity of problems, on what Table 1 has: per problem the mean over seeds, then over problems.
+def table_3b(results: Results, host: str) -> pd.DataFrame | None:
+    """Return Table 3 (b): accuracy by the complexity of problems.
 
-    Whether complex problems lose *more*, which is what the paper asks, is a permutation test of the problems' own
-    differences, theirs against those of low complexity.
+    It is of the splits and seeds that Table 1 has: per problem the mean over seeds, then over problems. Whether complex
+    problems lose *more*, which is what the paper asks, is a permutation test of the problems' own differences, theirs
+    against those of low complexity.
     """
-    of_ratios = [found.variant(host, OURS, ratio) for ratio in found.ratios(host)]
+    of_ratios = [results.variant(host, OURS, ratio) for ratio in results.ratios(host)]
     variants, _ = _comparable(of_ratios)
-    one = dict(zip(found.ratios(host), variants, strict=True)).get(0.25)
-    if one is None:
+    variant = dict(zip(results.ratios(host), variants, strict=True)).get(0.25)
+    if variant is None:
         return None
-    levels = {split: [row.get("complexity") for row in rows] for split, rows in found.questions.items()}
+    levels = {split: [row.get("complexity") for row in rows] for split, rows in results.questions.items()}
 
     def of_level(level: str) -> Chosen:
         return lambda row: np.array([level in ("all", own) for own in levels[row["split"]]], dtype=bool)
 
-    tests = [one.test(of_level(level)) for level in (*LEVELS, "all")]
+    tests = [variant.test(of_level(level)) for level in (*LEVELS, "all")]
     corrected = [*holm([test[0] for test in tests[:-1]]), float("nan")]  # all of them are tested in Table 1
-    differences = {level: np.concatenate(one.differences(of_level(level))) for level in (*LEVELS, "all")}
+    differences = {level: np.concatenate(variant.differences(of_level(level))) for level in (*LEVELS, "all")}
     lines = []
     for level, test, adjusted in zip((*LEVELS, "all"), tests, corrected, strict=True):
         was, now = paper.TABLE_3B[level]
-        theirs = f"{was} → {now} ({signed(now - was)})"
+        published = f"{was} → {now} ({signed(now - was)})"
         if not len(differences[level]):
-            lines.append([level, "0", *[""] * 7, theirs])
+            lines.append([level, "0", *[""] * 7, published])
             continue
-        before = 100 * float(np.concatenate(Variant(one.dense, one.dense).solved(of_level(level))).mean())
+        before = 100 * float(np.concatenate(Variant(variant.dense, variant.dense).solved(of_level(level))).mean())
         change = 100 * float(differences[level].mean())
         tested = [signed(change), p_value(test[0]), p_value(adjusted), p_value(test[1])]
         more = two_sample_test(differences[level], differences["low"]) if level in ("medium", "high") else float("nan")
@@ -443,47 +454,51 @@ def table_3b(found: Results, host: str) -> pd.DataFrame | None:
                 f"{before + change:.1f}",
                 *tested,
                 p_value(more),
-                theirs,
+                published,
             ]
         )
     tested = ["difference", "p questions", "Holm", "p splits", "p other than low"]
-    return _table(lines, ["complexity", "problems", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
+    return _table(lines, ["complexity", "problems", "dense", "25% removed", *tested, "paper, Math23k"], variant.units)
 
 
-def table_4(found: Results, host: str) -> pd.DataFrame | None:
-    """Ablations."""
+def table_4(results: Results, host: str) -> pd.DataFrame | None:
+    """Return Table 4: ablations."""
     kinds = {"without entropy": "alpha 1.0", "without norm": "alpha 0.0"}
     named: list[tuple[list[str], Variant | None, list[str]]] = []
-    for name, theirs in paper.TABLE_4.items():
+    for name, published in paper.TABLE_4.items():
         ratio = 0.0 if name in (DENSE, "distillation only") else 0.25
-        one = found.variant(host, name, ratio) or found.variant(host, kinds.get(name, ""), ratio)
-        named.append(([name], one, [f"{theirs}"]))
-    named.insert(2, (["pruned, not trained"], found.variant(host, "pruned, not trained", 0.25), [""]))
+        variant = results.variant(host, name, ratio) or results.variant(host, kinds.get(name, ""), ratio)
+        named.append(([name], variant, [f"{published}"]))
+    named.insert(2, (["pruned, not trained"], results.variant(host, "pruned, not trained", 0.25), [""]))
     table = _rows_with_tests(named, "strategy", ["paper, Math23k"], 3)
-    return table if table is None else _beside_ours(table, {cells[0]: one for cells, one, _ in named if one})
+    if table is None:
+        return None
+    return _add_differences(table, {cells[0]: variant for cells, variant, _ in named if variant})
 
 
-def _beside_ours(table: pd.DataFrame, variants: dict[str, Variant]) -> pd.DataFrame:
-    """With what the paper claims, that ours is best: how each other way differs from it, tested over questions.
+def _add_differences(table: pd.DataFrame, variants: dict[str, Variant]) -> pd.DataFrame:
+    """Add to Table 4 how each other way differs from ours, tested over questions: the paper claims that ours is best.
 
     Holm's correction is over ways that prune as much and train; the others are tested, too, and not corrected.
     """
     units = table.attrs["units"]
     if OURS not in variants or not variants[OURS].on(units).rows:
         return table
-    ours = {_unit(row): row for row in variants[OURS].on(units).rows}
+    references = {_unit(row): row for row in variants[OURS].on(units).rows}
     pairs = {name: variants[name].on(units) for name in table["strategy"] if name != OURS}
-    pairs = {name: Variant(one.rows, [ours[_unit(row)] for row in one.rows]) for name, one in pairs.items()}
-    chances = {name: one.test()[0] for name, one in pairs.items()}
+    pairs = {
+        name: Variant(variant.rows, [references[_unit(row)] for row in variant.rows]) for name, variant in pairs.items()
+    }
+    chances = {name: variant.test()[0] for name, variant in pairs.items()}
     family = [name for name in pairs if name not in (DENSE, "distillation only", "pruned, not trained")]
     corrected = dict(zip(family, holm([chances[name] for name in family]), strict=True))
     columns = {
-        "to ours": {name: signed(one.difference) for name, one in pairs.items()},
+        "to ours": {name: signed(variant.difference) for name, variant in pairs.items()},
         "p to ours": {name: p_value(value) for name, value in chances.items()},
         "Holm to ours": {name: p_value(value) for name, value in corrected.items()},
     }
-    for place, (head, cells) in enumerate(columns.items(), list(table.columns).index("p splits") + 1):
-        table.insert(place, head, [cells.get(name, "") for name in table["strategy"]])
+    for position, (head, cells) in enumerate(columns.items(), list(table.columns).index("p splits") + 1):
+        table.insert(position, head, [cells.get(name, "") for name in table["strategy"]])
     return table
 
 
@@ -491,11 +506,11 @@ def _arithmetic() -> str:
     lines = []
     printed = {("base", ratio): row[1] for ratio, row in paper.TABLE_1["Math23k"].items() if ratio}
     printed["large", 0.25] = paper.TABLE_2["ATHENA-large", "Math23k"][2]
-    for (size, ratio), theirs in printed.items():
+    for (size, ratio), published in printed.items():
         gone, parameters, share = paper.head_share(size, ratio)
         lines.append(
             f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {gone} heads, "
-            f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {theirs}%."
+            f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {published}%."
         )
     return (
         "A head of 64 numbers is 64 rows of three projections and 64 columns of a fourth, with 192 biases; RoBERTa's "
@@ -505,33 +520,35 @@ def _arithmetic() -> str:
     )
 
 
-def _flat(found: Results) -> pd.DataFrame:
+def _flat(results: Results) -> pd.DataFrame:
     names = ("host", "kind", "ratio", "split", "seed", "accuracy", "parameters", "flops", "memory")
-    rows = [{**{name: row.get(name) for name in names}, **_seconds(row), **_removed_where(row)} for row in found.rows]
+    rows = [{**{name: row.get(name) for name in names}, **_seconds(row), **_removed_where(row)} for row in results.rows]
     return pd.DataFrame(rows)
 
 
 def _seconds(row: dict[str, Any]) -> dict[str, Any]:
-    """What was timed in turn: the row's model and the dense one."""
+    """Return the seconds of a row's model and of the dense one, which were timed in turn."""
     seconds = row.get("seconds") or {}
     return {"seconds": seconds.get("own"), "seconds_dense": seconds.get("dense")}
 
 
 def _removed_where(row: dict[str, Any]) -> dict[str, Any]:
-    """What was removed, and which layers the heads are in that are left."""
+    """Return how many heads and channels were removed, and how many heads of each layer are left."""
     removed, stages = row.get("removed") or {}, row.get("stages") or [{}]
     left = "; ".join(f"{label} {len(heads)}" for label, heads in stages[-1].get("heads", {}).items())
     return {"heads_removed": removed.get("heads"), "channels_removed": removed.get("channels"), "heads_left": left}
 
 
-def _draw(found: Results, stem: Path) -> None:
-    made, axes = figure(7, 3.4, "Accuracy by share of heads removed")
-    for colour, host in zip(COLOURS, found.hosts, strict=False):
-        shares = [0.0, *found.ratios(host)]
-        variants, _ = _comparable([found.variant(host, OURS if share else DENSE, share) for share in shares])
-        points = [(100 * share, one) for share, one in zip(shares, variants, strict=True) if one is not None]
-        for number, unit in enumerate(sorted({_unit(row) for _, one in points for row in one.rows})):
-            own = [(x, 100 * row["accuracy"]) for x, one in points for row in one.rows if _unit(row) == unit]
+def _draw(results: Results, stem: Path) -> None:
+    canvas, axes = figure(7, 3.4, "Accuracy by share of heads removed")
+    for colour, host in zip(COLOURS, results.hosts, strict=False):
+        shares = [0.0, *results.ratios(host)]
+        variants, _ = _comparable([results.variant(host, OURS if share else DENSE, share) for share in shares])
+        points = [
+            (100 * share, variant) for share, variant in zip(shares, variants, strict=True) if variant is not None
+        ]
+        for number, unit in enumerate(sorted({_unit(row) for _, variant in points for row in variant.rows})):
+            own = [(x, 100 * row["accuracy"]) for x, variant in points for row in variant.rows if _unit(row) == unit]
             axes.plot(
                 *zip(*own, strict=True),
                 color=colour,
@@ -541,12 +558,16 @@ def _draw(found: Results, stem: Path) -> None:
                 label=None if number else f"{host}: one run",
             )
         axes.plot(
-            [x for x, _ in points], [one.accuracy for _, one in points], color=colour, marker="o", label=f"{host}: mean"
+            [x for x, _ in points],
+            [variant.accuracy for _, variant in points],
+            color=colour,
+            marker="o",
+            label=f"{host}: mean",
         )
-    theirs = paper.TABLE_1["ASDiv-A"]
+    published = paper.TABLE_1["ASDiv-A"]
     axes.plot(
-        [100 * x for x in theirs],
-        [row[0] for row in theirs.values()],
+        [100 * x for x in published],
+        [row[0] for row in published.values()],
         color=COLOURS[6],
         ls="--",
         marker="s",
@@ -555,8 +576,8 @@ def _draw(found: Results, stem: Path) -> None:
     )
     axes.set_xlabel("heads removed, %")
     axes.set_ylabel("accuracy, %")
-    made.legend(frameon=False, fontsize=7, loc="outside right center")
-    save(made, stem)
+    canvas.legend(frameon=False, fontsize=7, loc="outside right center")
+    save(canvas, stem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

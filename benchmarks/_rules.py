@@ -151,14 +151,14 @@ class Recorder:
         if not callable(attribute):
             return attribute
 
-        def asked(*arguments: Any, **named: Any) -> Any:
+        def recorded(*arguments: Any, **named: Any) -> Any:
             subject = named.get("string") or next(item for item in reversed(arguments) if isinstance(item, str))
             Recorder.subjects.add(subject)
             if self.rule not in Recorder.matched and self.inner.search(subject):
                 Recorder.matched.add(self.rule)
             return attribute(*arguments, **named)
 
-        return asked
+        return recorded
 
 
 # --------------------------------------------------------------------------- the scorers without some rules

@@ -29,7 +29,7 @@ RATIOS, DRAWS = (0.1, 0.25, 0.3), (0, 1)
 
 
 def heads_drawn(encoder: Path, ratio: float, seed: int) -> str:
-    """A share of the encoder's heads at random, no layer without any."""
+    """Draw a share of the encoder's heads at random, no layer without any."""
     from lmeval_prune.architectures import map_model
     from lmeval_prune.checkpoints.skeleton import skeleton_of
 
@@ -39,7 +39,7 @@ def heads_drawn(encoder: Path, ratio: float, seed: int) -> str:
 
 
 def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, Any]:
-    """Accuracy on a fold: of all, and of problems of one operator and of two."""
+    """Return the accuracy on a fold: of all, and of problems of one operator and of two; answers are kept in a file."""
     if not kept.exists():
         from lm_eval import simple_evaluate
 
@@ -47,40 +47,40 @@ def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, A
 
         registration.register()
         arguments = {"pretrained": str(model), **({"heads": heads} if heads else {})}
-        found = simple_evaluate(
+        results = simple_evaluate(
             model="athena", model_args=arguments, batch_size=32, tasks=[TASK],
             metadata={"data_split": f"fold{fold}"}, bootstrap_iters=0,
         )  # fmt: skip
         rows = [
             {"id": row["doc"]["id"], "right": row["exact_match"], "answer": row["resps"][0][0],
-             "steps": (one := GroundedProblem.of(row["doc"])) and one.steps(())}
-            for row in found["samples"][TASK]
+             "steps": (problem := GroundedProblem.of(row["doc"])) and problem.steps(())}
+            for row in results["samples"][TASK]
         ]  # fmt: skip
         write_text(kept, json.dumps(rows, indent=0) + "\n")
     rows = json.loads(kept.read_text(encoding="utf-8"))
 
-    def share(some: list[dict[str, Any]]) -> float:
-        return round(sum(row["right"] for row in some) / len(some), 4)
+    def share(answers: list[dict[str, Any]]) -> float:
+        return round(sum(answer["right"] for answer in answers) / len(answers), 4)
 
     by_steps = {f"steps_{steps}": share([row for row in rows if row["steps"] == steps]) for steps in (3, 5)}
     return {"problems": len(rows), "accuracy": share(rows), **by_steps}
 
 
 def equations() -> dict[str, Any]:
-    """How many of ASDiv-A's equations are over the numbers of their problems, and what they would score."""
+    """Count ASDiv-A's equations over the numbers of their problems, and those that would be scored as right."""
     rows = data.load("asdiv_a", "all")
-    grounded = [one for row in rows if (one := GroundedProblem.of(row))]
-    written = [expression(one.equation.root, one.problem.numbers) for one in grounded]
+    grounded = [problem for row in rows if (problem := GroundedProblem.of(row))]
+    written = [expression(problem.equation.root, problem.problem.numbers) for problem in grounded]
     return {
         "problems": len(rows),
         "grounded": len(grounded),
-        "by_steps": dict(sorted(Counter(one.steps(()) for one in grounded).items())),
-        "right": sum(one.is_solved_by(text) for one, text in zip(grounded, written, strict=True)),
+        "by_steps": dict(sorted(Counter(problem.steps(()) for problem in grounded).items())),
+        "right": sum(problem.is_solved_by(text) for problem, text in zip(grounded, written, strict=True)),
     }
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Parameters of the encoder and of the head part."""
+    """Return the numbers of parameters of the encoder and of the head part."""
     model = checkpoint.read(folder)
     encoder = sum(parameter.numel() for parameter in model.encoder.parameters())
     return {"encoder": encoder, "head": sum(parameter.numel() for parameter in model.parameters()) - encoder}
@@ -112,7 +112,7 @@ def main() -> None:
             "options": about["options"],
             "log": about["log"],
         }
-    accuracies = [one["dense"]["accuracy"] for one in folds.values()]
+    accuracies = [fold_results["dense"]["accuracy"] for fold_results in folds.values()]
     write(
         "athena_host",
         {

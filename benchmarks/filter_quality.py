@@ -40,26 +40,26 @@ OUTPUT = RESULTS.parent.parent / "docs/results/token_filtering"
 
 
 def texts(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Windows of token ids, (windows, WINDOW), of each data set."""
+    """Return windows of token ids, (windows, WINDOW), by data set."""
 
     def joined(name: str, answer: str) -> str:
         rows = list(data.load(name, "test"))[: tokens // 40]
         return "\n\n".join(f"Question: {row['question']}\nAnswer: {row[answer]}" for row in rows)
 
-    found = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
-    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in found.items()}
-    return {name: one[: len(one) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, one in ids.items()}
+    corpora = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
+    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in corpora.items()}
+    return {name: sequence[: len(sequence) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, sequence in ids.items()}
 
 
 def perplexity(model: Any, windows: torch.Tensor) -> float:
-    """By token, each window by itself, its first token not scored."""
+    """Return the perplexity by token, each window by itself, its first token not scored."""
     with torch.no_grad():
         losses = [model(window[None], labels=window[None], use_cache=False).loss for window in windows]
     return float(torch.stack(losses).mean().exp())
 
 
 def accuracy(model: Any, tokenizer: Any, manager: TaskManager) -> float:
-    """Of prune_tiny_choice, lm-eval's acc_norm. What is applied to the model stays applied."""
+    """Return lm-eval's acc_norm on prune_tiny_choice. What is applied to the model stays applied."""
     lm = PrunedHFLM(model, tokenizer=tokenizer, batch_size=8)
     results = lm_eval.simple_evaluate(lm, tasks=["prune_tiny_choice"], task_manager=manager, bootstrap_iters=0)
     lm.close()
@@ -67,7 +67,7 @@ def accuracy(model: Any, tokenizer: Any, manager: TaskManager) -> float:
 
 
 def arithmetic(model_map: Any, context: int) -> dict[str, float]:
-    """Multiplications of a token, in a model and in what can be left out, with so many tokens before it on average."""
+    """Count the multiplications of a token, in a model and in what can be left out, with so many tokens before it."""
     layer, config = model_map.attention[0], model_map.model.config
     hidden, width = config.hidden_size, layer.head_dim
     head = 2 * hidden * width + 2 * width * context  # its query and output projections, scores and sums of values
@@ -85,7 +85,7 @@ def arithmetic(model_map: Any, context: int) -> dict[str, float]:
 
 
 def variants(model_map: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and settings: `filter` for a token filter, `heads` for a mask."""
+    """Yield names and settings: `filter` for a token filter, `heads` for a mask."""
     yield "dense", {}
     for ratio in RATIOS:
         for focus in ("tail", "uniform", "head"):
@@ -120,7 +120,7 @@ def main() -> None:
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     planned = dict(variants(model_map))
-    for place, (name, setting) in enumerate(planned.items()):
+    for number, (name, setting) in enumerate(planned.items(), 1):
         if known.get(name, {}).get("setting") == setting:
             continue
         applied: AbstractContextManager[Any] = nullcontext()
@@ -129,14 +129,14 @@ def main() -> None:
         elif "heads" in setting:
             applied = HeadMask(setting["heads"], allow_empty_layer=True).applied_to(model, model_map)
         with applied:
-            found, took = timed(lambda: {text: perplexity(model, ids) for text, ids in windows.items()})
-            row: dict[str, Any] = {"setting": setting, "perplexity": found, "seconds": round(took, 1)}
+            quality, seconds = timed(lambda: {text: perplexity(model, ids) for text, ids in windows.items()})
+            row: dict[str, Any] = {"setting": setting, "perplexity": quality, "seconds": round(seconds, 1)}
             if "filter" in setting:
                 row["skipped"] = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
             row["accuracy"] = accuracy(model, tokenizer, manager)
         known[name] = row
         write_text(path, json.dumps(known))
-        print(f"{place + 1} of {len(planned)}: {name}: {found}, accuracy {row['accuracy']:.3f}", flush=True)
+        print(f"{number} of {len(planned)}: {name}: {quality}, accuracy {row['accuracy']:.3f}", flush=True)
     results = {name: known[name] for name in planned}
     work = arithmetic(model_map, WINDOW // 2)
     write("filter_quality", {"environment": about, "tokens": options.tokens, "arithmetic": work, "results": results})
@@ -160,7 +160,7 @@ def report(results: dict[str, Any], work: dict[str, float]) -> None:
         lines.append(f"| {name}, of {len(rows)} draws the middle one on GSM8K | | {cells(middle)} |")
     write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
 
-    made, axes = figure(7.5, 4.5, "Perplexity by token on GSM8K, SmolLM2-135M")
+    canvas, axes = figure(7.5, 4.5, "Perplexity by token on GSM8K, SmolLM2-135M")
     percent = [100 * ratio for ratio in RATIOS]
     for colour, focus in zip(COLOURS, ("tail", "uniform", "head"), strict=False):
         values = [results[f"{focus} {ratio:.0%}"]["perplexity"]["GSM8K"] for ratio in RATIOS]
@@ -183,11 +183,11 @@ def report(results: dict[str, Any], work: dict[str, float]) -> None:
     )
     axes.set_ylabel("perplexity")
     axes.legend(fontsize=8, frameon=False)
-    save(made, OUTPUT / "perplexity")
+    save(canvas, OUTPUT / "perplexity")
 
 
 def cells(row: dict[str, Any]) -> str:
-    """Of a row of the table."""
+    """Return the cells of a row of the table."""
     return f"{row['perplexity']['GSM8K']:.1f} | {row['perplexity']['MATH']:.1f} | {row['accuracy']:.3f}"
 
 

@@ -28,7 +28,7 @@ RATIO = 0.2
 
 
 def decoding(options: Any) -> dict[str, Any]:
-    """Seconds of each way, texts compared."""
+    """Time each way to decode, and compare the texts."""
     rows = data.load("gsm8k", "test") if options.questions == "gsm8k" else data.load("tiny_words")
     questions = [row["question"] for row in rows][: options.prompts]
     folder = embedded.resolve("smollm2-135m")
@@ -47,20 +47,22 @@ def decoding(options: Any) -> dict[str, Any]:
             filtered = {"token_filter": ratio} if ratio else {}
             lm = PrunedHFLM(folder, device="cpu", dtype="float32", **filtered, **{"batch_size": 1, **arguments})
             chats = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
-            asked = [compat.request("generate_until", (chat, dict(settings)), "t", i) for i, chat in enumerate(chats)]
-            lm.generate_until(asked[:1], disable_tqdm=True)  # compiles, and checks itself
+            requests = [
+                compat.request("generate_until", (chat, dict(settings)), "t", i) for i, chat in enumerate(chats)
+            ]
+            lm.generate_until(requests[:1], disable_tqdm=True)  # compiles, and checks itself
             for _ in range(1 if arguments.get("batch_size") == 1 else options.rounds):
                 start = time.process_time()
-                found, took = timed(lambda lm=lm, asked=asked: lm.generate_until(asked, disable_tqdm=True))
-                seconds.setdefault((name, ratio), []).append({"wall": took, "processor": time.process_time() - start})
-            texts[name, ratio] = found
+                answers, wall = timed(lambda lm=lm, requests=requests: lm.generate_until(requests, disable_tqdm=True))
+                seconds.setdefault((name, ratio), []).append({"wall": wall, "processor": time.process_time() - start})
+            texts[name, ratio] = answers
             if ratio:
                 skipped[name] = lm.pruning_info()["token_filter_skipped"]["realised"]
-            tokens = sum(len(lm.tok_encode(text)) for text in found)
+            tokens = sum(len(lm.tok_encode(text)) for text in answers)
             print(f"{ratio:.0%} {name}: {seconds[name, ratio]}, {tokens} tokens", flush=True)
-    for (name, ratio), found in texts.items():
+    for (name, ratio), answers in texts.items():
         expected = texts["generate, batches of 1" if ratio else "generate, batches of 16", ratio]
-        differing = sum(a != b for a, b in zip(found, expected, strict=True))
+        differing = sum(a != b for a, b in zip(answers, expected, strict=True))
         assert not differing, f"{differing} texts of {name} at {ratio:.0%} differ from those of generate"
     assert texts["engine", RATIO] != texts["engine", 0.0]
     return {
@@ -78,11 +80,13 @@ def decoding(options: Any) -> dict[str, Any]:
 
 
 def projection(options: Any) -> dict[str, Any]:
-    """Processor seconds of a prompt, and of the filtered layers' output projections in it: of all tokens, and without
-    those that skip, in turn."""
+    """Time a prompt, and the filtered layers' output projections in it, in processor seconds.
+
+    Projections of all tokens, and of those that do not skip, are timed in turn.
+    """
     model = AutoModelForCausalLM.from_pretrained(embedded.resolve("smollm2-135m"), dtype=torch.float32).eval()
     tokens = torch.randint(5, 40_000, (1, 1024), generator=torch.Generator().manual_seed(0))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     small, spent, begun = filtered_attention.SMALL_PASS, [0.0], [0.0]
     ways = ("all tokens", "without skipped ones")
 
@@ -93,11 +97,11 @@ def projection(options: Any) -> dict[str, Any]:
         spent[0] += time.process_time() - begun[0]
 
     for ratio in (0.2, 0.5):
-        one = TokenFilter(ratio)
+        token_filter = TokenFilter(ratio)
         passes: dict[str, list[float]] = {name: [] for name in ways}
         projections: dict[str, list[float]] = {name: [] for name in ways}
-        with one.applied_to(model) as model_map, torch.inference_mode():
-            modules = [layer.o_proj for layer in one.layers(model_map)]
+        with token_filter.applied_to(model) as model_map, torch.inference_mode():
+            modules = [layer.o_proj for layer in token_filter.layers(model_map)]
             hooks = [module.register_forward_pre_hook(begin) for module in modules]
             hooks += [module.register_forward_hook(end) for module in modules]
             for number in range(2 * options.rounds + 1):
@@ -111,13 +115,13 @@ def projection(options: Any) -> dict[str, Any]:
             for hook in hooks:
                 hook.remove()
         median = {
-            kind: {name: statistics.median(some[1:]) for name, some in times.items()}
+            kind: {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
             for kind, times in (("pass", passes), ("projections", projections))
         }
-        found[f"{ratio:.0%}"] = {"realised": realised, "median": median, "pass": passes, "projections": projections}
+        results[f"{ratio:.0%}"] = {"realised": realised, "median": median, "pass": passes, "projections": projections}
         print(ratio, median, flush=True)
     filtered_attention.SMALL_PASS = small
-    return found
+    return results
 
 
 def main() -> None:

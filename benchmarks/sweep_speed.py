@@ -63,31 +63,35 @@ class Work:
         """Replace the prompts by those of lm-eval's gsm8k_cot: eight examples, then the question."""
         path = Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
         config = yaml.safe_load(path.read_text())
-        examples = [f"Q: {each['question']}\nA: {each['target']}" for each in config["fewshot_config"]["samples"]]
+        examples = [
+            f"Q: {example['question']}\nA: {example['target']}" for example in config["fewshot_config"]["samples"]
+        ]
         self.prompts = ["\n\n".join([*examples, f"Q: {question}\nA:"]) for question in questions]
         self.generate["until"] = config["generation_kwargs"]["until"]
 
-    def instances(self, places: list[int]) -> list[Instance]:
-        return [compat.request("generate_until", (self.prompts[i], dict(self.generate)), "g", i) for i in places]
+    def instances(self, questions: list[int]) -> list[Instance]:
+        """Return the requests of questions, which are given by number."""
+        return [compat.request("generate_until", (self.prompts[i], dict(self.generate)), "g", i) for i in questions]
 
     def by_hf(self, pairs: Pairs, batch: int) -> dict[tuple[int, str | None], str]:
-        """lm-eval's `hf`, one mask at a time."""
+        """Answer by lm-eval's `hf`, a mask at a time."""
         self.lm.batch_size_per_gpu = batch
         groups: dict[str | None, list[int]] = defaultdict(list)
         for question, head in pairs:
             groups[head].append(question)
         texts = {}
-        for head, places in groups.items():
+        for head, questions in groups.items():
             with HeadMask(head).applied_to(self.lm.model, self.model_map) if head else nullcontext():
-                found = self.lm.generate_until(self.instances(places), disable_tqdm=True)
-            texts |= {(place, head): text for place, text in zip(places, found, strict=True)}
+                answers = self.lm.generate_until(self.instances(questions), disable_tqdm=True)
+            texts |= {(question, head): answer for question, answer in zip(questions, answers, strict=True)}
         return texts
 
     def by_engine(self, pairs: Pairs, engine: Engine) -> dict[tuple[int, str | None], str]:
-        places = [question for question, _ in pairs]
+        """Answer by the decoding engine, all masks in its batches."""
+        questions = [question for question, _ in pairs]
         masks = [HeadMask(head) if head else None for _, head in pairs]
         done: Callable[..., None] = lambda *_: None  # noqa: E731
-        texts = generation.generate_until(self.lm, engine, self.instances(places), [0] * len(pairs), done, 0, masks)
+        texts = generation.generate_until(self.lm, engine, self.instances(questions), [0] * len(pairs), done, 0, masks)
         return dict(zip(pairs, texts, strict=True))
 
     def engine(self, schedule: Schedule | None = None, **options: Any) -> Engine:
@@ -95,24 +99,28 @@ class Work:
         assert engine.unsupported is None
         return engine
 
-    def compare(self, ours: dict, theirs: dict) -> dict[str, Any]:
-        """How many texts are the same, and the gap between the two largest logits where the others part."""
+    def compare(self, texts: dict, expected: dict) -> dict[str, Any]:
+        """Count equal texts, and return the gap between the two largest logits where the others part."""
         gaps = []
-        for key, text in theirs.items():
-            if ours[key] == text:
+        for key, text in expected.items():
+            if texts[key] == text:
                 continue
             question, head = key
             prompt = self.lm.tok_encode(self.prompts[question])
-            own = self.lm.tokenizer.encode(ours[key], add_special_tokens=False)
-            shared = (i for i in range(len(own)) if not text.startswith(self.lm.tok_decode(own[: i + 1])))
-            parting = next(shared, len(own))  # the first token of ours that is not in their text
+            tokens = self.lm.tokenizer.encode(texts[key], add_special_tokens=False)
+            different = (i for i in range(len(tokens)) if not text.startswith(self.lm.tok_decode(tokens[: i + 1])))
+            parting = next(different, len(tokens))  # the first token that is not in the expected text
             with torch.inference_mode(), HeadMask(head).applied_to(self.lm.model) if head else nullcontext():
                 logits = self.lm.model(
-                    torch.tensor([prompt + own[:parting]], device=self.lm.device), logits_to_keep=1
+                    torch.tensor([prompt + tokens[:parting]], device=self.lm.device), logits_to_keep=1
                 ).logits[0, 0]
             best, second = logits.topk(2).values.tolist()
             gaps.append(best - second)
-        report = {"texts": len(theirs), "identical": len(theirs) - len(gaps), "gaps_where_others_part": sorted(gaps)}
+        report = {
+            "texts": len(expected),
+            "identical": len(expected) - len(gaps),
+            "gaps_where_others_part": sorted(gaps),
+        }
         assert sum(gap >= 1e-3 for gap in gaps) == 0, report
         return report
 
@@ -122,7 +130,7 @@ class Work:
     # ------------------------------------------------------------------ arithmetic
 
     def least_arithmetic(self, pairs: Pairs, texts: dict) -> float:
-        """Floating-point operations of the matrix products and the attention that cannot be avoided.
+        """Count the floating-point operations of matrix products and attention that cannot be avoided.
 
         Each prompt once through the dense model; each variant's prompt from its first pruned layer up; each
         answer's own tokens through all layers. Tokens with which several prompts begin count once for each variant.
@@ -158,14 +166,14 @@ class Work:
 
 
 def peak(device: str) -> float:
-    """Operations a second of a large float32 matrix product."""
+    """Measure the operations a second of a large float32 matrix product."""
     size = 1536 if device == "cpu" else 8192
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(20))
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """How long it takes, the device's own work included."""
+    """Return how long a call takes, the device's own work included."""
     _wait()
     begin = time.perf_counter()
     run()
@@ -179,23 +187,23 @@ def _wait() -> None:
 
 
 def by_rows(work: Work) -> dict[int, float]:
-    """GFLOP/s of the matrix products of all the model's layers and its head, for a step of so many rows.
+    """Measure GFLOP/s of the matrix products of all the model's layers and its head, by the rows of a step.
 
     All weights are read in each round, as in a step: a layer's alone would stay in the processor's cache.
     """
     products = [m for m in work.lm.model.modules() if isinstance(m, torch.nn.Linear)]
-    each = 2 * sum(m.weight.numel() for m in products)
-    found = {}
+    operations = 2 * sum(m.weight.numel() for m in products)  # of a row
+    rates = {}
     for rows in (1, 8, 32, 64, 128, 192, 512):
         inputs = {m.in_features: torch.randn(rows, m.in_features, device=work.lm.device) for m in products}
         with torch.inference_mode():
             best = min(_seconds(lambda inputs=inputs: [m(inputs[m.in_features]) for m in products]) for _ in range(5))
-        found[rows] = round(each * rows / best / 1e9, 1)
-    return found
+        rates[rows] = round(operations * rows / best / 1e9, 1)
+    return rates
 
 
 def profile(work: Work, pairs: Pairs) -> dict[str, float]:
-    """Shares of the engine's time, by kind of operation."""
+    """Return the shares of the engine's time by kind of operation."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -205,10 +213,10 @@ def profile(work: Work, pairs: Pairs) -> dict[str, float]:
         "cache": ("index_put", "index", "copy_", "clone", "zeros", "zero_", "fill_", "masked_fill"),
         "choosing tokens": ("argmax", "topk"),
     }
-    with profiler(activities=[ProfilerActivity.CPU]) as found:
+    with profiler(activities=[ProfilerActivity.CPU]) as recorded:
         _, seconds = timed(lambda: work.by_engine(pairs, work.engine()))
     shares: dict[str, float] = defaultdict(float)
-    for event in found.key_averages():
+    for event in recorded.key_averages():
         name = event.key.removeprefix("aten::")
         kind = next((k for k, names in kinds.items() if name.startswith(names)), "other operations")
         shares[kind] += event.self_cpu_time_total / 1e6 / seconds
@@ -235,8 +243,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
-    asked = data.load("gsm8k", "test")["question"][: options.questions]
-    work = Work(embedded.resolve("smollm2-135m"), asked, 256, options.device)
+    questions = data.load("gsm8k", "test")["question"][: options.questions]
+    work = Work(embedded.resolve("smollm2-135m"), questions, 256, options.device)
     highest = peak(options.device)
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     results["gemm_gflops_by_rows"] = by_rows(work)
@@ -256,24 +264,24 @@ def main() -> None:
     for part in (name for name in everything if name in parts):
         run, pairs, schedule = work, everything[part], Schedule()
         if part.startswith("fewshot"):
-            run = Work(embedded.resolve("smollm2-135m"), asked, 256, options.device)
-            run.use_examples(asked)
+            run = Work(embedded.resolve("smollm2-135m"), questions, 256, options.device)
+            run.use_examples(questions)
             schedule = Schedule(prefix=0) if part.endswith("off") else schedule
             few = [pair for pair in pairs if pair[1] is None]
             best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(run, few, batches)
         engine = run.engine(schedule)
-        ours, first = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
+        engine_texts, first = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
         print(f"{part}: engine {first:.1f} s", flush=True)
-        theirs, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
+        hf_texts, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
         print(f"{part}: hf {hf:.1f} s", flush=True)
-        agreement = run.compare(ours, theirs)
+        agreement = run.compare(engine_texts, hf_texts)
         times = [first]
         same = None
         if options.twice:
             second_engine = run.engine(schedule)
             again, second = timed(lambda run=run, pairs=pairs, engine=second_engine: run.by_engine(pairs, engine))
             times.append(second)
-            same = ours == again
+            same = engine_texts == again
         seconds = sum(times) / len(times)
         results[part] = {
             "texts": agreement,
@@ -282,9 +290,9 @@ def main() -> None:
             "hf_seconds": hf,
             "hf_batch": best,
             "ratio": round(hf / seconds, 2),
-            "engine_answer_tokens_per_second": round(run.tokens(ours) / seconds, 1),
-            "hf_answer_tokens_per_second": round(run.tokens(theirs) / hf, 1),
-            "share_of_arithmetic_limit": round(run.least_arithmetic(pairs, ours) / highest / seconds, 3),
+            "engine_answer_tokens_per_second": round(run.tokens(engine_texts) / seconds, 1),
+            "hf_answer_tokens_per_second": round(run.tokens(hf_texts) / hf, 1),
+            "share_of_arithmetic_limit": round(run.least_arithmetic(pairs, engine_texts) / highest / seconds, 3),
             "statistics": asdict(engine.statistics),
         }
         print(part, results[part], flush=True)
@@ -307,12 +315,12 @@ def main() -> None:
 
 
 def few_shot_pairs(part: str) -> Pairs:
-    """Each of the N questions of a part `fewshot-N`, dense and with each head."""
+    """Return the N questions of a part `fewshot-N`, dense and with each head."""
     return [(i, head) for i in range(int(part.split("-")[1])) for head in (None, *SWEEP)]
 
 
 def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """The batch size with which `hf` answers fastest, and the seconds of each."""
+    """Return the batch size with which `hf` answers fastest, and the seconds of each."""
     work.by_hf(pairs[:4], 4)  # whatever is slow only once
     rates = {}
     for batch in batches:
@@ -324,22 +332,22 @@ def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, d
 
 
 def by_sdpa(work: Work, pairs: Pairs) -> dict:
-    """The engine's answers without the compiled attention."""
+    """Answer by the engine without the compiled attention."""
     with patch.object(attention, "_COMPILED", ()):
         return work.by_engine(pairs, work.engine())
 
 
 def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
-    """The same work with one idea switched off each time; the texts must stay the same but for near-ties.
+    """Time the same work with one idea switched off each time; the texts must stay the same but for near-ties.
 
     Rounds over all of them, so that a noisy minute does not fall on one; the fastest round of each counts. The fourth
     idea, keys and values stored in place, cannot be switched off; the profile has its share.
     """
-    one_mask = [[pair for pair in pairs if pair[1] == head] for head in dict.fromkeys(head for _, head in pairs)]
+    by_mask = [[pair for pair in pairs if pair[1] == head] for head in dict.fromkeys(head for _, head in pairs)]
     runs: dict[str, Callable[[], dict]] = {
         "all on": lambda: work.by_engine(pairs, work.engine()),
         "1 off: one mask at a time (nothing is shared either)": lambda: {
-            key: text for part in one_mask for key, text in work.by_engine(part, work.engine()).items()
+            key: text for part in by_mask for key, text in work.by_engine(part, work.engine()).items()
         },
         "2 off: each request by itself (no following either)": lambda: work.by_engine(
             pairs, work.engine(Schedule(share=False))
@@ -368,7 +376,7 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
             parted[name] = len(work.compare(texts, reference)["gaps_where_others_part"])
             print(name, seconds[name], flush=True)
     base = min(seconds["all on"])
-    found = {
+    return {
         name: {
             "seconds": spent,
             "times_all_on": round(min(spent) / base, 2),
@@ -376,7 +384,6 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         }
         for name, spent in seconds.items()
     }
-    return found
 
 
 if __name__ == "__main__":

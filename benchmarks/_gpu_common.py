@@ -226,7 +226,8 @@ def alternating_medians(
             between(name)
             times[name].append(milliseconds(device, functions[name], repeats))
     return {
-        name: {"median": statistics.median(each), "min": min(each), "max": max(each)} for name, each in times.items()
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in times.items()
     }
 
 

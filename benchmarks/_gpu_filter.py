@@ -90,8 +90,8 @@ def stored_bytes(step: StaticStep, rows: int, keys: int) -> dict[str, float]:
     stored = total = 0.0
     for layer in step.cache.keys:
         token = sum(
-            each[layer].shape[1] * each[layer].shape[-1] * each[layer].element_size()
-            for each in (step.cache.keys, step.cache.values)
+            tensors[layer].shape[1] * tensors[layer].shape[-1] * tensors[layer].element_size()
+            for tensors in (step.cache.keys, step.cache.values)
         )
         lengths = step._stored_lengths.get(layer)
         stored += token * (rows * keys if lengths is None else int(lengths[:rows].sum()))

@@ -51,8 +51,8 @@ class Peers:
 
     def choose_batch(self) -> dict[str, Any]:
         """Find the best batch size of `generate`."""
-        self.batch, found = best_batch(self.model, self.prompts, self.options)
-        return {"batch": self.batch, "tokens_per_second_by_batch": found}
+        self.batch, rates_by_batch = best_batch(self.model, self.prompts, self.options)
+        return {"batch": self.batch, "tokens_per_second_by_batch": rates_by_batch}
 
     def run_engine(self) -> dict[str, Any]:
         """Decode with the engine's static loop."""

@@ -95,8 +95,8 @@ class Sweep:
 
     def choose_batch(self) -> dict[str, Any]:
         """Find the best batch size of `generate`."""
-        self.batch, found = best_batch(self.model, self.prompts, self.options)
-        return {"batch": self.batch, "tokens_per_second_by_batch": found}
+        self.batch, rates_by_batch = best_batch(self.model, self.prompts, self.options)
+        return {"batch": self.batch, "tokens_per_second_by_batch": rates_by_batch}
 
     def run_generate(self, mask: HeadMask | None) -> dict[str, Any]:
         """Decode one mask's answers by `generate`; compare the texts with the engine's."""

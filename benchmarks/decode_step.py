@@ -66,14 +66,14 @@ class Step:
             return self.runner.forward(self.batch)[0]
 
     def by_sdpa(self) -> torch.Tensor:
-        """The same step with PyTorch's attention."""
+        """Run the step with PyTorch's attention."""
         with patch.object(attention, "_COMPILED", ()):
             return self()
 
     def with_prefix_in_slots(self, tokens: int) -> Step:
-        """The same step with the prefix of so many tokens in each slot."""
+        """Return the same step with the prefix of so many tokens in each slot."""
         other = Step(self.runner, len(self.batch), tokens + OWN)
-        other.batch = [Chunk(each.slot, each.cached + tokens, each.mask, each.tokens) for each in self.batch]
+        other.batch = [Chunk(chunk.slot, chunk.cached + tokens, chunk.mask, chunk.tokens) for chunk in self.batch]
         for row, own in enumerate(self.cache.prefixes):
             assert own is not None
             for layer in range(self.runner.layers):

@@ -99,7 +99,7 @@ class Matrix:
             by_hf_texts, used = seconds(lambda: work.by_hf(pairs, batch))
             spent["hf"].append(used)
         cpu, wall = (
-            round(min(each[kind] for each in spent["hf"]) / min(each[kind] for each in spent["engine"]), 2)
+            round(min(run[kind] for run in spent["hf"]) / min(run[kind] for run in spent["engine"]), 2)
             for kind in ("cpu", "wall")
         )
         row = {

@@ -68,7 +68,7 @@ BEGIN = time.perf_counter()
 
 
 def shaped(name: str, shrink: int) -> LlamaConfig:
-    """A configuration of this shape, or one `shrink` times smaller in every direction but a head's width."""
+    """Return a configuration of this shape, or one `shrink` times smaller in every direction but a head's width."""
     shape = dict(SHAPES[name])
     for field in shape:
         if field != "rope_theta" and shrink > 1:
@@ -89,7 +89,7 @@ def built(config: LlamaConfig, device: str, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def nothing_skipped(model: Any) -> Iterator[None]:
-    """Half of the layers filter, by a rule that never skips: what deciding and our store cost."""
+    """Filter half of the layers, by a rule that never skips: what deciding and storing cost."""
     model_map = map_model(model)
     with ExitStack() as stack:
         layers = TokenFilter(0.1).layers(model_map)
@@ -98,45 +98,44 @@ def nothing_skipped(model: Any) -> Iterator[None]:
 
 
 def variants(model: Any, options: argparse.Namespace) -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
-    """By name: what is applied to the model, and settings of `generate`."""
-    found: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {"stock, dynamic cache": (nullcontext, {})}
+    """Return by name what is applied to the model, and settings of `generate`."""
+    methods: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {"stock, dynamic cache": (nullcontext, {})}
     if not options.cpu:
-        found["stock, static cache"] = (nullcontext, {"cache_implementation": "static"})
-    found["ours, nothing skipped"] = (lambda: nothing_skipped(model), {})
+        methods["stock, static cache"] = (nullcontext, {"cache_implementation": "static"})
+    methods["ours, nothing skipped"] = (lambda: nothing_skipped(model), {})
     for ratio in options.ratios:
         filtered = TokenFilter(ratio, focus=options.focus, tail=options.tail)
-        found[f"ours, {ratio:.0%}"] = (lambda one=filtered: one.applied_to(model), {})
-    return found
+        methods[f"ours, {ratio:.0%}"] = (lambda filtered=filtered: filtered.applied_to(model), {})
+    return methods
 
 
 # ---------------------------------------------------------------------- is it right?
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 def gate_kernels(config: LlamaConfig, options: argparse.Namespace) -> dict[str, float]:
-    """Relative RMS errors of the kernels in this shape, against their twins in double precision."""
+    """Return relative RMS errors of the kernels in this shape, against their twins in double precision."""
     heads, kv_heads, rows, keys = config.num_attention_heads, config.num_key_value_heads, 5, options.gate_keys
     lengths = torch.tensor([keys, 1, 0, keys // 4, keys - 3], device=DEVICE, dtype=torch.int32)
     skipped = torch.tensor([False, False, False, True, False], device=DEVICE)
     stored = tuple(random(options, rows, kv_heads, keys, WIDTH) for _ in range(2))
-    doubles = [one.double() for one in stored]
+    doubles = [tensor.double() for tensor in stored]
     query = random(options, rows, heads, WIDTH)
     expected = naive_attention.decode(query.double(), *doubles, lengths, SCALING, skipped=skipped)
-    found = {
+    return {
         f"decode, {splits} splits": relative_error(
             attention.decode(query, *stored, lengths, SCALING, skipped=skipped, splits=splits), expected
         )
         for splits in (1, 4)
     }
-    return found
 
 
 @torch.no_grad()
 def gate_model(device: str) -> dict[str, Any]:
-    """A small model: a text at once, by the model's own attention, and in pieces, on a GPU by the kernels."""
+    """Compare the logits of a text at once, by a small model's attention, and in pieces, by the kernels on a GPU."""
     model = built(shaped("llama-3-8b", 16), device, torch.float32)
     ids = torch.randint(5, 1000, (3, 40), generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -149,26 +148,26 @@ def gate_model(device: str) -> dict[str, Any]:
             return torch.cat(parts, 1), [layer.lengths.tolist() for layer in cache.layers]
 
     expected, lengths = logits([40])
-    found, by_pieces = logits([32, *[1] * 8])
+    stepwise, by_pieces = logits([32, *[1] * 8])
     return {
-        "largest difference of logits": float((found - expected).abs().max() / expected.abs().max()),
+        "largest difference of logits": float((stepwise - expected).abs().max() / expected.abs().max()),
         "same tokens stored": lengths == by_pieces,
         "tokens stored": sum(map(sum, lengths)) / (ids.numel() * len(lengths)),
     }
 
 
 def gate(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": gate_model("cpu" if options.cpu else DEVICE)}
-    right = found["model"]["same tokens stored"] and found["model"]["largest difference of logits"] < 1e-3
+    errors: dict[str, Any] = {"model": gate_model("cpu" if options.cpu else DEVICE)}
+    right = errors["model"]["same tokens stored"] and errors["model"]["largest difference of logits"] < 1e-3
     if not options.cpu:
         dispatch.DISPATCHED.clear()
         for name in options.models:
-            found[name] = gate_kernels(shaped(name, options.shrink), options)
-            right &= all(error < 0.01 for error in found[name].values())
-        right &= not any(one.endswith("torch") for one in dispatch.DISPATCHED)
+            errors[name] = gate_kernels(shaped(name, options.shrink), options)
+            right &= all(error < 0.01 for error in errors[name].values())
+        right &= not any(kernel.endswith("torch") for kernel in dispatch.DISPATCHED)
     if not right:
-        sys.exit(f"not timed, for results are wrong: {json.dumps(found, indent=2)}")
-    return found
+        sys.exit(f"not timed, for results are wrong: {json.dumps(errors, indent=2)}")
+    return errors
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -178,7 +177,7 @@ Clock = Callable[..., float]
 
 
 def launched(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
-    """Median milliseconds of a call, the second-level cache emptied before each.
+    """Return the median milliseconds of a call, the second-level cache emptied before each.
 
     What Python takes to launch counts, beyond the tenth of a millisecond in which the device still empties the cache.
     """
@@ -197,35 +196,35 @@ def launched(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwar
 
 
 def replayed(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
-    """The same without what launching takes: calls in a CUDA graph, less a graph that only empties the cache."""
+    """Return the same without what launching takes: calls in a CUDA graph, less a graph that only empties the cache."""
     flushed, calls = torch.empty(2**28, dtype=torch.int8, device=DEVICE), 10
 
     def graph(call: Callable[..., Any]) -> torch.cuda.CUDAGraph:
-        found = torch.cuda.CUDAGraph()
+        captured = torch.cuda.CUDAGraph()
         function(*args, **kwargs)  # compiled and tuned before
         torch.cuda.synchronize()
-        with torch.cuda.graph(found):
+        with torch.cuda.graph(captured):
             for _ in range(calls):
                 flushed.zero_()
                 call()
-        return found
+        return captured
 
     graphs = [graph(lambda: function(*args, **kwargs)), graph(lambda: None)]
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
-        for one, into in zip(graphs, times, strict=True):
+        for cuda_graph, milliseconds in zip(graphs, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            one.replay()
+            cuda_graph.replay()
             end.record()
             torch.cuda.synchronize()
-            into.append(begin.elapsed_time(end) / calls)
+            milliseconds.append(begin.elapsed_time(end) / calls)
     with_call, without = map(statistics.median, times)
     return with_call - without
 
 
 def bandwidth() -> float:
-    """Bytes a millisecond that copying a large tensor reads and writes."""
+    """Return the bytes a millisecond that copying a large tensor reads and writes."""
     source = torch.empty(2**30, dtype=torch.int8, device=DEVICE)
     return 2 * source.numel() / launched(torch.empty_like(source).copy_, source)
 
@@ -233,19 +232,19 @@ def bandwidth() -> float:
 def decode_kernels(
     config: LlamaConfig, options: argparse.Namespace, batch: int, measured: float, clock: Clock
 ) -> dict[str, float]:
-    """Milliseconds of a layer's decode step: attention, by how many rows are skipped; deciding and storing."""
+    """Time a layer's decode step in milliseconds: attention, by the share of rows skipped; deciding and storing."""
     heads, kv_heads, keys = config.num_attention_heads, config.num_key_value_heads, options.context
-    query, one = random(options, batch, heads, WIDTH), random(options, batch, kv_heads, 1, WIDTH)
+    query, token = random(options, batch, heads, WIDTH), random(options, batch, kv_heads, 1, WIDTH)
     k, v = (random(options, batch, kv_heads, keys, WIDTH) for _ in range(2))
     lengths = torch.full((batch,), keys, device=DEVICE, dtype=torch.int32)
-    found = {"attention, sdpa": clock(SDPA, query[:, :, None], k, v, enable_gqa=True)}
+    results = {"attention, sdpa": clock(SDPA, query[:, :, None], k, v, enable_gqa=True)}
     for share in (0.0, 0.5):
         skipped = torch.arange(batch, device=DEVICE) < share * batch
         name = f"attention, {share:.0%} of rows skipped"
-        found[name] = clock(attention.decode, query, k, v, lengths, SCALING, skipped=skipped)
-    taken = found["attention, 0% of rows skipped"]
-    found["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
-    memory, valid = Memory.fresh(batch, one, one), torch.ones(batch, 1, dtype=torch.bool, device=DEVICE)
+        results[name] = clock(attention.decode, query, k, v, lengths, SCALING, skipped=skipped)
+    taken = results["attention, 0% of rows skipped"]
+    results["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
+    memory, valid = Memory.fresh(batch, token, token), torch.ones(batch, 1, dtype=torch.bool, device=DEVICE)
     memory.started.fill_(True)
     positions = torch.zeros(batch, keys, dtype=torch.long, device=DEVICE)
     totals = torch.zeros(2, dtype=torch.long, device=DEVICE)
@@ -253,11 +252,13 @@ def decode_kernels(
     def decide() -> None:
         lengths.fill_(keys - 1)
         store = k, v, positions, lengths, totals
-        token_filter.decide_and_store(one, one, valid, memory, NOTHING, store=store, position=keys, keep_skipped=False)
+        token_filter.decide_and_store(
+            token, token, valid, memory, NOTHING, store=store, position=keys, keep_skipped=False
+        )
 
-    found["decide and store"] = clock(decide)
-    found["decide and store, layers that filter"] = found["decide and store"] * config.num_hidden_layers / 2
-    return found
+    results["decide and store"] = clock(decide)
+    results["decide and store, layers that filter"] = results["decide and store"] * config.num_hidden_layers / 2
+    return results
 
 
 def random(options: argparse.Namespace, *shape: int) -> torch.Tensor:
@@ -267,16 +268,16 @@ def random(options: argparse.Namespace, *shape: int) -> torch.Tensor:
 @torch.no_grad()
 def kernels(config: LlamaConfig, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     measured = bandwidth()
-    found: dict[str, Any] = {"bandwidth, GB/s": measured / 1e6}
+    results: dict[str, Any] = {"bandwidth, GB/s": measured / 1e6}
     for batch in options.batches:
         if 4 * batch * config.num_key_value_heads * options.context * WIDTH <= 2**34:  # bytes of keys and values
-            found[f"decode, batch {batch}"] = decode_kernels(config, options, batch, measured, clock)
-    return found
+            results[f"decode, batch {batch}"] = decode_kernels(config, options, batch, measured, clock)
+    return results
 
 
 @torch.no_grad()
 def generate(model: Any, batch: int, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[float, float]:
-    """Seconds, and the peak of memory in GB, of prompts and new tokens."""
+    """Return the seconds and the peak of memory in GB of prompts and new tokens."""
     ids = torch.randint(5, model.config.vocab_size, (batch, options.prompt), device=DEVICE)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -290,46 +291,46 @@ def generate(model: Any, batch: int, options: argparse.Namespace, settings: dict
 
 def end_to_end(model: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[tuple[float, float]]] = {}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     every = variants(model, options)
     for repeat in range(options.repeats + 1):  # the first compiles and tunes, and does not count
         for name in list(every)[:: 1 if repeat % 2 else -1]:
-            if name in found:
+            if name in results:
                 continue
             if time.perf_counter() - BEGIN > options.budget:
-                found[name] = "not run: out of budget" if not runs.get(name) else found.get(name)
+                results[name] = "not run: out of budget" if not runs.get(name) else results.get(name)
                 continue
             apply, settings = every[name]
             try:
                 with apply():
                     run = generate(model, batch, options, settings)
             except torch.OutOfMemoryError:
-                found[name] = "out of memory"
+                results[name] = "out of memory"
                 continue
             if repeat:
                 runs.setdefault(name, []).append(run)
     for name, several in runs.items():
         seconds, memory = (statistics.median(column) for column in zip(*several, strict=True))
-        found[name] = {"seconds": seconds, "peak GB": memory, "runs": len(several)}
-    base = found.get("stock, dynamic cache")
-    for one in found.values():
-        if isinstance(one, dict) and isinstance(base, dict):
-            one["latency against dynamic cache"] = one["seconds"] / base["seconds"] - 1
-            one["memory against dynamic cache"] = one["peak GB"] / base["peak GB"] - 1
-    return {name: found.get(name) or "not run: out of budget" for name in every}
+        results[name] = {"seconds": seconds, "peak GB": memory, "runs": len(several)}
+    base = results.get("stock, dynamic cache")
+    for entry in results.values():
+        if isinstance(entry, dict) and isinstance(base, dict):
+            entry["latency against dynamic cache"] = entry["seconds"] / base["seconds"] - 1
+            entry["memory against dynamic cache"] = entry["peak GB"] / base["peak GB"] - 1
+    return {name: results.get(name) or "not run: out of budget" for name in every}
 
 
 def on_gpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
     for name in options.models:
         config = shaped(name, options.shrink)
-        found = results[name] = {
+        model_results = results[name] = {
             "kernels, ms": kernels(config, options, launched),
             "kernels in CUDA graphs, ms": kernels(config, options, replayed),
         }
         write(options.out, results)
         model = built(config, DEVICE, options.dtype)
         for batch in options.batches:
-            found[f"batch {batch}"] = end_to_end(model, batch, options)
+            model_results[f"batch {batch}"] = end_to_end(model, batch, options)
             write(options.out, results)
         del model
         torch.cuda.empty_cache()
@@ -339,16 +340,16 @@ def on_gpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def cache_bytes(cache: DynamicCache) -> dict[str, int]:
-    """Bytes that are held, and those of them that hold tokens."""
+    """Return the bytes that are held, and those of them that hold tokens."""
     held = stored = 0
     for layer in cache.layers:
         if isinstance(layer, FilteredCacheLayer):
             both, tokens = (layer.keys, layer.values), int(layer.lengths.sum())
-            stored += sum(one.shape[1] * one.shape[-1] * one.element_size() * tokens for one in both)
+            stored += sum(tensor.shape[1] * tensor.shape[-1] * tensor.element_size() * tokens for tensor in both)
         else:
             both = (layer.keys, layer.values)
-            stored += sum(one.nbytes for one in both)
-        held += sum(one.nbytes for one in both)
+            stored += sum(tensor.nbytes for tensor in both)
+        held += sum(tensor.nbytes for tensor in both)
     return {"held": held, "stored": stored}
 
 
@@ -371,8 +372,8 @@ def timing_decisions(into: list[float]) -> Iterator[None]:
 
 @torch.no_grad()
 def cpu_steps(model: Any, ids: torch.Tensor, batches: list[int], steps: int) -> dict[int, dict[str, Any]]:
-    """Processor times of decode steps after a text, whose cache every row of a batch is given."""
-    found = {}
+    """Time decode steps after a text in processor seconds; every row of a batch gets the text's cache."""
+    results = {}
     for batch in batches:
         cache = DynamicCache(config=model.config)
         for begin in range(0, ids.shape[1], 512):
@@ -386,12 +387,12 @@ def cpu_steps(model: Any, ids: torch.Tensor, batches: list[int], steps: int) -> 
                 times.append(time.process_time() - begun)
                 if not step:  # the first makes room
                     decisions.clear()
-        found[batch] = {
+        results[batch] = {
             "seconds": times[1:],
             "deciding": sum(decisions) / sum(times[1:]),
             "cache bytes": cache_bytes(cache),
         }
-    return found
+    return results
 
 
 def on_cpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -416,20 +417,20 @@ def on_cpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
             for name in list(every)[:: -1 if repeat % 2 else 1]:
                 with every[name][0]():
                     rounds.setdefault(name, []).append(cpu_steps(model, ids, options.batches, options.steps))
-        found: dict[str, Any] = results.setdefault(label, {"tokens of context": ids.shape[1]})
+        model_results: dict[str, Any] = results.setdefault(label, {"tokens of context": ids.shape[1]})
         for batch in options.batches:
-            row = found[f"batch {batch}"] = {}
+            row = model_results[f"batch {batch}"] = {}
             for name, several in rounds.items():
-                times = [second for one in several for second in one[batch]["seconds"]]
+                times = [second for result in several for second in result[batch]["seconds"]]
                 row[name] = {
                     "ms a step": 1000 * statistics.median(times),
-                    "share spent deciding": statistics.median(one[batch]["deciding"] for one in several),
+                    "share spent deciding": statistics.median(result[batch]["deciding"] for result in several),
                     "cache bytes": several[0][batch]["cache bytes"],
                 }
             base = row["stock, dynamic cache"]
-            for one in row.values():
-                one["time against dense"] = one["ms a step"] / base["ms a step"] - 1
-                one["cache against dense"] = one["cache bytes"]["held"] / base["cache bytes"]["held"] - 1
+            for entry in row.values():
+                entry["time against dense"] = entry["ms a step"] / base["ms a step"] - 1
+                entry["cache against dense"] = entry["cache bytes"]["held"] / base["cache bytes"]["held"] - 1
         write(options.out, results)
 
 

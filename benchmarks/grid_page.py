@@ -108,7 +108,7 @@ def main() -> None:
             session.send("Emulation.setCPUThrottlingRate", {"rate": slower})
             loads = [load(page, paths[-1].as_uri()) for _ in range(LOADS)]
             times[f"slower_{slower}"] = {
-                key: round(statistics.median(each[key] for each in loads), 2) for key in loads[0]
+                key: round(statistics.median(load_times[key] for load_times in loads), 2) for key in loads[0]
             }
         results = {
             "questions": options.questions,

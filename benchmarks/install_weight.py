@@ -35,13 +35,13 @@ def name_of(requirement: str) -> str:
 
 
 def direct() -> list[str]:
-    """The dependencies that pyproject.toml names, without extras."""
+    """Return the dependencies that pyproject.toml names, without extras."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def closure(requirements: list[str]) -> dict[str, Distribution]:
-    """All installed distributions that requirements lead to, by name."""
-    found: dict[str, Distribution] = {}
+    """Return all installed distributions that requirements lead to, by name."""
+    distributions: dict[str, Distribution] = {}
     todo = [Requirement(text) for text in requirements]
     seen = set()
     while todo:
@@ -51,25 +51,25 @@ def closure(requirements: list[str]) -> dict[str, Distribution]:
             continue
         seen.add((name, frozenset(requirement.extras)))
         try:
-            found[name] = distribution(requirement.name)
+            distributions[name] = distribution(requirement.name)
         except PackageNotFoundError:
             continue
-        for text in found[name].requires or ():
+        for text in distributions[name].requires or ():
             inner = Requirement(text)
             extras = requirement.extras or {""}
             if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
                 todo.append(inner)
-    return found
+    return distributions
 
 
-def size(each: Distribution) -> int:
-    """Bytes of the files that a distribution installed."""
-    paths = (Path(str(each.locate_file(file))) for file in each.files or ())
+def size(package: Distribution) -> int:
+    """Return the bytes of the files that a distribution installed."""
+    paths = (Path(str(package.locate_file(file))) for file in package.files or ())
     return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix != ".pyc")
 
 
 def import_seconds(module: str, repeats: int = 3) -> float | None:
-    """Median of the time to import a module in a fresh process, without the start of Python."""
+    """Return the median time to import a module in a fresh process, without the start of Python."""
 
     def run(code: str) -> float:
         done, seconds = timed(lambda: subprocess.run([sys.executable, "-c", code], capture_output=True))
@@ -83,15 +83,15 @@ def import_seconds(module: str, repeats: int = 3) -> float | None:
 def weigh(imports: bool) -> dict[str, Any]:
     requirements = direct()
     everything = closure(requirements)
-    sizes = {name: size(each) for name, each in everything.items()}
+    sizes = {name: size(package) for name, package in everything.items()}
     rows = {}
     for requirement in requirements:
         name = name_of(requirement)
         without = closure([other for other in requirements if other != requirement])
-        own = sorted(everything.keys() - without.keys(), key=lambda each: -sizes[each])
+        own = sorted(everything.keys() - without.keys(), key=lambda other: -sizes[other])
         rows[name] = {
             "mb": round(sizes[name] / 1e6, 1),
-            "own_mb": round(sum(sizes[each] for each in own) / 1e6, 1),
+            "own_mb": round(sum(sizes[other] for other in own) / 1e6, 1),
             "own": own,
         }
         if imports:

@@ -96,7 +96,7 @@ def power_of_right_and_wrong(rng: np.random.Generator, n: int, share: float) -> 
 
     def powers(differing: np.ndarray) -> list[float]:
         least = detectable((np.arange(n)[:, None] < differing).astype(float), 1.0)
-        return [mcnemar_power(n, max(share, each), each) for each in least]
+        return [mcnemar_power(n, max(share, difference), difference) for difference in least]
 
     return powers_of(powers(np.array([round(n * share)]))[0], powers(rng.binomial(n, share, SAMPLES)))
 
@@ -124,7 +124,9 @@ def power_of_figures(rng: np.random.Generator, n: int, draw: Draw, moved: bool =
 
     of_all = np.quantile(many, (np.arange(n) + 0.5) / n)[:, None]
     least = detectable(draw(rng, n, SAMPLES), np.inf)
-    return powers_of(power(float(detectable(of_all, np.inf)[0]), COLUMNS), [power(each, 50) for each in least])
+    return powers_of(
+        power(float(detectable(of_all, np.inf)[0]), COLUMNS), [power(difference, 50) for difference in least]
+    )
 
 
 def of_the_grid() -> dict[str, Any]:

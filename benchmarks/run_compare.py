@@ -45,7 +45,7 @@ def write_run(folder: Path, model: str, seed: int) -> int:
         metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
         configs[task] = {"task": task, "output_type": "multiple_choice", "metric_list": metrics}
         path = folder / f"samples_{task}_{date}.jsonl"
-        path.write_text("".join(json.dumps(sample(i, bool(each))) + "\n" for i, each in enumerate(right)))
+        path.write_text("".join(json.dumps(sample(i, bool(is_right))) + "\n" for i, is_right in enumerate(right)))
         size += path.stat().st_size
     config = {"model": "hf", "model_args": {"pretrained": model}}
     groups = {"mmlu": list(results)}

@@ -164,7 +164,9 @@ def cross_fitted(chosen: Sequence[Candidate], orders: Orders, training: Outcomes
         training: outcomes of the training questions with all attempts that the candidates use.
         n: number of tries.
     """
-    curves = [policy_curve("", fixed_policy(orders[each.order]), training, n, each.mix) for each in chosen]
+    curves = [
+        policy_curve("", fixed_policy(orders[candidate.order]), training, n, candidate.mix) for candidate in chosen
+    ]
     return np.stack([curve.values[:, n - 1] for curve in curves], axis=1)
 
 
@@ -224,7 +226,7 @@ def choose(chosen: Sequence[Candidate], orders: Orders, sampling: Sequence[Mix],
     return Choice(
         chosen[best],
         sampling[rival],
-        {str(each): round(float(mean), 6) for each, mean in zip(chosen, values.mean(0), strict=True)},
+        {str(candidate): round(float(mean), 6) for candidate, mean in zip(chosen, values.mean(0), strict=True)},
         {str(mix): round(float(mean), 6) for mix, mean in zip(sampling, sampled.mean(0), strict=True)},
         values[:, best] - sampled[:, rival],
     )
@@ -310,25 +312,25 @@ def test_comparisons(comparisons: Sequence[Comparison], seed: int = 0) -> list[d
         For each comparison its means, the mean difference with its 95% interval, p, and for secondary ones p after
         Holm's correction. p is that of 10,000 random flips of the questions' signs.
     """
-    differences = np.stack([each.policy - each.sampling for each in comparisons], axis=1)
+    differences = np.stack([comparison.policy - comparison.sampling for comparison in comparisons], axis=1)
     p = sign_flip_test(differences, seed)
     low, high = difference_interval(differences, 1.0, p)
-    secondary = [i for i, each in enumerate(comparisons) if not each.is_primary]
+    secondary = [i for i, comparison in enumerate(comparisons) if not comparison.is_primary]
     adjusted = dict(zip(secondary, holm([float(p[i]) for i in secondary]), strict=True))
     return [
         {
-            "name": each.name,
-            "primary": each.is_primary,
-            "questions": len(each.policy),
-            "policy": float(each.policy.mean()),
-            "sampling": float(each.sampling.mean()),
+            "name": comparison.name,
+            "primary": comparison.is_primary,
+            "questions": len(comparison.policy),
+            "policy": float(comparison.policy.mean()),
+            "sampling": float(comparison.sampling.mean()),
             "difference": float(differences[:, i].mean()),
             "low": float(low[i]),
             "high": float(high[i]),
             "p": float(p[i]),
             "p_holm": adjusted.get(i),
         }
-        for i, each in enumerate(comparisons)
+        for i, comparison in enumerate(comparisons)
     ]
 
 
@@ -349,11 +351,11 @@ def solved_only(outcomes: Sequence[Outcomes], temperatures: Sequence[float], sam
         Shares with 95% intervals (Clopper and Pearson), and the numbers of questions, variants and samples.
     """
     pruned, sampled, variants = [], [], set()
-    for each, temperature in zip(outcomes, temperatures, strict=True):
-        names = [name for name in each.greedy().pool if name != DENSE]
+    for fold_outcomes, temperature in zip(outcomes, temperatures, strict=True):
+        names = [name for name in fold_outcomes.greedy().pool if name != DENSE]
         variants.add(len(names))
         draws = list(map(str, sampling_mix(temperature).attempts([DENSE], samples)))
-        complete = each.rows(np.flatnonzero(each.columns([DENSE, *draws]).observed.all(1)))
+        complete = fold_outcomes.rows(np.flatnonzero(fold_outcomes.columns([DENSE, *draws]).observed.all(1)))
         pruned.append(solved_cells(complete, names).any(1))
         sampled.append(solved_cells(complete, [DENSE, *draws]).any(1))
     by_variants, by_samples = np.concatenate(pruned), np.concatenate(sampled)

@@ -140,10 +140,10 @@ def verdict(primary: dict[str, Any], is_registered: bool, margin: float) -> str:
 def code_text(states: dict[str, list[dict[str, Any]]]) -> str:
     """Return a sentence on the code that ran, from its states by stage."""
     stages: dict[str, dict[str, None]] = {}
-    for stage, each in states.items():
-        for state in each:
+    for stage, runs in states.items():
+        for state in runs:
             stages.setdefault((state["commit"] or "unknown")[:12], {})[stage] = None
-    changed = {stage: sorted({name for state in each for name in state["changed"]}) for stage, each in states.items()}
+    changed = {stage: sorted({name for state in runs for name in state["changed"]}) for stage, runs in states.items()}
     dirty = [f"{stage} ({', '.join(names)})" for stage, names in changed.items() if names]
     text = "Code: " + "; ".join(f"commit {commit} for {', '.join(names)}" for commit, names in stages.items())
     return f"{text}; with uncommitted changes in the stages {'; '.join(dirty)}." if dirty else f"{text}."

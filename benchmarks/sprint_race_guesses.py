@@ -21,13 +21,13 @@ _NUMBER = re.compile(rf"\d+(?:,\d{{3}})*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b", r
 
 
 def numbers_in(text: str) -> list[str]:
-    """The numbers of a text, in digits or words up to twelve, in their order."""
-    found = (match.replace(",", "").lower() for match in _NUMBER.findall(text))
-    return [str(WORDS.index(number)) if number in WORDS else number for number in found]
+    """Return the numbers of a text, in digits or words up to twelve, in their order."""
+    numbers = (match.replace(",", "").lower() for match in _NUMBER.findall(text))
+    return [str(WORDS.index(number)) if number in WORDS else number for number in numbers]
 
 
 def expressions(text: str, count: int) -> list[str]:
-    """The first guesses at a problem; fewer if its text has few numbers.
+    """Return the first guesses at a problem; fewer if its text has few numbers.
 
     Sum of all numbers; of each pair, in their order: difference, product, quotient and sum, the larger number first;
     product of all.
@@ -42,7 +42,7 @@ def expressions(text: str, count: int) -> list[str]:
 
 
 def passes(source: Any, texts: Sequence[Sequence[str]]) -> list[float]:
-    """Share of the test questions that one of the first N guesses solves, for N = 1 …; empty for other tasks.
+    """Return the share of test questions that one of the first N guesses solves, for N = 1 …; empty for other tasks.
 
     Args:
         source: the race.

@@ -100,7 +100,7 @@ class Report:
     def rivals(self) -> dict[str, tuple[str, Mix]]:
         """The other policies that were tested in all folds."""
         by_fold = [self.race.rivals(fold.choice["fold"]) for fold in self.folds]
-        return {name: pair for name, pair in by_fold[0].items() if all(name in each for each in by_fold)}
+        return {name: pair for name, pair in by_fold[0].items() if all(name in fold_rivals for fold_rivals in by_fold)}
 
     # ------------------------------------------------------------------ comparisons
 
@@ -146,9 +146,9 @@ class Report:
     def cut_off(self) -> dict[str, float]:
         """Share of the answers of each kind that end at the limit of new tokens."""
         kinds: dict[str, Callable[[Attempt], bool]] = {
-            "greedy, unpruned": lambda each: each.variant == DENSE and not each.is_sampled,
-            "sampled, unpruned": lambda each: each.variant == DENSE and each.is_sampled,
-            "under variants": lambda each: each.variant != DENSE,
+            "greedy, unpruned": lambda attempt: attempt.variant == DENSE and not attempt.is_sampled,
+            "sampled, unpruned": lambda attempt: attempt.variant == DENSE and attempt.is_sampled,
+            "under variants": lambda attempt: attempt.variant != DENSE,
         }
         shares = {}
         for kind, is_of in kinds.items():
@@ -207,8 +207,8 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
     choices, curves = read_json(source.choices_file), list(report.curves.values())
     comparisons = report.comparisons()
     rows = [
-        row | {"differing": int((each.policy != each.sampling).sum())}
-        for row, each in zip(race.test_comparisons(comparisons, plan.seed), comparisons, strict=True)
+        row | {"differing": int((comparison.policy != comparison.sampling).sum())}
+        for row, comparison in zip(race.test_comparisons(comparisons, plan.seed), comparisons, strict=True)
     ]
     primary, registered = rows[0] | narrow_interval(comparisons[0]), status(source, folds)
     only = report.solved_only()
@@ -239,7 +239,7 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         without_model=without_model,
         power=race.POWER,
         smallest=choices["smallest_difference"],
-        chosen=markdown(pd.DataFrame([_formatted(each) for each in by_fold]), ["order", "mix", "rival"]),
+        chosen=markdown(pd.DataFrame([_formatted(row) for row in by_fold]), ["order", "mix", "rival"]),
         secondary=secondary_table(rows[1:]),
         passes=pass_table(curves),
         dense=dense,
@@ -305,7 +305,7 @@ def narrow_interval(primary: race.Comparison) -> dict[str, float]:
 
 def over_folds(by_fold: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     """Mean of the folds' differences with the 95% interval of Student's t over folds; None for a single fold."""
-    differences = np.array([each["policy"] - each["sampling"] for each in by_fold])
+    differences = np.array([fold["policy"] - fold["sampling"] for fold in by_fold])
     if len(differences) < 2:
         return None
     low, high = student_interval(differences, race.LEVEL)
@@ -390,9 +390,9 @@ def only_table(only: dict[str, Any]) -> Any:
     rows = [
         {
             "solved by": names[name],
-            "share": f"{each['share']:.3f}",
-            "95% interval": f"{each['low']:.3f} to {each['high']:.3f}",
+            "share": f"{estimate['share']:.3f}",
+            "95% interval": f"{estimate['low']:.3f} to {estimate['high']:.3f}",
         }
-        for name, each in only["shares"].items()
+        for name, estimate in only["shares"].items()
     ]
     return markdown(pd.DataFrame(rows), ["solved by"])

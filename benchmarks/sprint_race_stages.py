@@ -173,7 +173,7 @@ class Race(Folders):
         layers, plan = outline(str(self.model_args(number)["pretrained"])), self.plan
         if not layers:
             return None
-        sets = sum(int(each.partition("x")[2]) for each in plan.random_sets)
+        sets = sum(int(random_set.partition("x")[2]) for random_set in plan.random_sets)
         heads = len(plan.layers) * layers.attention[0].heads
         return 1 + heads + sets + len(plan.variants) + len(plan.plans) + plan.draws * len(plan.temperatures)
 
@@ -258,7 +258,7 @@ class Race(Folders):
         names = race.cross_fitted_orders(orders, training.greedy(), plan.parts, plan.seed, self.fit)
         pool = training.greedy().pool
         column = {name: j for j, name in enumerate(pool)}
-        columns = {name: [[column[each] for each in row] for row in rows] for name, rows in names.items()}
+        columns = {name: [[column[variant] for variant in row] for row in rows] for name, rows in names.items()}
         content = {
             "pool": pool,
             "questions": training.texts,
@@ -284,7 +284,7 @@ class Race(Folders):
     def candidates_tries(self, number: int) -> Attempts:
         """The tries of all candidates at the choosing questions."""
         orders, candidates = self.known_orders(number), self.candidates(number)
-        rows = race.attempts_of([(orders[each.order], each.mix, self.plan.n) for each in candidates])
+        rows = race.attempts_of([(orders[candidate.order], candidate.mix, self.plan.n) for candidate in candidates])
         return dict(zip(self.training(number).texts, rows, strict=True))
 
     def choose(self, folds: Sequence[int]) -> None:
@@ -318,7 +318,7 @@ class Race(Folders):
         """What training chose for a fold."""
         if not self.choices_file.exists():
             raise InputError(f"{self.choices_file} does not exist; run the stage choose for all folds")
-        choices = [each for each in read_json(self.choices_file)["folds"] if each["fold"] == number]
+        choices = [choice for choice in read_json(self.choices_file)["folds"] if choice["fold"] == number]
         if not choices:
             raise InputError(f"{self.choices_file} has no fold {number}; run the stage choose for all folds")
         return dict(choices[0])

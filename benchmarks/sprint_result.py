@@ -31,7 +31,7 @@ TASK, TEST = "prune_asdiv_a", "fold4"
 
 
 def fine_tune(folder: Path) -> None:
-    """Full fine-tune, loss on the answer only."""
+    """Fine-tune all weights, with the loss on the answer only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
     source = embedded.resolve("smollm2-135m")
@@ -72,17 +72,17 @@ def fine_tune(folder: Path) -> None:
 
 
 def against_hf(model: Path, questions: int = 64, heads: str = "L5H0+L15H4+L25H8") -> dict[str, Any]:
-    """Time of a sweep, and of lm-eval's `hf` one head at a time (batch 64), on the same answers."""
+    """Time a sweep, and lm-eval's `hf` a head at a time (batch 64), on the same answers."""
     work = Work(str(model), data.load("asdiv_a", TEST)["question"][:questions], LONGEST)
     pairs: Pairs = [(i, head) for i in range(questions) for head in (None, *heads.split("+"))]
     work.by_hf([(i, None) for i in range(4)], 4)  # whatever is slow only once
     engine = work.engine(deterministic=True)
-    ours, sweep = timed(lambda: work.by_engine(pairs, engine))
-    theirs, hf = timed(lambda: work.by_hf(pairs, 64))
+    engine_texts, sweep = timed(lambda: work.by_engine(pairs, engine))
+    hf_texts, hf = timed(lambda: work.by_hf(pairs, 64))
     return {
         "questions": questions,
         "heads": ["dense", *heads.split("+")],
-        "texts": work.compare(ours, theirs),
+        "texts": work.compare(engine_texts, hf_texts),
         "sweep_seconds": round(sweep, 1),
         "hf_seconds": round(hf, 1),
         "ratio": round(hf / sweep, 2),
@@ -151,26 +151,26 @@ def main() -> None:
 
         stage(f"sweep {name}", run, marker.exists)
 
-    def fit_it() -> None:
+    def fit_router() -> None:
         chosen = FitOptions(sizes=(16, 32, 64), weights=(0.0, 1e-4, 1e-3, 1e-2))
         fit(OutcomeStore(work / "train").read(), embedded.ENCODER, chosen).save(work / "router")
 
-    stage("fit", fit_it, (work / "router/router.json").exists)
+    stage("fit", fit_router, (work / "router/router.json").exists)
     samples = []
     for temperature in (0.1, 0.6, 0.9):
         path = work / f"samples_{temperature}.jsonl"
 
         def sample(temperature: float = temperature, path: Path = path) -> None:
-            asked = [row["doc_id"] for row in OutcomeStore(work / "test").read().questions]
-            found = simple_evaluate(
-                samples={f"{TASK}_pass8": asked},
+            doc_ids = [row["doc_id"] for row in OutcomeStore(work / "test").read().questions]
+            results = simple_evaluate(
+                samples={f"{TASK}_pass8": doc_ids},
                 model="pruned-hf", model_args={**arguments, "engine": "batched"}, tasks=[f"{TASK}_pass8"],
                 gen_kwargs={"max_gen_toks": LONGEST, "temperature": temperature}, apply_chat_template=True,
                 log_samples=True,
                 metadata={"data_split": TEST}, bootstrap_iters=0,
             )  # fmt: skip
             lines = []
-            for item in found["samples"][f"{TASK}_pass8"]:
+            for item in results["samples"][f"{TASK}_pass8"]:
                 (argument,) = item["arguments"]
                 item["arguments"] = {"gen_args_0": {"arg_0": argument[0], "arg_1": argument[1]}}
                 lines.append(json.dumps(item, default=str) + "\n")

@@ -58,8 +58,8 @@ def by_engine(lm: HFLM, engine: Engine, work: list[Instance], heads: Sequence[st
     return [values[i : i + len(work)] for i in range(0, len(values), len(work))]
 
 
-def largest_difference(some: list[Values], others: list[Values]) -> float:
-    return max(abs(a[0] - b[0]) for a, b in zip(flat(some), flat(others), strict=True))
+def largest_difference(values: list[Values], expected: list[Values]) -> float:
+    return max(abs(a[0] - b[0]) for a, b in zip(flat(values), flat(expected), strict=True))
 
 
 def flat(values: list[Values]) -> Values:

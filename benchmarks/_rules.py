@@ -200,8 +200,8 @@ class Scorers:
     def load(self, rules: Iterable[Rule] = ()) -> None:
         """Load the scorers without some rules."""
         off: dict[str, list[Any]] = defaultdict(list)
-        for name, where in rules:
-            off[name].append(where)
+        for name, position in rules:
+            off[name].append(position)
         for name, lists in self.lists.items():
             changed = without(lists, off[name]) if name in off else lists
             (self.copy / name).write_text(yaml.safe_dump(changed, allow_unicode=True, sort_keys=False), "utf-8")

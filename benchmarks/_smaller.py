@@ -281,16 +281,16 @@ class Experiment:
         new = {name: record for name, record in records.items() if not (self.work / "rows" / name).is_file()}
         for name, record in new.items():
             row = Row(record["recipe"], record["fold"], record["seed"])
-            there = records.get(f"{row.dense.key}.json")
-            here = self.record(row.dense) or there
-            if row.recipe == DENSE or record["parent"] == (record.get("dense") or here or {}).get("weights"):
+            other_dense = records.get(f"{row.dense.key}.json")
+            dense = self.record(row.dense) or other_dense
+            if row.recipe == DENSE or record["parent"] == (record.get("dense") or dense or {}).get("weights"):
                 continue
-            if there is None or there["weights"] != record["parent"]:
+            if other_dense is None or other_dense["weights"] != record["parent"]:
                 raise InputError(
                     f"the row {folder / name} was pruned from a model whose answers neither {folder} nor {self.work} "
                     f"has; copy its dense row, too, or make the row again"
                 )
-            new[name] = {**record, "dense": there}
+            new[name] = {**record, "dense": other_dense}
         for name, record in new.items():
             write_text(self.work / "rows" / name, json.dumps(record) + "\n")
         return len(new)

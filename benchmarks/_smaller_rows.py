@@ -260,6 +260,6 @@ def generated(
     return texts
 
 
-def first(several: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def first(entries: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the only answer to each document."""
-    return [{"id": entry["id"], "answer": entry["answers"][0]} for entry in several]
+    return [{"id": entry["id"], "answer": entry["answers"][0]} for entry in entries]

@@ -96,7 +96,7 @@ def main() -> None:
     for fold in map(int, options.folds.split(",")):
         folder = work / f"dense_fold{fold}"
         training.train(TrainOptions(output=str(folder), test=f"fold{fold}"))
-        about = checkpoint.describe(folder)
+        description = checkpoint.describe(folder)
         masked = {
             f"{ratio:.0%}": [
                 tested(folder, fold, heads_drawn(folder / "encoder", ratio, seed), work / f"{fold}_{ratio}_{seed}.json")
@@ -107,10 +107,10 @@ def main() -> None:
         folds[f"fold{fold}"] = {
             "dense": tested(folder, fold, None, work / f"{fold}_dense.json"),
             "random_heads_masked": masked,
-            "problems": about["problems"],
-            "best_epoch": about["best_epoch"],
-            "options": about["options"],
-            "log": about["log"],
+            "problems": description["problems"],
+            "best_epoch": description["best_epoch"],
+            "options": description["options"],
+            "log": description["log"],
         }
     accuracies = [fold_results["dense"]["accuracy"] for fold_results in folds.values()]
     write(

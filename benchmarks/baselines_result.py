@@ -205,13 +205,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    about = environment()
+    machine = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = Texts(tokenizer)
     known = stored(options.tokens)
     if options.report:
-        report(*finish(about, options.tokens, texts, known))
+        report(*finish(machine, options.tokens, texts, known))
         return
     model: Any = load_pretrained(folder, dtype=torch.float32)
     model.to(options.device)
@@ -220,21 +220,21 @@ def main() -> None:
     if "dense" not in known:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
-        known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": about}
+        known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": machine}
     waiting = [row for row in rows() if re.search(options.match, row.key) and row.key not in known][: options.rows]
     for number, row in enumerate(waiting, 1):
         began = time.perf_counter()
         try:
             known[row.key] = {
                 **measured(row, model_map, texts, windows, options.work),
-                "environment": about,
+                "environment": machine,
             }
         except ValueError as error:  # a share that would empty a layer
-            known[row.key] = {"refused": str(error), "environment": about}
-        finish(about, options.tokens, texts, known)
+            known[row.key] = {"refused": str(error), "environment": machine}
+        finish(machine, options.tokens, texts, known)
         shown = known[row.key].get("perplexity") or known[row.key]["refused"]
         print(f"{number} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
-    report(*finish(about, options.tokens, texts, known))
+    report(*finish(machine, options.tokens, texts, known))
 
 
 def stored(tokens: int) -> dict[str, Any]:
@@ -329,9 +329,9 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
     added = sum(tensor.numel() for name, tensor in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
-    about = {"removes": plan.provenance["removes"], "calibration": text.record()}
+    notes = {"removes": plan.provenance["removes"], "calibration": text.record()}
     removable = round(plan.provenance["parameters"]["removable"] * layers / in_play)  # all layers are alike
-    return {"perplexity": quality, **left, "planned": plan.provenance["parameters"], "removable": removable, **about}
+    return {"perplexity": quality, **left, "planned": plan.provenance["parameters"], "removable": removable, **notes}
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -356,8 +356,8 @@ def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[s
     all_, without = parameters(model_map.model)
     flops = formula_flops(model_map, WINDOW)
     left = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
-    about = {"ratio": method.ratio, "state": method.state, "skip_first": method.skip_first}
-    return {"perplexity": quality, **left, "masked": masked, "removable": _removable(model_map), **about}
+    settings = {"ratio": method.ratio, "state": method.state, "skip_first": method.skip_first}
+    return {"perplexity": quality, **left, "masked": masked, "removable": _removable(model_map), **settings}
 
 
 def filtered(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def realised(result: dict[str, Any], dense: dict[str, Any]) -> float | None:
 
 
 def finish(
-    about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
+    machine: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write the results file; return its rows and the checks of what was expected."""
     calibration = {name: texts.of(name).record() for name in CALIBRATED}
@@ -406,7 +406,7 @@ def finish(
             environments.append(environment_of_row)
         results[key] = {**known[key], "environment": environments.index(environment_of_row)}
     checked = expectations(results)
-    content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
+    content = {"written": machine, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("baselines", {**content, "expectations": checked, "results": results})
     return results, checked
 
@@ -419,18 +419,18 @@ def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:
         return quality and quality[read]
 
     checks = []
-    for said, figures in EXPECTED:
+    for expectation, figures in EXPECTED:
         for ratio, read in product(sorted(RATIOS), TEXTS):
             lower, higher = figures(partial(figure, read), ratio)
             so = None if lower is None or higher is None else lower <= higher
-            checks.append({"expected": said, "ratio": ratio, "read": read, "figures": [lower, higher], "so": so})
+            checks.append({"expected": expectation, "ratio": ratio, "read": read, "figures": [lower, higher], "so": so})
     return checks
 
 
 def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
     """Write the tables and the picture."""
-    every = sorted(rows(), key=lambda row: row.ratio)
-    lines = [*_table(results, [row for row in every if not row.name.startswith(ALONE)], "heads and channels")]
+    ordered = sorted(rows(), key=lambda row: row.ratio)
+    lines = [*_table(results, [row for row in ordered if not row.name.startswith(ALONE)], "heads and channels")]
     lines += [
         "",
         "Asked and realised are shares of the parameters of heads and channels of the whole model, layers that a",
@@ -438,9 +438,9 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         "Pruning masks and Token Filtering skips: all parameters stay, and Probe Pruning's share is what its masks",
         "leave out: heads without keys and values, and channels. A probe looks at the whole window, the predicted",
         "tokens included.",
-        *(f"{row.key}: {result['refused']}." for row in every if "refused" in (result := results.get(row.key, {}))),
+        *(f"{row.key}: {result['refused']}." for row in ordered if "refused" in (result := results.get(row.key, {}))),
         "",
-        *_table(results, [row for row in every if row.name.startswith(ALONE)], "heads"),
+        *_table(results, [row for row in ordered if row.name.startswith(ALONE)], "heads"),
         "",
         "Here they are shares of the parameters of heads alone, a key-value head with its query heads at a time.",
         "",
@@ -463,14 +463,14 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
     draw(results)
 
 
-def _table(results: dict[str, Any], every: list[Row], kinds: str) -> Iterator[str]:
+def _table(results: dict[str, Any], selected: list[Row], kinds: str) -> Iterator[str]:
     """Yield the lines of a table of rows whose shares are of the parameters of these kinds."""
     dense = results["dense"]
     yield f"| pruned by | asked, of {kinds} | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     counts = f"{dense['parameters'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G"
     yield f"| nothing | | | | {_shown(dense['perplexity'])} | {counts} |"
-    for row in every:
+    for row in selected:
         result = results.get(row.key)
         if result is None:
             continue

@@ -57,7 +57,7 @@ def main() -> None:
         parser.error(f"there is no {options.llamacpp}; `make .venv-llamacpp/.installed` makes it")
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
-    about = environment()
+    machine = environment()
     checkpoints = {"dense": options.pretrained, "smaller": options.smaller or str(options.work / "smaller")}
     if not options.smaller:
         with redirect_stdout(StringIO()):
@@ -87,8 +87,8 @@ def main() -> None:
             }
             print(batch, rates[str(batch)]["tokens_per_second"], rates[str(batch)]["gain"], flush=True)
     work = {name: getattr(options, name) for name in ("prompt", "new", "rounds")}
-    about["versions"]["xllamacpp"] = _version(options.llamacpp)
-    write(options.name, {"environment": about, "work": work, "models": checks, "batches": rates})
+    machine["versions"]["xllamacpp"] = _version(options.llamacpp)
+    write(options.name, {"environment": machine, "work": work, "models": checks, "batches": rates})
 
 
 def _version(llamacpp: Path) -> str:

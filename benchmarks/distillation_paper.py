@@ -60,9 +60,9 @@ def head_share(size: str, ratio: float) -> tuple[int, int, float]:
         How many heads go, how many parameters, and their share of all in %.
     """
     width, layers, heads, embedded, head_part = ENCODERS[size]
-    gone = int(ratio * layers * heads)
-    parameters = gone * (4 * width * 64 + 3 * 64)
+    heads_removed = int(ratio * layers * heads)
+    parameters = heads_removed * (4 * width * 64 + 3 * 64)
     layer = 4 * (width * width + width) + 2 * 4 * width * width + 5 * width + 4 * width  # projections, both norms
     pooler = width * width + width
     total = embedded * width + 2 * width + layers * layer + pooler + head_part
-    return gone, parameters, 100 * parameters / total
+    return heads_removed, parameters, 100 * parameters / total

@@ -235,7 +235,7 @@ def write(file: Path, output: Path) -> list[Path]:
     for host in results.hosts:
         if not results.dense(host):
             continue
-        parts.append(f"## {escape_markdown(host)}\n\n{_what(results, host)}")
+        parts.append(f"## {escape_markdown(host)}\n\n{_describe(results, host)}")
         shown = len(parts)
         kinds = [kind for kind in dict.fromkeys(row["kind"] for row in results.rows) if kind.startswith(OURS)]
         for title, table in (
@@ -303,7 +303,8 @@ def _legend(results: Results) -> str:
     )
 
 
-def _what(results: Results, host: str) -> str:
+def _describe(results: Results, host: str) -> str:
+    """Describe the tasks of a host, and how parameters are removed from it."""
     rows = [row for row in results.rows if row["host"] == host]
     return "\n".join(
         sorted({escape_markdown(f"{row['task']}; {row['removed_by']}.") for row in rows if row["kind"] == OURS})
@@ -507,9 +508,9 @@ def _arithmetic() -> str:
     printed = {("base", ratio): row[1] for ratio, row in paper.TABLE_1["Math23k"].items() if ratio}
     printed["large", 0.25] = paper.TABLE_2["ATHENA-large", "Math23k"][2]
     for (size, ratio), published in printed.items():
-        gone, parameters, share = paper.head_share(size, ratio)
+        heads_removed, parameters, share = paper.head_share(size, ratio)
         lines.append(
-            f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {gone} heads, "
+            f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {heads_removed} heads, "
             f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {published}%."
         )
     return (
@@ -522,7 +523,9 @@ def _arithmetic() -> str:
 
 def _flat(results: Results) -> pd.DataFrame:
     names = ("host", "kind", "ratio", "split", "seed", "accuracy", "parameters", "flops", "memory")
-    rows = [{**{name: row.get(name) for name in names}, **_seconds(row), **_removed_where(row)} for row in results.rows]
+    rows = [
+        {**{name: row.get(name) for name in names}, **_seconds(row), **_removed_counts(row)} for row in results.rows
+    ]
     return pd.DataFrame(rows)
 
 
@@ -532,7 +535,7 @@ def _seconds(row: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds.get("own"), "seconds_dense": seconds.get("dense")}
 
 
-def _removed_where(row: dict[str, Any]) -> dict[str, Any]:
+def _removed_counts(row: dict[str, Any]) -> dict[str, Any]:
     """Return how many heads and channels were removed, and how many heads of each layer are left."""
     removed, stages = row.get("removed") or {}, row.get("stages") or [{}]
     left = "; ".join(f"{label} {len(heads)}" for label, heads in stages[-1].get("heads", {}).items())

@@ -287,7 +287,7 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
     model_map = map_model(model)
     every_head = {layer.label: range(layer.heads) for layer in model_map.attention}
     kept = row["stages"][-1]["heads"] if row["stages"] else every_head
-    gone = [
+    removed = [
         f"{layer.label}H{head}"
         for layer in model_map.attention
         for head in range(layer.heads)
@@ -298,7 +298,7 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
     channels = {
         block: list(range(share + (index < more))) for index, block in enumerate(blocks) if share + (index < more)
     }
-    return cut(model, Plan(heads=tuple(gone), channels=channels)).model if gone or channels else model
+    return cut(model, Plan(heads=tuple(removed), channels=channels)).model if removed or channels else model
 
 
 def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -309,13 +309,13 @@ def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, 
     Raises:
         ValueError: a model that is made for it has another number of parameters than the row's.
     """
-    about = environment()
+    machine = environment()
     for key, row in done.items():
         if row.get("timed_at_load", BUSY) >= BUSY:
             timing = _athena_speed(row, dense) if row["host"] == "ATHENA over MiniLM" else _language_speed(row)
             if timing.pop("parameters") != row["parameters"]:
                 raise ValueError(f"{key}: another shape than that of the row")
-            yield key, {**row, **timing, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
+            yield key, {**row, **timing, "timed_in": machine, "timed_at_load": os.getloadavg()[0]}
 
 
 def _athena_speed(row: dict[str, Any], dense: Path) -> dict[str, Any]:
@@ -430,7 +430,7 @@ def finish(work: Path) -> None:
     environments: list[dict[str, Any]] = []
     for row in done.values():
         for name in [name for name in ("environment", "timed_in") if name in row]:
-            own = {what: value for what, value in row[name].items() if what not in ("command", "load_before")}
+            own = {key: value for key, value in row[name].items() if key not in ("command", "load_before")}
             if own not in environments:  # rows differ by --match and have their own load
                 environments.append(own)
             row[name] = environments.index(own)
@@ -472,10 +472,10 @@ def main() -> None:
             print(key, timed_row["seconds"], flush=True)
     elif not options.report:
         for row in [row for row in selected if row.key not in done][: options.rows]:
-            begun, about = time.time(), environment()
+            begun, machine = time.time(), environment()
             print(f"--- {row.key}", flush=True)
             folder, dense = make_model(row, work, Path(options.hosts))
-            result = {**measured(row, folder, dense, work), "environment": about, "load": os.getloadavg()[0]}
+            result = {**measured(row, folder, dense, work), "environment": machine, "load": os.getloadavg()[0]}
             write_text(work / "rows" / f"{row.folder}.json", json.dumps(result) + "\n")
             minutes = (time.time() - begun) / 60
             print(f"--- {row.key}: {result['accuracy']:.1%}, {minutes:.1f} min in this run", flush=True)

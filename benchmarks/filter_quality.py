@@ -96,11 +96,11 @@ def variants(model_map: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"kept {ratio:.0%}", {"filter": {"ratio": ratio, "keep_skipped_kv": True}}
         layers = model_map.attention
         for seed in range(SEEDS):
-            for where, of in (("any", layers), ("tail", layers[len(layers) // 2 :])):
-                every = [f"{layer.label}H{number}" for layer in of for number in range(layer.heads)]
+            for part, part_layers in (("any", layers), ("tail", layers[len(layers) // 2 :])):
+                names = [f"{layer.label}H{number}" for layer in part_layers for number in range(layer.heads)]
                 count = round(ratio * model_map.total_heads)  # as many heads as a filter spares of their arithmetic
-                if count < len(every):
-                    yield f"heads {where} {ratio:.0%} {seed}", {"heads": random.Random(seed).sample(every, count)}
+                if count < len(names):
+                    yield f"heads {part} {ratio:.0%} {seed}", {"heads": random.Random(seed).sample(names, count)}
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    about = environment()
+    machine = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -139,7 +139,7 @@ def main() -> None:
         print(f"{number} of {len(planned)}: {name}: {quality}, accuracy {row['accuracy']:.3f}", flush=True)
     results = {name: known[name] for name in planned}
     work = arithmetic(model_map, WINDOW // 2)
-    write("filter_quality", {"environment": about, "tokens": options.tokens, "arithmetic": work, "results": results})
+    write("filter_quality", {"environment": machine, "tokens": options.tokens, "arithmetic": work, "results": results})
     report(results, work)
 
 
@@ -165,11 +165,11 @@ def report(results: dict[str, Any], work: dict[str, float]) -> None:
     for colour, focus in zip(COLOURS, ("tail", "uniform", "head"), strict=False):
         values = [results[f"{focus} {ratio:.0%}"]["perplexity"]["GSM8K"] for ratio in RATIOS]
         axes.plot(percent, values, color=colour, marker="o", label=f"tokens filtered, {focus}")
-    for colour, where in zip(COLOURS[3:], ("any", "tail"), strict=False):
-        names = {100 * ratio: f"heads {where} {ratio:.0%}" for ratio in RATIOS}
+    for colour, part in zip(COLOURS[3:], ("any", "tail"), strict=False):
+        names = {100 * ratio: f"heads {part} {ratio:.0%}" for ratio in RATIOS}
         named = {x: heads[name] for x, name in names.items() if name in heads}
         shown = {x: sorted(row["perplexity"]["GSM8K"] for row in rows) for x, rows in named.items()}
-        label = f"random heads masked, {'in any layer' if where == 'any' else 'in the last half'}"
+        label = f"random heads masked, {'in any layer' if part == 'any' else 'in the last half'}"
         middles = [values[len(values) // 2] for values in shown.values()]
         axes.plot(list(shown), middles, color=colour, ls="--", marker="s", label=label)
         lowest, highest = ([values[end] for values in shown.values()] for end in (0, -1))

@@ -136,9 +136,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    about = environment()
+    machine = environment()
     parts = {part: globals()[part](options) for part in options.parts.split(",")}
-    write(options.name, {"environment": about, **parts})
+    write(options.name, {"environment": machine, **parts})
 
 
 if __name__ == "__main__":

@@ -292,15 +292,15 @@ def generate(model: Any, batch: int, options: argparse.Namespace, settings: dict
 def end_to_end(model: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[tuple[float, float]]] = {}
     results: dict[str, Any] = {}
-    every = variants(model, options)
+    methods = variants(model, options)
     for repeat in range(options.repeats + 1):  # the first compiles and tunes, and does not count
-        for name in list(every)[:: 1 if repeat % 2 else -1]:
+        for name in list(methods)[:: 1 if repeat % 2 else -1]:
             if name in results:
                 continue
             if time.perf_counter() - BEGIN > options.budget:
                 results[name] = "not run: out of budget" if not runs.get(name) else results.get(name)
                 continue
-            apply, settings = every[name]
+            apply, settings = methods[name]
             try:
                 with apply():
                     run = generate(model, batch, options, settings)
@@ -317,7 +317,7 @@ def end_to_end(model: Any, batch: int, options: argparse.Namespace) -> dict[str,
         if isinstance(entry, dict) and isinstance(base, dict):
             entry["latency against dynamic cache"] = entry["seconds"] / base["seconds"] - 1
             entry["memory against dynamic cache"] = entry["peak GB"] / base["peak GB"] - 1
-    return {name: results.get(name) or "not run: out of budget" for name in every}
+    return {name: results.get(name) or "not run: out of budget" for name in methods}
 
 
 def on_gpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -412,10 +412,10 @@ def on_cpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
             models[f"{name}, {options.shrink} times smaller"] = built(config, "cpu", torch.float32), ids
     for label, (model, ids) in models.items():
         rounds: dict[str, list[dict[int, dict[str, Any]]]] = {}
-        every = variants(model, options)
+        methods = variants(model, options)
         for repeat in range(options.repeats):
-            for name in list(every)[:: -1 if repeat % 2 else 1]:
-                with every[name][0]():
+            for name in list(methods)[:: -1 if repeat % 2 else 1]:
+                with methods[name][0]():
                     rounds.setdefault(name, []).append(cpu_steps(model, ids, options.batches, options.steps))
         model_results: dict[str, Any] = results.setdefault(label, {"tokens of context": ids.shape[1]})
         for batch in options.batches:

@@ -68,7 +68,7 @@ def tests(differences: np.ndarray) -> np.ndarray:
 
 def coverage(low: np.ndarray, high: np.ndarray, mean: float) -> dict[str, float]:
     held = {"held": (low <= mean) & (mean <= high), "mean below": mean < low, "mean above": mean > high}
-    shares = {name: round(float(is_so.mean()), 3) for name, is_so in held.items()}
+    shares = {name: round(float(mask.mean()), 3) for name, mask in held.items()}
     return {**shares, "median width": round(float(np.median(high - low)), 3)}
 
 
@@ -142,10 +142,10 @@ def of_the_grid() -> dict[str, Any]:
 
 
 def measured() -> dict[str, Any]:
-    rng, every = np.random.default_rng(0), {}
+    rng, simulated = np.random.default_rng(0), {}
     halves, eighths = chosen((0, 0.5, 1), (0.7, 0.2, 0.1)), tries(0.15, 1.5)
     for n in (20, 100):
-        every[f"{n} questions"] = {
+        simulated[f"{n} questions"] = {
             "means": {
                 name: coverage(*mean_interval(draw(rng, n, COLUMNS), unit), mean) for name, draw, mean, unit in MEANS
             },
@@ -159,7 +159,7 @@ def measured() -> dict[str, Any]:
                 "lognormal, all moved": power_of_figures(rng, n, lognormal, moved=True),
             },
         }
-    return {"simulated": every, "detectable in docs/results/grid/table.csv": of_the_grid()}
+    return {"simulated": simulated, "detectable in docs/results/grid/table.csv": of_the_grid()}
 
 
 def main() -> None:

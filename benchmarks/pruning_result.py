@@ -86,21 +86,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    about = environment()
+    machine = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = read_calibration(tokenizer, None, "prune_gsm8k", windows=32, tokens=128, seed=0)
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.report:
-        finish(about, options.tokens, text.record(), known)
+        finish(machine, options.tokens, text.record(), known)
         return
     model = load_pretrained(folder, dtype=torch.float32)
     model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
     if "dense" not in known:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
-        known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": about}
+        known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": machine}
     scores: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     planned = list(rows())
     for number, (method, unit, ratio, channels) in enumerate(planned, 1):
@@ -121,28 +121,28 @@ def main() -> None:
         row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
         saved = f"{key.replace(' ', '_').replace('%', '')}.json"
         plan.save(Path(options.work) / saved, model_map)
-        known[key] = {**row, "plan": saved, "environment": about}
+        known[key] = {**row, "plan": saved, "environment": machine}
         write_text(path, json.dumps(known))
         print(f"{number} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
-    finish(about, options.tokens, text.record(), known)
+    finish(machine, options.tokens, text.record(), known)
     for row in [known[key_of(*settings)] for settings in planned if settings[0] == "norm + entropy"]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
             counted = (*parameters(smaller), counted_flops(smaller, PROMPT))
             assert counted == (row["parameters"], row["without_embeddings"], row["flops"])
             row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
-            row["speed_environment"] = about
+            row["speed_environment"] = machine
             write_text(path, json.dumps(known))
             print(f"{row['plan']}: {row['speed']}", flush=True)
-            finish(about, options.tokens, text.record(), known)
+            finish(machine, options.tokens, text.record(), known)
 
 
-def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+def finish(machine: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
     """Write what is known, each row with the run that measured it."""
     measured = [key_of(*row) for row in rows() if key_of(*row) in known]
     environments: list[dict[str, Any]] = []
     results = {key: _numbered(known[key], environments) for key in ("dense", *measured)}
-    content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
+    content = {"written": machine, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("pruning", {**content, "workload": vars(WORK), "results": results})
     report(results)
 
@@ -151,10 +151,10 @@ def _numbered(row: dict[str, Any], environments: list[dict[str, Any]]) -> dict[s
     """Return a row with the numbers of its environments in a list; null if it was measured before that was kept."""
     numbered = dict(row)
     for name in ("environment", *(["speed_environment"] if "speed" in row else [])):
-        about = row.get(name)
-        if about is not None and about not in environments:
-            environments.append(about)
-        numbered[name] = None if about is None else environments.index(about)
+        machine = row.get(name)
+        if machine is not None and machine not in environments:
+            environments.append(machine)
+        numbered[name] = None if machine is None else environments.index(machine)
     return numbered
 
 

@@ -88,14 +88,14 @@ class Routes:
             repeated = [request for request in requests for _ in range(variants)]
             texts, seconds = timed(lambda: lm.generate_until(repeated, disable_tqdm=True))
             lm.close()
-        about = {
+        facts = {
             "versions": _versions(program.with_name("python")),
             "sequences_at_once": AT_ONCE,
             "slots": variants,
             "cache_gib": cache,
             "seconds_before": {"server": round(server.started_in, 1), "probe": round(setting_up, 1)},
         }
-        return dict(zip(self.pairs, texts, strict=True)), seconds, about
+        return dict(zip(self.pairs, texts, strict=True)), seconds, facts
 
 
 def _versions(python: Path) -> dict[str, str]:
@@ -105,19 +105,27 @@ def _versions(python: Path) -> dict[str, str]:
     return dict(zip(PACKAGES, done.stdout.split(), strict=True))
 
 
-def kept(path: Path, size: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]) -> dict[str, Any]:
+def run_or_read(
+    path: Path, size: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]
+) -> dict[str, Any]:
     """Answer by a route, or read its file if the same code has answered on the same machine; return what is stored."""
-    about = environment()
-    belongs = {**size, **{name: about[name] for name in ("commit", "device", "threads", "versions")}}
-    if path.exists() and (there := json.loads(path.read_text()))["belongs"] == belongs:
-        print(f"{path.stem}: kept, {there['seconds']:.1f} s", flush=True)
-        return dict(there)
-    texts, seconds, more = run()
+    machine = environment()
+    belongs = {**size, **{name: machine[name] for name in ("commit", "device", "threads", "versions")}}
+    if path.exists() and (record := json.loads(path.read_text()))["belongs"] == belongs:
+        print(f"{path.stem}: kept, {record['seconds']:.1f} s", flush=True)
+        return dict(record)
+    texts, seconds, facts = run()
     print(f"{path.stem}: {seconds:.1f} s", flush=True)
     rows = [[*pair, text] for pair, text in texts.items()]
-    there = {"belongs": belongs, "seconds": seconds, "load_before": about["load_before"], "about": more, "texts": rows}
-    write_text(path, json.dumps(there, indent=1) + "\n")
-    return there
+    record = {
+        "belongs": belongs,
+        "seconds": seconds,
+        "load_before": machine["load_before"],
+        "about": facts,
+        "texts": rows,
+    }
+    write_text(path, json.dumps(record, indent=1) + "\n")
+    return record
 
 
 def main() -> None:
@@ -138,19 +146,19 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     heads = SWEEP[: options.heads]
     size = {"questions": options.questions, "heads": heads, "longest": options.longest}
-    about = environment()
+    machine = environment()
     questions = data.load("gsm8k", "test")["question"][: options.questions]
     work = Work(embedded.resolve("smollm2-135m"), questions, options.longest)
     routes = Routes(work, heads, options)
     answered = {
-        name: kept(options.work / f"{name}.json", size, run)
+        name: run_or_read(options.work / f"{name}.json", size, run)
         for name, run in {"hf": routes.hf, "engine": routes.engine, "vllm": routes.vllm}.items()
     }
     texts: dict[str, Texts] = {
         name: {(question, head): text for question, head, text in record["texts"]} for name, record in answered.items()
     }
     results: dict[str, Any] = {
-        "environment": about,
+        "environment": machine,
         "model": "SmolLM2-135M-Instruct, float32",
         "work": f"{options.questions} GSM8K test questions, dense and under {len(heads)} heads, greedy, "
         f"at most {options.longest} new tokens",

@@ -267,13 +267,13 @@ def near_duplicates(texts: Sequence[str], groups: Sequence[int], least: float = 
     earlier one in its own.
     """
     shingles = [_shingles(text) for text in texts]
-    where: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    by_shingle: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, own in enumerate(shingles):
         for shingle in own:
-            where[shingle].append(i)
+            by_shingle[shingle].append(i)
     left_out: dict[int, int] = {}
     for i, own in enumerate(shingles):
-        for j, shared in Counter(j for shingle in own for j in where[shingle] if j < i).items():
+        for j, shared in Counter(j for shingle in own for j in by_shingle[shingle] if j < i).items():
             if shared >= least * (len(own) + len(shingles[j]) - shared):
                 left_out.setdefault(i, j)
                 if groups[i] != groups[j]:

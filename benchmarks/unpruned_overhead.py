@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    about = environment()
+    machine = environment()
 
     words, choice = data.load("tiny_words"), data.load("tiny_choice")
     folder = embedded.resolve("smollm2-135m")
@@ -97,7 +97,7 @@ def main() -> None:
     write(
         "unpruned_overhead",
         {
-            **about,
+            **machine,
             "model": "SmolLM2-135M-Instruct, float32",
             "work": "24 generations of 48 tokens and 96 likelihoods, batch size 8; ratios are medians over rounds",
             "checks": {"hf_equals_unpruned_to_the_bit": True},

@@ -140,7 +140,7 @@ def answered(values: Iterable[str | list[str]]) -> float:
 
 def marked(values: Iterable[str | list[str]]) -> float:
     """Return the share of responses with a marked answer (boxed, `####`, 'the answer is')."""
-    return mean([how in MARKED for how in _flat(values)])
+    return mean([mark in MARKED for mark in _flat(values)])
 
 
 def _flat(values: Iterable[str | list[str]]) -> list[str]:

@@ -154,9 +154,9 @@ class Scores(dict[str, float]):
 
 def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool]:
     """Return which answers are the same as a gold answer."""
-    how = _kind(kind)
-    texts = [gold_answer(gold, how) for gold in golds]
-    return [any(bool(answer) and how.same(answer, text) for text in texts) for answer in answers]
+    answer_kind = _kind(kind)
+    texts = [gold_answer(gold, answer_kind) for gold in golds]
+    return [any(bool(answer) and answer_kind.same(answer, text) for text in texts) for answer in answers]
 
 
 @as_metric("prune_equal")

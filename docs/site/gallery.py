@@ -39,8 +39,8 @@ def page(root: Path) -> str:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
         command = command or record_of(results[folder.name])["command"]
         names = [f"docs/{folder.name}.md", f"docs/{folder.name.replace('_', '-')}.md"]
-        about = next((root / name for name in names if (root / name).is_file()), None)
-        explained = f", explained in [{about.stem}](docs/{about.name})" if about else ""
+        document = next((root / name for name in names if (root / name).is_file()), None)
+        explained = f", explained in [{document.stem}](docs/{document.name})" if document else ""
         parts += [f"## {title}", f"`{command}`{explained}."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]

@@ -171,8 +171,8 @@ def field_rows(declaration: Any, skip: Sequence[str] = ()) -> Iterator[list[str]
         has_default = field.default is not MISSING or field.default_factory is not MISSING
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         shown = "required" if not has_default else "" if default in (None, (), {}, "") else f"`{default}`"
-        said = describe(kind) if is_supported_type(kind) else ""
-        yield [f"`{field.name}`", escape(said), shown, escape(meaning.get(field.name, ""))]
+        text = describe(kind) if is_supported_type(kind) else ""
+        yield [f"`{field.name}`", escape(text), shown, escape(meaning.get(field.name, ""))]
 
 
 HEAD = ("name", "values", "default", "")
@@ -254,18 +254,18 @@ def public_names(module_name: str) -> Iterator[str]:
 def api() -> dict[str, str]:
     """Write the pages of the Python API; `mkdocstrings` fills in the docstrings."""
     top = {f"{module}.{name}": name for name, module in _LAZY.items()}
-    pages, where = {}, {}
+    pages, page_of = {}, {}
     for page, (title, modules) in API.items():
         names = list(dict.fromkeys(name for module in modules for name in public_names(module)))
-        where |= dict.fromkeys(names, page)
+        page_of |= dict.fromkeys(names, page)
         pages[page] = f"# {title}\n\n" + "\n".join(f"::: {name}" for name in names) + "\n"
     rows = []
     for _, name in sorted(top.items(), key=lambda entry: entry[1]):
         value: Any = getattr(importlib.import_module("lmeval_prune"), name)
         full = f"{value.__module__}.{value.__qualname__}"
-        if full not in where:
+        if full not in page_of:
             raise SystemExit(f"{full} is on no page of the API; add its module to API in {__file__}")
-        rows.append([f"[`{name}`]({where[full]}.md#{full})", escape(description(value).partition("\n")[0])])
+        rows.append([f"[`{name}`]({page_of[full]}.md#{full})", escape(description(value).partition("\n")[0])])
     pages["index"] = (
         "# Python API\n\nWhat `import lmeval_prune` offers; the other pages have all public names of the rooms.\n\n"
         + table(["name", ""], rows)

@@ -279,12 +279,12 @@ def profile(
         from lmeval_prune.distance.variants import measure_checkpoints
 
         summaries = measure_checkpoints(names, text)
-        cells = {name: summary.cells(each) for name, each in summaries.items()}
+        cells = {name: summary.cells(distances) for name, distances in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
     answerers: dict[str, Any] = {"generate": generate_rate, "engine": EngineSpeed()}
     rows = measure_models(names, work, {name: answerers[name] for name in answers}, torch_device)
-    for name, each in summaries.items():
-        rows[name]["distance"] = each
+    for name, distances in summaries.items():
+        rows[name]["distance"] = distances
     settings = {"workload": vars(work), "threads": threads, "environment": environment(torch_device, threads)}
     write(folder, rows, settings, cells)
     return 0

@@ -66,7 +66,7 @@ def similar_path(path: str | os.PathLike[str]) -> str:
     """Return `; did you mean 'FOLDER/NAME'?` for the neighbour of a missing path with the most similar name, if any."""
     path = Path(path)
     try:
-        neighbours = [each.name for each in path.expanduser().parent.iterdir()]
+        neighbours = [neighbour.name for neighbour in path.expanduser().parent.iterdir()]
     except (OSError, ValueError, RuntimeError):  # no folder, no path, or no home
         return ""
     match = closest_match(path.name, neighbours, 0.7)
@@ -122,7 +122,7 @@ def first_line(error: BaseException, length: int = 150) -> str:
     return f"{type(error).__name__}: {brief(text, length)}" if text else type(error).__name__
 
 
-def _place_of(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """Return the line of a user's own code that an exception comes from; empty if only installed packages ran."""
     installed = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -204,10 +204,10 @@ def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # data set loaders and functions of tasks raise many types
-        names = first_few(each.get("task") if isinstance(each, dict) else each for each in tasks)
+        names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
         text = yaml_error_text(error) if getattr(error, "problem_mark", None) else first_line(error)
-        text, place = _missing_split(error) or text, _place_of(error)
-        raise InputError(f"{names} cannot be loaded ({text}{place and f', {place}'})") from error
+        text, line = _missing_split(error) or text, _user_line(error)
+        raise InputError(f"{names} cannot be loaded ({text}{line and f', {line}'})") from error
 
 
 # The options that name a class of another package, or one that derives from it, by `MODULE:CLASS`
@@ -259,7 +259,7 @@ def print_input_errors(function: F) -> F:
             return function(*args, **kwargs)
         except InputError:
             if not getattr(sys.excepthook, "_lmeval_prune", False):
-                sys.excepthook = _one_line_hook(sys.excepthook)
+                sys.excepthook = _input_error_hook(sys.excepthook)
             raise
         except Exception as error:
             note_class(error)
@@ -268,7 +268,7 @@ def print_input_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def _one_line_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
+def _input_error_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, InputError):
             print(f"lmeval-prune: error: {error}", file=sys.stderr)

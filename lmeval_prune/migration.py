@@ -103,19 +103,19 @@ def _first_tables(path: Path) -> Tables:
     from lmeval_prune.artefacts import parse_json, read_table
 
     key = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
-    asked = pa.schema({**key, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
+    question_schema = pa.schema({**key, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
     text = {"extracted": pa.string(), "text": pa.string(), "tokens": pa.list_(pa.uint32())}
-    scored = pa.schema({**key, "head": pa.string(), "outcome": pa.bool_(), **text})
+    cell_schema = pa.schema({**key, "head": pa.string(), "outcome": pa.bool_(), **text})
     remedy, file = "the store is damaged: sweep again into a new folder", path / "cells.parquet"
     answers = []
     try:
-        questions = read_table(path / "questions.parquet", remedy, schema=asked).to_pylist()
-        cells = read_table(file, remedy, schema=scored).to_pylist() if file.is_file() else []
-        cells = [*cells, *_unfinished(path, {_place(cell) for cell in cells})]
+        questions = read_table(path / "questions.parquet", remedy, schema=question_schema).to_pylist()
+        cells = read_table(file, remedy, schema=cell_schema).to_pylist() if file.is_file() else []
+        cells = [*cells, *_unfinished(path, {_cell_key(cell) for cell in cells})]
         for row in questions:
             row["attributes"] = parse_json(row["attributes"], path / "questions.parquet")
         for cell in cells:
-            cell |= {"answer": _key(cell), "length": len(cell["tokens"]), "cut_off": None}
+            cell |= {"answer": _answer_key(cell), "length": len(cell["tokens"]), "cut_off": None}
             answers.append((cell["answer"], cell.pop("text"), _about(cell)))
             cell["attempt"] = cell.pop("head")
     except (FileNotFoundError, TypeError) as error:  # a missing file, or a missing value
@@ -123,7 +123,7 @@ def _first_tables(path: Path) -> Tables:
     return questions, cells, answers
 
 
-def _place(cell: dict[str, Any]) -> tuple[Any, ...]:
+def _cell_key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in ("task", "split", "doc_id", "head"))
 
 
@@ -135,21 +135,21 @@ def _unfinished(path: Path, known: set[tuple[Any, ...]]) -> Iterator[dict[str, A
         for line in file.read_bytes().splitlines():
             try:
                 record = parse_json(line, file)
-                place = (*record["place"], record["head"])
+                key = (*record["place"], record["head"])
                 answer = {"text": record["text"], "tokens": record["tokens"]}
             except (InputError, KeyError, TypeError):  # truncated by a kill
                 continue
-            if place not in known:
-                known.add(place)
+            if key not in known:
+                known.add(key)
                 names = ("task", "split", "doc_id", "head")
-                yield {**dict(zip(names, place, strict=True)), "outcome": None, "extracted": None, **answer}
+                yield {**dict(zip(names, key, strict=True)), "outcome": None, "extracted": None, **answer}
 
 
-def _key(cell: dict[str, Any]) -> str:
+def _answer_key(cell: dict[str, Any]) -> str:
     """Return the key of a migrated answer, which is that of no request."""
     from lmeval_prune.artefacts import digest
 
-    return digest({"migrated": list(_place(cell))})
+    return digest({"migrated": list(_cell_key(cell))})
 
 
 def _about(cell: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def read_options(
             words = _with_recipe(parser, command, words, function, [command, *commands])
         options = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
-        raise InputError(_one_line(str(error))) from None
+        raise InputError(_without_prefix(str(error))) from None
     del options["config"]
     return {f"{name}_" if iskeyword(name) else name: value for name, value in options.items()}
 
@@ -338,7 +338,7 @@ def _split_pairs(word: Any) -> dict[str, Any]:
     return dict(word)
 
 
-def _one_line(message: str) -> str:
+def _without_prefix(message: str) -> str:
     """Convert an error of argparse to one line without the word `argument`."""
     return re.sub(
         r"^argument (\S+): (must be)?",

@@ -113,9 +113,9 @@ class Registry(MutableMapping[str, str]):
         base = resolve_name(self.base)
         if problem := _problem(kind, base):
             raise InputError(f"{subject}: {path} {problem}")
-        for each in kind.__mro__:
-            if issubclass(each, base) and not is_own(each):
-                CLASSES[import_path(each)].add(subject)
+        for parent in kind.__mro__:
+            if issubclass(parent, base) and not is_own(parent):
+                CLASSES[import_path(parent)].add(subject)
         return kind
 
     def classes(self) -> Iterator[tuple[str, Any]]:

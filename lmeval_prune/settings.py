@@ -199,9 +199,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 def required_fields(declaration: Any) -> list[str]:
     """Return the names of a dataclass's fields that have no default."""
     return [
-        each.name
-        for each in fields(declaration)
-        if each.init and each.default is MISSING and each.default_factory is MISSING
+        field.name
+        for field in fields(declaration)
+        if field.init and field.default is MISSING and field.default_factory is MISSING
     ]
 
 
@@ -225,14 +225,14 @@ def check_used(settings: Any, uses: Iterable[Use], context: Any = None) -> None:
     `context`: what the conditions are of; default: the settings.
     """
     for use in uses:
-        given = [name for name in use.names if is_given(settings, name)]
-        if given and not use.holds(settings if context is None else context):
-            raise InputError(f"{given[0]} is for {use.when}; give that, or leave out {given[0]}")
+        changed = [name for name in use.names if differs_from_default(settings, name)]
+        if changed and not use.holds(settings if context is None else context):
+            raise InputError(f"{changed[0]} is for {use.when}; give that, or leave out {changed[0]}")
 
 
-def is_given(settings: Any, name: str) -> bool:
+def differs_from_default(settings: Any, name: str) -> bool:
     """Return whether a setting has another value than its default."""
-    (field,) = [each for each in fields(settings) if each.name == name]
+    field = next(field for field in fields(settings) if field.name == name)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return bool(getattr(settings, name) != default)
 
@@ -268,13 +268,13 @@ class Settings:
             except InputError as error:
                 raise InputError(self.label(str(error))) from None
             object.__setattr__(self, field.name, value)
-        for each in kind.__mro__:
-            check_used(self, vars(each).get("uses", ()))
+        for base in kind.__mro__:
+            check_used(self, vars(base).get("uses", ()))
 
     @classmethod
     def setting_names(cls) -> list[str]:
         """Return the names of the fields that users can set."""
-        return [each.name for each in fields(cls) if each.init and not each.kw_only]
+        return [field.name for field in fields(cls) if field.init and not field.kw_only]
 
     @classmethod
     def from_dict(

@@ -21,7 +21,7 @@ from lmeval_prune.profiling.speed import Workload
 from lmeval_prune.pruners import composition
 from lmeval_prune.pruners.allocation import Budget, UnitPool, unit_pools
 from lmeval_prune.pruners.base import Scores, make_pruner
-from lmeval_prune.pruners.block_kl import _reading
+from lmeval_prune.pruners.block_kl import _gathering_tokens
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.composition import Choice, best_levels, choice_of
 from lmeval_prune.pruners.cost_table import CostTable
@@ -189,7 +189,7 @@ def test_passes_that_start_at_a_layer_equal_those_of_the_whole_model(family: str
     expected = dict.fromkeys([part.key for part in parts], 0.0)
     for _, inputs in text.inputs(model):
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        with torch.no_grad(), _reading(model.get_output_embeddings(), real):
+        with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), real):
             dense = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
             for part in parts:
                 with Plan(blocks=[part.block]).applied_to(model, model_map):

@@ -594,10 +594,10 @@ def test_prompts_with_answers_of_a_corpus(options: DistillOptions, tmp_path: Pat
 def test_documents_with_test_questions_are_left_out(options: DistillOptions, tmp_path: Path) -> None:
     question = "Ann has 3 red caps and 12 blue ones. Ben lost 4. How many caps has Ann?"
     search = QuestionSearch([question, "How much money is it now, all in all?"])
-    assert search.found_in("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
-    assert search.found_in("… how much money is it now, all in all …")
-    assert not search.found_in("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
-    assert not search.found_in("How much money is it?") and not QuestionSearch([]).found_in("anything at all")
+    assert search.matches("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
+    assert search.matches("… how much money is it now, all in all …")
+    assert not search.matches("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
+    assert not search.matches("How much money is it?") and not QuestionSearch([]).matches("anything at all")
     path = tmp_path / "text.jsonl"
     rows = [{"text": f"{question} " * 3}, *[{"text": "Other words are here to be read. " * 3}] * 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -612,15 +612,15 @@ def test_documents_with_test_questions_are_left_out(options: DistillOptions, tmp
 def test_a_question_of_few_words_excludes_no_texts(question: str) -> None:
     search = QuestionSearch([question])
     texts = ("", "unrelated words", f"He asked: {question} Nobody knew the capital of France.", "???", question)
-    assert not any(search.found_in(text) for text in texts)
-    assert search.found_in("It is Paris.", question) == any(letter.isalnum() for letter in question)
-    assert not search.found_in(question, "unrelated words")
+    assert not any(search.matches(text) for text in texts)
+    assert search.matches("It is Paris.", question) == any(letter.isalnum() for letter in question)
+    assert not search.matches(question, "unrelated words")
 
 
 def test_characters_of_chinese_questions_are_words() -> None:
     search = QuestionSearch(["小明有3个苹果，买了5个，一共有多少？"])
-    assert search.found_in("第一题。小明有3个苹果，买了5个，一共有多少？答：8个。")
-    assert not search.found_in("小明有3个苹果，买了6个，一共有多少？")
+    assert search.matches("第一题。小明有3个苹果，买了5个，一共有多少？答：8个。")
+    assert not search.matches("小明有3个苹果，买了6个，一共有多少？")
 
 
 def test_a_corpus_without_texts_says_why(options: DistillOptions, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.card import LIBRARY, Card, code, command_section, quoted, table
 from lmeval_prune.cards.checkpoint import INHERITED, Training
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.training.curves import ACCURACY
@@ -43,7 +43,7 @@ def athena_card(
         f"encoder began as {Origin.of(encoder).text}.",
         {
             **(removed or {}),
-            "How it was made": how_it_was_made(),
+            "How it was made": command_section(),
             "How to load it": f"{code('python', solver)}\n\nEvaluate it:\n\n{code('bash', command)}",
             **trained.sections,
             "Limits": f"It solves problems of the kind it was trained on, and nothing else. {INHERITED}",

@@ -101,11 +101,11 @@ def _mark(text: str) -> str:
     return f"<!-- lmeval-prune card {digest(text)} -->"
 
 
-def how_it_was_made(text: str = "") -> str:
+def command_section(text: str = "") -> str:
     """Return a section with the command of this process, if there is one, and further Markdown."""
     command = command_line()
-    made = code("bash", command) if command else "By a Python program that used lmeval-prune."
-    return "\n\n".join(filter(None, [made, text]))
+    section = code("bash", command) if command else "By a Python program that used lmeval-prune."
+    return "\n\n".join(filter(None, [section, text]))
 
 
 def code(language: str, text: str) -> str:

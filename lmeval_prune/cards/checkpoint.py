@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.card import LIBRARY, Card, code, command_section, quoted, table
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns
@@ -84,7 +84,7 @@ def checkpoint_card(
         f"{origin.text}{without(manifest)}{training.words if training else ''}.",
         {
             "What was removed": what_was_removed(manifest),
-            "How it was made": how_it_was_made(plans(manifest)),
+            "How it was made": command_section(plans(manifest)),
             "How to load it": how_to_load(title, model, has_tokenizer),
             **(training.sections if training else {}),
             "Limits": INHERITED if training else f"{UNTRAINED} {INHERITED}",
@@ -96,8 +96,8 @@ def checkpoint_card(
 
 def pruning_tags(manifest: Mapping[str, Any], training: Training | None = None) -> list[str]:
     """Return the tags of a pruned model, among them the methods of all stages."""
-    made = [stage["plan"].get("made", {}) for stage in manifest["stages"]]
-    methods = [str(each["method"]) for each in made if "method" in each]
+    provenances = [stage["plan"].get("made", {}) for stage in manifest["stages"]]
+    methods = [str(provenance["method"]) for provenance in provenances if "method" in provenance]
     is_pruned = bool(without(manifest))
     return [*(["pruned"] if is_pruned else []), *(training.tags if training else []), *(methods if is_pruned else [])]
 
@@ -151,14 +151,14 @@ def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:
     """Say which method chose what was removed, in each stage; `file` has the details."""
     lines = []
     for stage in manifest["stages"]:
-        made = stage["plan"].get("made", {})
-        if not made and not without({**manifest, "stages": [stage]}):
+        provenance = stage["plan"].get("made", {})
+        if not provenance and not without({**manifest, "stages": [stage]}):
             lines.append("nothing was removed")
             continue
-        chosen = f"by the method {inline_code(made['method'])}" if made.get("method") else "by hand"
-        wanted = f": {escape_markdown(made['removes'])}" if made.get("removes") else ""
-        text = (made.get("calibration") or {}).get("text")
-        lines.append(f"chosen {chosen}{wanted}{f'; calibrated on {escape_markdown(text)}' if text else ''}")
+        chosen = f"by the method {inline_code(provenance['method'])}" if provenance.get("method") else "by hand"
+        removal = f": {escape_markdown(provenance['removes'])}" if provenance.get("removes") else ""
+        text = (provenance.get("calibration") or {}).get("text")
+        lines.append(f"chosen {chosen}{removal}{f'; calibrated on {escape_markdown(text)}' if text else ''}")
     if len(lines) > 1:
         text = "\n".join(f"{number}. Stage {number}: {line}." for number, line in enumerate(lines, 1))
     else:

@@ -193,4 +193,4 @@ def _license_in_config(folder: Path) -> dict[str, Any]:
 def _texts(value: Any) -> list[str]:
     """Return a text, or a list of texts, as a list; empty for anything else."""
     values = value if isinstance(value, list) else [value]
-    return values if all(isinstance(each, str) and each for each in values) else []
+    return values if all(isinstance(text, str) and text for text in values) else []

@@ -109,7 +109,7 @@ def _takes_config(model_class: Any, config: Any) -> bool:
 
 def _language_classes(config: Any) -> list[Any]:
     """Return the classes that transformers builds for a configuration: some families have those of another one."""
-    return [each for name in _LANGUAGE_AUTO_CLASSES if (each := auto_model_class(name, config))]
+    return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
 
 
 def _wrong_architecture(config: Any) -> str:
@@ -150,7 +150,7 @@ def pruned_base_class(config: Any) -> Any:
 def stock_class(model: Any) -> type:
     """Return the transformers class of a model, also of a `Pruned` one."""
     classes = type(model).__mro__
-    return next((each for each in classes if each.__module__.startswith("transformers.")), classes[0])
+    return next((kind for kind in classes if kind.__module__.startswith("transformers.")), classes[0])
 
 
 # --------------------------------------------------------------------------- weights

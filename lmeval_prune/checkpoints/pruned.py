@@ -157,10 +157,10 @@ def _write_model(folder: Path, model: Any) -> None:
     if base is not None or not classes:
         classes["AutoModel"] = base or stock
     config.architectures = [f"{PREFIX}{stock.__name__}"]
-    config.auto_map = {name: f"modeling_pruned.{PREFIX}{each.__name__}" for name, each in classes.items()}
+    config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
     _save(model, folder)
     code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
-    for name in dict.fromkeys(each.__name__ for each in classes.values()):
+    for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
         code += (
             f"\n\nfrom transformers import {name}  # noqa: E402\n\n\nclass {PREFIX}{name}(Pruned, {name}):\n    pass\n"
         )

@@ -37,12 +37,12 @@ def compare(
 
     from lmeval_prune.comparison.compare import compare as compare_runs
     from lmeval_prune.comparison.report import summary_table, write
-    from lmeval_prune.reporting.documents import one_line
+    from lmeval_prune.reporting.documents import printable
 
     comparison = compare_runs(runs, baseline, tasks, metric, by, allow_different, seed)
     _, notes, paths = write(comparison, Path(output), without_texts)
     print(summary_table(comparison))
     for note in notes:
-        print(f"note: {one_line(note)}")
+        print(f"note: {printable(note)}")
     print(*paths, sep="\n")
     return 0

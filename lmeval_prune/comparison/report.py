@@ -17,7 +17,7 @@ from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.distance.summary import cells as distance_cells
 from lmeval_prune.errors import InputError, did_you_mean, refuse_file
-from lmeval_prune.reporting.documents import one_line, render
+from lmeval_prune.reporting.documents import printable, render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
 
@@ -217,7 +217,7 @@ def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
     rows = {name: comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows}
     key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], COSTS[key].timed))
     label, front = COSTS[key].label, comparison.fronts[task].get(key, [])
-    canvas, axes = figure(8.2, 4.6, one_line(f"{comparison.title}: mean ({task}) against {label}"))
+    canvas, axes = figure(8.2, 4.6, printable(f"{comparison.title}: mean ({task}) against {label}"))
     marks, labels, scale = [], [], 100 if rows[comparison.baseline].unit == "points" else 1
     for name, row in rows.items():
         if costs[name].get(key) is None:
@@ -232,7 +232,7 @@ def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
             axes.plot([low, high], [y, y], **line)
         axes.plot([x], [y], "o", color=colour, ms=6, zorder=3 + is_labelled)
         marks += [(x, scale * row.low, x, scale * row.high), (x, y, x, y)]
-        labels += [(x, y, one_line(name))] if is_labelled else []
+        labels += [(x, y, printable(name))] if is_labelled else []
     if front:
         ordered = sorted((costs[name][key], scale * rows[name].mean) for name in front)
         axes.plot(*zip(*ordered, strict=True), "--", color=COLOURS[0], lw=1)

@@ -44,10 +44,12 @@ def distance(
     from lmeval_prune.models.arguments import Arguments
 
     check_writable(output)
-    arguments = [*({"heads": each} for each in heads), *({"mask": each} for each in mask)]
+    arguments = [*({"heads": names} for names in heads), *({"mask": names} for names in mask)]
     pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
     variants = {name: Arguments.of(own).interventions for name, own in pairs}
-    check_models(pretrained, settings, [each for several in variants.values() for each in several], checkpoint)
+    check_models(
+        pretrained, settings, [intervention for several in variants.values() for intervention in several], checkpoint
+    )
     lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
     texts = read_windows(lm, settings) if settings.text else ()
     requests = task_requests(lm, settings) if settings.task else {}

@@ -45,7 +45,10 @@ def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
     try:
         lm_eval.simple_evaluate(lm, predict_only=True, bootstrap_iters=0, **evaluation)
         # lm-eval repeats a request for each of its tries
-        return {kind: list({id(each): each for each in requests}.values()) for kind, requests in lm.recorded.items()}
+        return {
+            kind: list({id(request): request for request in requests}.values())
+            for kind, requests in lm.recorded.items()
+        }
     finally:
         lm.recorded = None
 
@@ -79,7 +82,7 @@ def check_models(
 def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
     """Refuse a model with another tokenizer than the dense model's."""
     if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
-        names = [str(each.loading["pretrained"]) for each in (other, dense)]
+        names = [str(checkpoint.loading["pretrained"]) for checkpoint in (other, dense)]
         raise InputError(f"{names[0]} has another tokenizer than {names[1]}; compare models with the same tokenizer")
 
 

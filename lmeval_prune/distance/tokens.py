@@ -96,7 +96,7 @@ def token_distances(
 
         return logits
 
-    others = {name: under(each) for name, each in variants.items() if name not in masks}
+    others = {name: under(interventions) for name, interventions in variants.items() if name not in masks}
     for name, number, distances in pass_distances(dense, others, texts) if others else ():
         results[name][number] = distances
     return {name: results[name] for name in variants}
@@ -104,7 +104,11 @@ def token_distances(
 
 def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMask]:
     """Return the variants that are a head mask alone."""
-    return {name: each[0] for name, each in variants.items() if len(each) == 1 and isinstance(each[0], HeadMask)}
+    return {
+        name: interventions[0]
+        for name, interventions in variants.items()
+        if len(interventions) == 1 and isinstance(interventions[0], HeadMask)
+    }
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import is_given
+from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.questions import TrainingQuestions
 
@@ -44,7 +44,7 @@ class AthenaHost(Host):
         super().__init__(options)
         self.about = checkpoint.describe(options.pretrained)
         for name in LANGUAGE_OPTIONS:
-            if is_given(options, name):
+            if differs_from_default(options, name):
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
         self.settings = checkpoint.read_settings(options.pretrained)
 

@@ -110,7 +110,7 @@ def read_corpus(
         prompt, text = _fields(rows, index, options)
         rendered = as_prompt(prompt) if options.corpus_prompt else ""
         counts["documents"] += 1
-        if search.found_in(text, prompt) or search.is_prompt(rendered):
+        if search.matches(text, prompt) or search.is_prompt(rendered):
             counts["with_test_questions"] += 1
         elif options.corpus_answers == "teacher":
             ids = encode(tokenizer, rendered)
@@ -200,7 +200,7 @@ class QuestionSearch:
         """Return whether a text is a question or prompt of the test, whatever its case and spaces."""
         return _words(text) in self.prompts
 
-    def found_in(self, text: str, prompt: str = "") -> bool:
+    def matches(self, text: str, prompt: str = "") -> bool:
         """Return whether prompt and text have 13 consecutive words of a question, or all of a shorter one's.
 
         Of questions with fewer than 8 words: whether the prompt is one.

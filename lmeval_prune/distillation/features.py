@@ -31,8 +31,8 @@ class Features:
         if options.feature:
             self.inputs = {"output_attentions": True}
             self.heads = [layers.heads[layer.label] for layer in student.attention]
-            places = {layer.label: place for place, layer in enumerate(teacher.attention)}
-            self.places = [places[layers.layers[layer.label]] for layer in student.attention]
+            numbers = {layer.label: number for number, layer in enumerate(teacher.attention)}
+            self.teacher_numbers = [numbers[layers.layers[layer.label]] for layer in student.attention]
             turn_off_map_dropout(student)
         if options.hidden:
             self.pairs = checked_layers(options.layer_map or layers.layers, student, teacher)
@@ -53,7 +53,7 @@ class Features:
         terms: dict[str, Tensor] = {}
         if self.options.feature:
             check_maps(outputs.attentions, self.student.model_type, [layer.heads for layer in self.student.attention])
-            expected = [target.attentions[place] for place in self.places]
+            expected = [target.attentions[number] for number in self.teacher_numbers]
             terms["feature"] = attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
         if self.options.hidden:
             expected, actual = (

@@ -49,7 +49,7 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
-from lmeval_prune.settings import is_given
+from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks import tries
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
@@ -199,8 +199,8 @@ class LanguageHost(Host):
                 f"{_left_out(len(drawn) - len(answered), len(answered) - len(problems), max_length)}; raise "
                 f"{'limit or validation' if max_length == self.positions else 'limit, validation or max_length'}"
             )
-        asked = [[text for text in part if isinstance(text, Problem)] for part in (train, validation)]
-        keys = (question_keys(problem.question.document for problem in part) for part in asked)
+        learned, held_out = ([text for text in part if isinstance(text, Problem)] for part in (train, validation))
+        keys = (question_keys(problem.question.document for problem in part) for part in (learned, held_out))
         questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test_name)
         note = {
             "train": len(train),
@@ -214,7 +214,7 @@ class LanguageHost(Host):
             **questions.to_artefact(),
         }
         lengths = [len(text.ids) for text in train]
-        return TrainingExamples(train, validation, lengths, note, problems=asked[1], questions=asked[0])
+        return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=learned)
 
     def _corpus(self, test: Sequence[Mapping[str, Any]]) -> Corpus:
         """Return the texts of the corpus without test questions; empty without a corpus."""
@@ -355,7 +355,7 @@ class LanguageHost(Host):
         }
         for option in filter(reads.get, reads):
             length = getattr(options, option)
-            if length > positions and is_given(options, option):
+            if length > positions and differs_from_default(options, option):
                 raise InputError(f"{option}={length}: {name} has {positions} positions; give at most {positions}")
             if length > positions:
                 logger.warning("%s: %d instead of %d, since %s has no more positions", option, positions, length, name)
@@ -430,7 +430,7 @@ class LanguageHost(Host):
             answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(CORPUS_PARTS[part], ())]
             return [
                 *(Text(text["ids"], text["start"]) for text in answered),
-                *(each for each in texts if not isinstance(each, replaced)),
+                *(text for text in texts if not isinstance(text, replaced)),
             ]
 
         train, validation = learned("train", examples.train), learned("validation", examples.validation)

@@ -308,7 +308,7 @@ class DistillOptions(Settings):
 
     def pruning(self) -> PruneOptions:
         """Return the pruner's options; each stage is one step of its schedule."""
-        names = {each.name for each in fields(PruneOptions)} & {each.name for each in fields(self)}
+        names = {option.name for option in fields(PruneOptions)} & {option.name for option in fields(self)}
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.budget == "heads" and self.unit == "head":
             shared["unit"] = None  # it is the default, also where no heads are removed

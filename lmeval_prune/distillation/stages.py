@@ -146,7 +146,7 @@ def stage_pruning(
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
     once: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
     if pruning.budget != "heads":
-        before, left = (_counted(each, pruning, allocation) for each in (unpruned, model_map))
+        before, left = _counted(unpruned, pruning, allocation), _counted(model_map, pruning, allocation)
         due = pruning.shares(stage)[0] * before - (before - left)
         return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **once)
     head_share, channel_share = pruning.shares(stage)

@@ -41,7 +41,7 @@ def _check_hidden_states(host: Host, student: ModelMap, teacher: ModelMap, is_re
             f"hidden compares layers, and the teacher {name} has others than {options.pretrained}; name them in "
             f"layer_map, e.g. L0=L0,L5=L11, or give --hidden false"
         )
-    widths = [getattr(text_config(each.model), "hidden_size", None) for each in (student, teacher)]
+    widths = [getattr(text_config(model_map.model), "hidden_size", None) for model_map in (student, teacher)]
     if widths[0] != widths[1]:
         raise InputError(
             f"hidden compares hidden states, and those of the teacher {name} are {widths[1]} wide, not {widths[0]}; "

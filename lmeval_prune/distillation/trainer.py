@@ -173,7 +173,7 @@ class DistillTrainer(ResumableTrainer):
                 cast_linear_weights(teacher, self.args.device.type)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
             if options.uses_attention_maps or options.uses_hidden_states:
-                maps = (map_model(host.backbone(each)) for each in (model, teacher))
+                maps = (map_model(host.backbone(network)) for network in (model, teacher))
                 self.features = Features(options, layers, *maps)
 
     def run(self) -> dict[str, Any]:
@@ -353,7 +353,7 @@ UNSUITABLE_ARGUMENTS = {
     *("auto_find_batch_size", "average_tokens_across_devices", "data_seed", "use_liger_kernel"),
     "resume_from_checkpoint",
     # they upload the states of an unfinished training, and their values, a token too, would stand in the results
-    *(each.name for each in fields(TrainingArguments) if each.name.startswith(("hub_", "push_to_hub"))),
+    *(field.name for field in fields(TrainingArguments) if field.name.startswith(("hub_", "push_to_hub"))),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.cards.card import Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.card import Card, code, command_section, quoted, table
 from lmeval_prune.cards.checkpoint import (
     INHERITED,
     UNTRAINED,
@@ -51,7 +51,7 @@ def adapter_card(export: Any, name: str, heads: Mapping[str, Sequence[int]]) -> 
         f"A LoRA adapter that prunes {count} attention head{'s' * (count > 1)} of {origin.text}.",
         {
             "What is pruned": f"{table(rows, 'layer')}\n\nLayers and heads are counted from zero. Rank {export.rank}.",
-            "How it was made": how_it_was_made(
+            "How it was made": command_section(
                 "For the output projection W of a layer and the rows A of the identity that select the inputs of the "
                 "pruned heads, the update is B·A with B = −W·Aᵀ. It was computed, not trained."
             ),
@@ -105,8 +105,8 @@ def gguf_card(
     `is_trained`: whether the model was trained after the last stage.
     """
     name, is_pruned = Path(path).name, bool(manifest["stages"])
-    made = f"Architecture `{architecture}`, matrices in {dtype}, not quantised."
-    made += f"\n\n{plans(manifest, MANIFEST_KEY)}" if is_pruned else ""
+    text = f"Architecture `{architecture}`, matrices in {dtype}, not quantised."
+    text += f"\n\n{plans(manifest, MANIFEST_KEY)}" if is_pruned else ""
     return Card(
         Path(path).stem,
         origin,
@@ -116,7 +116,7 @@ def gguf_card(
         f"{origin.text}{without(manifest)}{', trained further' if is_trained else ''}, for llama.cpp.",
         {
             "What was removed": what_was_removed(manifest, manifest["notes"]) if is_pruned else "Nothing.",
-            "How it was made": how_it_was_made(made),
+            "How it was made": command_section(text),
             "How to load it": code("bash", f"llama-server -m {shlex.quote(name)}"),
             "Limits": f"{UNTRAINED} {INHERITED}" if is_pruned and not is_trained else INHERITED,
         },

@@ -197,8 +197,8 @@ def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: 
             heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
     layers = gguf_layers(model_map)
     gguf_name_of = tensor_names(architecture, len(layers))
-    for each in layers:
-        for name, tensor in each.fillers(model_map):
+    for gguf_layer in layers:
+        for name, tensor in gguf_layer.fillers(model_map):
             file.add(name, tensor, dtype if tensor.dim() > 1 else torch.float32)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():

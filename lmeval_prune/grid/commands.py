@@ -106,7 +106,7 @@ def compare(
     from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder
     from lmeval_prune.grid.report import check_trackers, log_to_trackers, write, write_lm_eval
-    from lmeval_prune.reporting.documents import one_line
+    from lmeval_prune.reporting.documents import printable
 
     arguments = {"wandb": wandb_args, "trackio": trackio_args}
     trackers = {name: settings for name, settings in arguments.items() if settings is not None}
@@ -117,7 +117,7 @@ def compare(
         paths.append(write_lm_eval(folder, lm_eval))
     print(table)
     for note in notes:
-        print(f"note: {one_line(note)}")
+        print(f"note: {printable(note)}")
     print(*paths, sep="\n")
     log_to_trackers(folder, trackers)
     return 0

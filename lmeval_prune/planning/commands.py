@@ -354,7 +354,7 @@ def _method_of(
 
     stored_method = provenance["method"]
     stored = {
-        each.name: provenance[each.name] for each in fields(PRUNERS.load(stored_method)) if each.name in provenance
+        field.name: provenance[field.name] for field in fields(PRUNERS.load(stored_method)) if field.name in provenance
     }
     pruner = make_pruner(stored_method, stored)
     changed = [key for key in ("class", "version") if pruner.identity.get(key) != provenance.get(key)]

@@ -122,7 +122,9 @@ class Answerer:
             )
         lm.fixed_seed = self.sampling.seed
         try:
-            requests = [request for one in questions for request in [self._request(one)] * self.sampling.samples]
+            requests = [
+                request for question in questions for request in [self._request(question)] * self.sampling.samples
+            ]
             texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
             records = lm.answering.stored("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
@@ -171,7 +173,7 @@ class Answerer:
     ) -> list[list[bool]]:
         """Return whether each answer is right, by the task's own filter and metric; `metric` as in `choose_metric`."""
         name, _ = tries.choose_metric(self.task, metric)
-        documents = [one.document for one, several in zip(questions, answers, strict=True) for _ in several]
+        documents = [question.document for question, several in zip(questions, answers, strict=True) for _ in several]
         texts = [answer.text for several in answers for answer in several]
         rights = iter(tries.outcomes(self.task, name, documents, texts))
         return [[next(rights) for _ in several] for several in answers]

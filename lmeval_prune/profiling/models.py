@@ -15,7 +15,7 @@ from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.profiling.costs import SAME_BLOCKS, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Answerers, Workload, check_length, measure, peak_memory
 from lmeval_prune.profiling.table import draw_bars, table
-from lmeval_prune.reporting.documents import one_line
+from lmeval_prune.reporting.documents import printable
 
 
 def measure_models(
@@ -71,7 +71,7 @@ def write(
 ) -> None:
     """Write and print the measured values; `distances` are further lines of the table, by model."""
     notes = differences(rows)
-    text = "\n".join([table(rows, distances), *(f"note: {one_line(note)}" for note in notes)])
+    text = "\n".join([table(rows, distances), *(f"note: {printable(note)}" for note in notes)])
     origin = {"created_by": CREATED_BY, **settings, "dtype": "as in each checkpoint", "notes": notes}
     write_text(folder / "profile.json", json.dumps({**origin, "models": rows}, indent=1) + "\n")
     write_text(folder / "profile.md", text)

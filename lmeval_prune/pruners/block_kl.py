@@ -61,7 +61,7 @@ class BlockKl(DepthPruner):
             if all(sums.has(number, part.key) for part in parts):
                 continue
             arguments = {**inputs, "use_cache": False}
-            with torch.no_grad(), _reading(model.get_output_embeddings(), tokens):
+            with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), tokens):
                 dense = _log_probabilities(model(**arguments).logits, tokens)
                 shares = dense.exp()
                 with before.applied_to(model, model_map):
@@ -79,8 +79,8 @@ class BlockKl(DepthPruner):
 
 
 @contextmanager
-def _reading(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
-    """Let an output head read only some tokens inside the block: the model's logits are (1, tokens, vocabulary).
+def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
+    """Gather some tokens before the output head inside the block: the model's logits are (1, tokens, vocabulary).
 
     Args:
         head: the output head; None for a model that computes logits without a module.

@@ -435,23 +435,23 @@ def check_methods(
             check_layerwise(model_map, name)
         if not has_text:
             raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
-    if not _removes_a_unit(pruners, model_map, options):
+    if options.allocation == COMPOSITION:  # removes any share
+        return
+    count = _most_removed(pruners, model_map, options)
+    if not count:
         raise _nothing_removed(pruners, model_map, options)
-    if options.steps > 1 and options.allocation != COMPOSITION:
-        *_, removed = smallest_removal(model_map, options, pruners)
-        if (units := sum(map(len, removed.values()))) < options.steps:
-            parts = " or ".join(options.kinds).replace("_", "-")
-            raise InputError(
-                f"steps={options.steps}: the ratio removes at most {units} {parts}, and each step at least one; give "
-                f"--steps {units} or fewer"
-            )
+    if count < options.steps:
+        parts = " or ".join(options.kinds).replace("_", "-")
+        raise InputError(
+            f"steps={options.steps}: the ratio removes at most {count} {parts}, and each step at least one; give "
+            f"--steps {count} or fewer"
+        )
 
 
-def _removes_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:
-    """Return whether the shares amount to at least one unit with some scores; a composition removes any share."""
-    if options.allocation == COMPOSITION:
-        return True
-    return any(next(smallest_removal(model_map, replace(options, steps=1, p_min=0.0, growth=1.0), pruners)).values())
+def _most_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
+    """Return how many heads, channels, layers and blocks all steps remove with the scores that let most of them go."""
+    *_, removed = smallest_removal(model_map, options, pruners)
+    return sum(map(len, removed.values()))
 
 
 def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:
@@ -460,7 +460,7 @@ def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options
     def helps(**changes: Any) -> bool:
         try:
             changed = resolve_options(replace(options, **changes), pruners[HEADS], model_map, pruners[CHANNELS])
-            return _removes_a_unit(pruners, model_map, changed)
+            return changed.allocation == COMPOSITION or _most_removed(pruners, model_map, changed) > 0
         except InputError:
             return False
 

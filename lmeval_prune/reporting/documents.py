@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 _MARKDOWN = re.compile(r"[\\`*\[\]|]|(?<!\w)_|_(?!\w)")
 
 
-def one_line(text: Any) -> str:
+def printable(text: Any) -> str:
     """Return a text for a terminal or a figure, with spaces for line breaks and control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
@@ -21,7 +21,7 @@ def escape_markdown(text: Any) -> Markup:
     """Escape a text for Markdown with embedded HTML, in one line; `Markup` is returned unchanged."""
     if isinstance(text, Markup):
         return text
-    escaped = one_line(text).replace("&", "&amp;").replace(">", "&gt;").replace("~", "&#126;")
+    escaped = printable(text).replace("&", "&amp;").replace(">", "&gt;").replace("~", "&#126;")
     escaped = re.sub(r"<(?!\d)", "&lt;", escaped)  # no tag begins with a digit
     return Markup(_MARKDOWN.sub(r"\\\g<0>", escaped))
 
@@ -33,7 +33,7 @@ def backticks(text: str, least: int = 1) -> str:
 
 def inline_code(text: Any) -> str:
     """Return a text as code within a line of Markdown."""
-    shown = one_line(text)
+    shown = printable(text)
     fence = backticks(shown)
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"{fence}{shown}{fence}"
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmeval_prune.cards.card import LIBRARY, Card, code, how_it_was_made, quoted, table
+from lmeval_prune.cards.card import LIBRARY, Card, code, command_section, quoted, table
 from lmeval_prune.cards.command import without_folders
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.embedded import MODELS
@@ -48,7 +48,7 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
         f"A router for {origin.text}: for each question it orders {len(pool)} variants of the model, most of them with "
         f"one attention head pruned, so that each of N tries is answered by another variant.",
         {
-            "How it was made": how_it_was_made(how),
+            "How it was made": command_section(how),
             "How to use it": _how_to_use(name, encoder),
             "Results": _results(about),
             "Limits": LIMITS,

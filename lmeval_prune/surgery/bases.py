@@ -154,7 +154,9 @@ def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base
     if smaller_built is None or not _has_same_modules(built, smaller_built, renamed):
         return None
     base = Base(smaller, smaller_built, {}, renamed)
-    return Base(smaller, smaller_built, {base.name(n): each for n, each in kept.depth.absent.items()}, renamed)
+    return Base(
+        smaller, smaller_built, {base.name(name): arguments for name, arguments in kept.depth.absent.items()}, renamed
+    )
 
 
 def settings_of_layers(config: Any, depth: int, staying: list[int]) -> dict[str, Any]:
@@ -228,13 +230,13 @@ def _with_cache_numbers(base: Base, kept: Kept) -> Base:
         if types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
             types[0] = types[_number(staying_layers[0])]
             text.layer_types = types
-        places = sorted(map(_number, layers))
+        free = sorted(map(_number, layers))
         for layer in staying_layers:
-            place = next(place for place in places if types[place] == types[_number(layer)])
-            places.remove(place)
+            number = next(number for number in free if types[number] == types[_number(layer)])
+            free.remove(number)
             for module, attribute in _layer_numbers(layer).items():
-                if getattr(module, attribute) != place:
-                    numbers[names[module]] = {attribute: place}
+                if getattr(module, attribute) != number:
+                    numbers[names[module]] = {attribute: number}
     return Base(config, base.built, base.absent, base.renamed_layers, numbers)
 
 

@@ -54,8 +54,8 @@ def measure_costs(
         layers=layers,
         rounds=work.rounds,
     )
-    place: Any = environment(device, threads)
-    table = CostTable(block_shapes(model_map), measured, place, _earlier_times(path, plans))
+    machine: Any = environment(device, threads)
+    table = CostTable(block_shapes(model_map), measured, machine, _earlier_times(path, plans))
     _check_same(path, table)
     parent = _small_model(skeleton, layers + 1, device)
     for number in range(work.rounds):

@@ -59,16 +59,16 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
     earlier = {name: _arguments(module) for module, name in names.items() if is_absent(module)}
     if not removed:
         return Depth(earlier)
-    affected = list(dict.fromkeys(each.layer for each in removed))
-    kept = [each for each in model_map.sublayers if each not in removed]
+    affected = list(dict.fromkeys(sublayer.layer for sublayer in removed))
+    kept = [sublayer for sublayer in model_map.sublayers if sublayer not in removed]
     norms = [module for layer in affected for module in _norms(model_map.model.get_submodule(layer), kept)]
-    parts = {module: role for each in removed for module, role in _modules_of(each)}
+    parts = {module: role for sublayer in removed for module, role in _modules_of(sublayer)}
     traced = [*parts, *norms, *(model_map.model.get_submodule(layer) for layer in affected)]
     calls, logits, dead = _trace(model_map, plan, traced, norms)
     layers, absent = {}, dict(earlier)
     for layer in affected:
         call = calls[model_map.model.get_submodule(layer)]
-        if not any(each.layer == layer for each in kept) and call.returns_input and call.outputs:
+        if not any(sublayer.layer == layer for sublayer in kept) and call.returns_input and call.outputs:
             layers[layer] = call.outputs
     for module, role in (parts | dict.fromkeys(dead, _PASSES)).items():
         call, name = calls[module], names[module]
@@ -79,7 +79,7 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
                 f"evaluate the plan by plan=FILE"
             )
         absent[name] = outputs or []
-    absent = {name: each for name, each in absent.items() if not is_inside(name, [*layers, *absent])}
+    absent = {name: arguments for name, arguments in absent.items() if not is_inside(name, [*layers, *absent])}
     return Depth(absent, layers, [*map(str, removed)], logits)
 
 
@@ -115,7 +115,7 @@ def _modules_of(sublayer: Sublayer) -> Iterator[tuple[nn.Module, str]]:
 
 def _norms(layer: nn.Module, kept: Sequence[Sublayer]) -> list[nn.Module]:
     """Return modules of a layer with vectors as parameters, outside of the blocks that stay."""
-    inside = {part for each in kept if each.module is not layer for part in each.module.modules()}
+    inside = {part for sublayer in kept if sublayer.module is not layer for part in sublayer.module.modules()}
     modules = [module for module in layer.modules() if module not in inside and not any(module.children())]
     return [
         module

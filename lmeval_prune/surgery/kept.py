@@ -96,8 +96,10 @@ class Kept:
             return cls._zeroed(model_map, plan, pruned_heads, pruned_channels)
         removed = list(plan.sublayers(model_map))
         emptied = [*_emptied(model_map, plan, pruned_heads, pruned_channels)]
-        removed += [each for each in emptied if not _is_last_attention(each, model_map, [*removed, *emptied])]
-        gone = {each.output for each in removed}
+        removed += [
+            sublayer for sublayer in emptied if not _is_last_attention(sublayer, model_map, [*removed, *emptied])
+        ]
+        gone = {sublayer.output for sublayer in removed}
         heads = [
             KeptHeads.of(layer, pruned_heads.get(layer.label, []))
             for layer in model_map.attention
@@ -135,7 +137,9 @@ class Kept:
         ]
         channels = {label: [*range(width)] for label, width in model_map.channels().items()}
         zeroed = {label: pruned_channels.get(label, set()) for label in channels}
-        return cls(model_map, heads, channels, zeroed, [each.output for each in removed], depth_of(model_map, plan, []))
+        return cls(
+            model_map, heads, channels, zeroed, [sublayer.output for sublayer in removed], depth_of(model_map, plan, [])
+        )
 
     def layers_differ(self) -> bool:
         """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
@@ -164,9 +168,9 @@ def _emptied(
 
 def _is_last_attention(sublayer: Sublayer, model_map: ModelMap, removed: Sequence[Sublayer]) -> bool:
     """Return whether a stack would have no attention left; a head without an effect stays then."""
-    place = (sublayer.stack, ATTENTION)
-    return place == (sublayer.stack, sublayer.kind) and not any(
-        (each.stack, each.kind) == place and each not in removed for each in model_map.sublayers
+    return sublayer.kind == ATTENTION and not any(
+        (other.stack, other.kind) == (sublayer.stack, ATTENTION) and other not in removed
+        for other in model_map.sublayers
     )
 
 

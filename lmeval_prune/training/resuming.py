@@ -51,8 +51,8 @@ def result_settings(options: Any) -> dict[str, Any]:
 
 def default_settings(options: Any) -> dict[str, Any]:
     """Return the defaults of a class of options as JSON; a folder of an earlier version lacks options with them."""
-    defaults = {each.name: each.default for each in fields(options) if each.default is not MISSING}
-    factories = {each.name: each.default_factory for each in fields(options) if each.default_factory is not MISSING}
+    defaults = {field.name: field.default for field in fields(options) if field.default is not MISSING}
+    factories = {field.name: field.default_factory for field in fields(options) if field.default_factory is not MISSING}
     plain: dict[str, Any] = json.loads(json.dumps({**defaults, **{name: make() for name, make in factories.items()}}))
     return plain
 

@@ -147,8 +147,8 @@ def input_device(model: nn.Module) -> torch.device:
     device = next(model.parameters()).device
     if device.type == "meta":
         hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
-        places = (getattr(each, "execution_device", None) for hook in hooks for each in getattr(hook, "hooks", [hook]))
-        device = torch.device(next((place for place in places if place is not None), device))
+        devices = (getattr(part, "execution_device", None) for hook in hooks for part in getattr(hook, "hooks", [hook]))
+        device = torch.device(next((known for known in devices if known is not None), device))
     return device
 
 

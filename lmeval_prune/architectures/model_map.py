@@ -64,7 +64,7 @@ class ModelMap:
     @cached_property
     def layers(self) -> dict[str, Any]:
         """Modules of the layers that hold a block, by label, in order; attention may be cut out of some."""
-        return {each.label: self.model.get_submodule(each.layer) for each in self.sublayers}
+        return {sublayer.label: self.model.get_submodule(sublayer.layer) for sublayer in self.sublayers}
 
     @cached_property
     def why_no_depth(self) -> str:

@@ -130,11 +130,11 @@ def _layer_configs(layer_configs: dict[str, Any], sizes: dict[str, int], layers:
 def _shrunk(name: str, value: Any, depth: int, layers: int) -> Any:
     """Return a setting for a model with few layers, experts and tokens."""
     if isinstance(value, list) and len(value) == depth:
-        return [_SIZES.get(name, each) for each in value[:layers]]
+        return [_SIZES.get(name, setting) for setting in value[:layers]]
     if isinstance(value, dict) and str(value.get("rope_type")) in ("longrope", "su"):  # factors for each frequency
         return {"rope_type": "default", "rope_theta": value["rope_theta"]}
     if isinstance(value, dict):
-        return {key: _shrunk(key, each, depth, layers) for key, each in value.items()}
+        return {key: _shrunk(key, setting, depth, layers) for key, setting in value.items()}
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     return min(value, next((limit for pattern, limit in _LIMITS.items() if re.search(pattern, name)), value))
@@ -146,7 +146,7 @@ def _text_class(model: Any) -> tuple[Any, Any]:
     config = model.config.get_text_config()
     classes = type(model if config is model.config else model.get_decoder()).__mro__
     is_cut = hasattr(config, "pruned_modules")
-    return next(each for each in classes if not is_cut or each.__module__.startswith("transformers.")), config
+    return next(kind for kind in classes if not is_cut or kind.__module__.startswith("transformers.")), config
 
 
 def _built(model_class: Any, config: Any) -> Any:
@@ -191,7 +191,7 @@ def refute_depth(model: Any, read: Callable[[Any], Iterable[Sublayer]], layers: 
         sublayers = list(read(tiny))
         for sublayer in sublayers:
             sublayer.output.register_forward_hook(zero)
-        for name in {each.layer for each in sublayers}:
+        for name in {sublayer.layer for sublayer in sublayers}:
             tiny.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
         with torch.no_grad():
             tiny(torch.arange(3, 10)[None], use_cache=False)
@@ -229,7 +229,7 @@ _Numbered = tuple[str, int, Rows]  # part, number of the head or channel, its ro
 
 def _numbered_rows(owner: AttentionLayer | FeedForward, numbers: Mapping[str, Iterable[int]]) -> list[_Numbered]:
     """Return the rows of some heads or channels, whose numbers are given by part."""
-    return [(part, number, owner.rows(part, number)) for part, each in numbers.items() for number in each]
+    return [(part, number, owner.rows(part, number)) for part, selected in numbers.items() for number in selected]
 
 
 def _refute_heads(layer: AttentionLayer, rows: Sequence[_Numbered], changed: Tensor) -> str:
@@ -261,7 +261,7 @@ def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[
     """
     import torch
 
-    every = [each for of_reader in rows.values() for _, _, each in of_reader]
+    every = [part_rows for of_reader in rows.values() for _, _, part_rows in of_reader]
     generator = torch.Generator().manual_seed(1)
     recorded: dict[nn.Module, Tensor] = {}
 
@@ -276,7 +276,7 @@ def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         recorded.setdefault(module, inputs[0].reshape(len(every) + 1, -1, inputs[0].shape[-1]))
 
-    handles = [module.register_forward_hook(add_noise) for module in {each.module for each in every}]
+    handles = [module.register_forward_hook(add_noise) for module in {part_rows.module for part_rows in every}]
     handles += [module.register_forward_pre_hook(record) for module in rows]
     tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(every) + 1, 1)
     try:

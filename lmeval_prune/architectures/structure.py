@@ -119,7 +119,7 @@ def _fit(model: nn.Module, name: str, family: Family, attention: Sequence[Attent
     """Add to an entry the feed-forward names that the model has, and why its heads cannot be cut."""
     reason = next(filter(None, map(_why_uncuttable, attention)), "")
     family = replace(family, uncuttable=family.uncuttable or reason)
-    for names in dict.fromkeys([family.feed_forward, *(each.feed_forward for each in FAMILIES.values())]):
+    for names in dict.fromkeys([family.feed_forward, *(entry.feed_forward for entry in FAMILIES.values())]):
         _, blocks = read_blocks(model, replace(family, feed_forward=names))
         if blocks and all(map(_has_channels, blocks)):
             return Fit(name, replace(family, feed_forward=names), attention, blocks)
@@ -160,7 +160,12 @@ def _why_uncuttable(layer: AttentionLayer) -> str:
     query, key, value = (projection_in(module, name) for name in (family.query, family.key, family.value))
     if key is value and not family.fused and not family.key_value_pairs:
         return "its keys are its values, too"
-    known = {part for each in (layer.o_proj, query, key, value) if each is not None for part in each.modules()}
+    known = {
+        part
+        for projection in (layer.o_proj, query, key, value)
+        if projection is not None
+        for part in projection.modules()
+    }
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         if owner not in known and not _is_cuttable(layer, name, parameter):
@@ -173,10 +178,10 @@ def _is_cuttable(layer: AttentionLayer, name: str, parameter: nn.Parameter) -> b
     family, path = layer.family, name.rpartition(".")[0]
     is_latent = family.key_value_pairs and path.split(".")[0] in _LATENT
     is_after_projection = path.startswith(f"{family.output.rpartition('.')[0]}.")
-    is_norm_of_each_head = path != "" and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
+    is_head_norm = path != "" and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
     is_scalar = parameter.numel() <= 1
     is_named = name in dict(family.head_parameters)
-    return is_latent or is_after_projection or is_norm_of_each_head or is_scalar or is_named
+    return is_latent or is_after_projection or is_head_norm or is_scalar or is_named
 
 
 def _has_channels(block: FeedForward) -> bool:

@@ -64,8 +64,8 @@ def _normalised(name: str) -> str:
 
 def named_sublayers(names: Iterable[str], model_map: ModelMap) -> list[Sublayer]:
     """Return the blocks of a model with these names, in order, without duplicates."""
-    chosen = {str(each) for name in names for each in _expanded(name, model_map)}
-    return [each for each in model_map.sublayers if str(each) in chosen]
+    chosen = {str(sublayer) for name in names for sublayer in _expanded(name, model_map)}
+    return [sublayer for sublayer in model_map.sublayers if str(sublayer) in chosen]
 
 
 def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
@@ -73,22 +73,22 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
     match = _NAME.fullmatch(name)
     assert match
     stack, kind = match["stack"] or "", match["kind"]
-    in_stack = [each for each in model_map.sublayers if each.stack == stack]
+    in_stack = [sublayer for sublayer in model_map.sublayers if sublayer.stack == stack]
     if not in_stack:
         stacks = ", ".join(model_map.stacks) if model_map.stacks != ("",) else "a single one, without a name"
         raise InputError(f"block {name}: this model's stacks are {stacks}")
     first, last = range_bounds(match["layers"])
-    numbers = [each.index for each in in_stack]
+    numbers = [sublayer.index for sublayer in in_stack]
     selected = []
     for index in range(first, last + 1):
-        of_layer = [each for each in in_stack if each.index == index]
+        of_layer = [sublayer for sublayer in in_stack if sublayer.index == index]
         if not of_layer:
             raise InputError(f"block {name}: the layers are {min(numbers)} to {max(numbers)}, counted from zero")
         if kind is None:
-            of_layer = [each for each in model_map.sublayers if each.layer == of_layer[0].layer]
+            of_layer = [sublayer for sublayer in model_map.sublayers if sublayer.layer == of_layer[0].layer]
             _check_whole(name, of_layer, model_map)
-        selected += [each for each in of_layer if kind in (None, each.kind)]
-        if kind and not any(each.kind == kind for each in of_layer):
+        selected += [sublayer for sublayer in of_layer if kind in (None, sublayer.kind)]
+        if kind and not any(sublayer.kind == kind for sublayer in of_layer):
             raise InputError(f"block {name}: layer {of_layer[0].label} has no {kind} block that is known")
     return selected
 
@@ -96,6 +96,6 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
 def _check_whole(name: str, blocks: Sequence[Sublayer], model_map: ModelMap) -> None:
     """Refuse a layer of which only the attention is known, unless its feed-forward block was removed earlier."""
     layer = model_map.model.get_submodule(blocks[0].layer)
-    if any(each.kind == FEED_FORWARD for each in blocks) or has_absent(layer):
+    if any(sublayer.kind == FEED_FORWARD for sublayer in blocks) or has_absent(layer):
         return
     raise InputError(f"block {name}: nothing is known of the feed-forward block of layer {blocks[0].label}")

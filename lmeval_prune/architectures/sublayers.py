@@ -39,8 +39,8 @@ def read_sublayers(
     own_path = family.feed_forward.block if family.feed_forward else ""
     paths = "|".join(filter(None, (own_path, _EXPERTS)))
     for layer in layers_in(model, family):
-        own = [each for each in attention if each.name.startswith(f"{layer.name}.")]
-        blocks: list[tuple[Block, str, nn.Module, Any]] = [(each, ATTENTION, each.o_proj, each) for each in own]
+        own = [block for block in attention if block.name.startswith(f"{layer.name}.")]
+        blocks: list[tuple[Block, str, nn.Module, Any]] = [(block, ATTENTION, block.o_proj, block) for block in own]
         if block := dense.get((layer.stack, layer.index)):
             blocks.append((block, FEED_FORWARD, block.down, block))
         elif own or has_absent(layer.module):

@@ -125,8 +125,8 @@ def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
 def _named(name: str, run: Run) -> list[str]:
     """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
     known = [*run.groups, *run.tasks]
-    names = [name] if name in known else [each for each in known if each.endswith(f"::{name}")] or [name]
-    return [task for each in names for task in _leaves(each, run.groups)]
+    names = [name] if name in known else [full_name for full_name in known if full_name.endswith(f"::{name}")] or [name]
+    return [task for full_name in names for task in _leaves(full_name, run.groups)]
 
 
 def _evaluations(
@@ -165,7 +165,7 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
                 f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
             )
         notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
-    common = set.intersection(*({*questions_of(each.outcomes)} for each in evaluations.values()))
+    common = set.intersection(*({*questions_of(evaluation.outcomes)} for evaluation in evaluations.values()))
     if not common:
         raise InputError(f"{first_few(evaluations)} have no question of {task} in common; leave it out with --tasks")
     for name, own in evaluations.items():
@@ -178,17 +178,18 @@ def _differences(base: Evaluation, own: Evaluation) -> dict[Kind, str]:
     """Describe what differs between two runs of a task, by kind."""
     differences: dict[Kind, str] = {}
     first, second = (
-        dict(zip(questions_of(each.outcomes), each.outcomes["prompt"], strict=True)) for each in (base, own)
+        dict(zip(questions_of(evaluation.outcomes), evaluation.outcomes["prompt"], strict=True))
+        for evaluation in (base, own)
     )
     shared = first.keys() & second.keys()
     if not len(shared) == len(first) == len(second):
         differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
-    is_one_version = base.settings.lm_eval == own.settings.lm_eval
+    has_same_version = base.settings.lm_eval == own.settings.lm_eval
     if other := sum(first[key] != second[key] for key in shared):
-        reasons = different(own.settings.prompt, base.settings.prompt, is_one_version)
+        reasons = different(own.settings.prompt, base.settings.prompt, has_same_version)
         text = f"{other} of {len(shared)}"
         differences["prompts"] = f"{text}; {first_few(reasons, most=4)}" if reasons else text
-    if reasons := different(own.settings.other, base.settings.other, is_one_version):
+    if reasons := different(own.settings.other, base.settings.other, has_same_version):
         differences["settings"] = first_few(reasons, most=4)
     return differences
 

@@ -35,12 +35,15 @@ def distances(base: Answers, own: Answers | None = None) -> dict[str, float | No
     pairs = [_pairs(answer["responses"], own[key]["responses"] if own else None) for key, answer in base.items()]
     if not pairs or not all(pairs):
         return {}
-    has_answers = any(first.answer or second.answer for each in pairs for first, second in each)
+    has_answers = any(first.answer or second.answer for question_pairs in pairs for first, second in question_pairs)
     divergences = [
-        [_divergence(first.log_likelihoods, second.log_likelihoods) for first, second in each] for each in pairs
+        [_divergence(first.log_likelihoods, second.log_likelihoods) for first, second in question_pairs]
+        for question_pairs in pairs
     ]
-    known = [float(np.mean(each)) for each in divergences if None not in each]  # type: ignore[arg-type]
-    same = [float(np.mean([first.answer == second.answer for first, second in each])) for each in pairs]
+    known = [float(np.mean(values)) for values in divergences if None not in values]  # type: ignore[arg-type]
+    same = [
+        float(np.mean([first.answer == second.answer for first, second in question_pairs])) for question_pairs in pairs
+    ]
     return {
         **(_mean("same_answers", same) if has_answers else {}),
         **(_mean("choice_kld", known) if len(known) == len(pairs) else {}),

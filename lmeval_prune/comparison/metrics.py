@@ -142,10 +142,12 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, 
         name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
         figure = figures.get(column)
         names = [name, *AGGREGATIONS] if isinstance(figure, int | float) else [name]
-        candidates = [AGGREGATIONS[each] for each in names if each in AGGREGATIONS]
-        fitting = [each for each in candidates if each.is_weighted == is_weighted]
+        candidates = [AGGREGATIONS[candidate] for candidate in names if candidate in AGGREGATIONS]
+        fitting = [aggregation for aggregation in candidates if aggregation.is_weighted == is_weighted]
         if isinstance(figure, int | float):
-            fitting = [each for each in fitting if _agrees(aggregate(each, values, weights), figure)]
+            fitting = [
+                aggregation for aggregation in fitting if _agrees(aggregate(aggregation, values, weights), figure)
+            ]
         if fitting:
             known[column] = fitting[0]
     return known

@@ -100,9 +100,11 @@ class ResultsFile:
             row.setdefault("metrics", [key for key in row if key not in _SAMPLE_KEYS])
             if isinstance(row["arguments"], dict):
                 row["arguments"] = list(row["arguments"].values())
-            row["arguments"] = [list(each.values()) if isinstance(each, dict) else each for each in row["arguments"]]
+            row["arguments"] = [
+                list(request.values()) if isinstance(request, dict) else request for request in row["arguments"]
+            ]
             if is_rolling:  # 0.5 puts an empty context before the text
-                row["arguments"] = [each[-1:] for each in row["arguments"]]
+                row["arguments"] = [request[-1:] for request in row["arguments"]]
             row.setdefault("doc_hash", _hash(row["doc"]))
             rows.append(row)
         self._check_count(task, rows)
@@ -126,7 +128,7 @@ def find_results(path: Path) -> list[ResultsFile]:
     """Return the results files with samples in a folder and those below it, or the results file that is named."""
     check_exists(path)
     paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.json") if file.is_file())
-    files = [ResultsFile(each) for each in paths if _is_results(each)]
+    files = [ResultsFile(file) for file in paths if _is_results(file)]
     if not files:
         if path.is_file():
             raise InputError(f"{path} is no results file of lm_eval; name a results_….json, or its folder")

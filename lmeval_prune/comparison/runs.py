@@ -95,10 +95,10 @@ class Run:
         files, own_name = self.files_of(task), self.own_names.get(task, task)
         settings = [settings_of(file, own_name) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
-            is_one_version = settings[0].lm_eval == other.lm_eval
-            reasons = different(settings[0].of_repeats, other.of_repeats, is_one_version)
+            has_same_version = settings[0].lm_eval == other.lm_eval
+            reasons = different(settings[0].of_repeats, other.of_repeats, has_same_version)
             # lm-eval leaves out what it could not find out
-            if reasons := reasons + different(model_of(files[0]), model_of(file), are_of_one_version=False):
+            if reasons := reasons + different(model_of(files[0]), model_of(file), has_same_version=False):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"
@@ -143,7 +143,8 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
 def _texts(arguments: list[Any]) -> list[Any]:
     """Return the prompts and choices of a sample, without the settings of generation."""
     return [
-        [part for part in each if not isinstance(part, dict)] if isinstance(each, list) else each for each in arguments
+        [part for part in request if not isinstance(part, dict)] if isinstance(request, list) else request
+        for request in arguments
     ]
 
 
@@ -169,7 +170,9 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     answers = first.answers.set_index(["task", "doc_id"])
     repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)
     answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
-    answers["responses"] = repeats["responses"].agg(lambda lists: [each for responses in lists for each in responses])
+    answers["responses"] = repeats["responses"].agg(
+        lambda lists: [response for responses in lists for response in responses]
+    )
     known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
     return Evaluation(merged, answers.reset_index(), known, first.settings, first.fields)
 

@@ -116,7 +116,7 @@ def _choices(row: dict[str, Any]) -> list[str]:
     arguments = row["arguments"][: len(log_likelihoods(row))]
     if len(arguments) < 2:
         return []
-    contexts, continuations = zip(*(map(str, each[:2]) for each in arguments), strict=True)
+    contexts, continuations = zip(*(map(str, request[:2]) for request in arguments), strict=True)
     if len(set(contexts)) == 1:
         return list(continuations)
     words = [re.findall(r"\s*\S+", context) for context in contexts]

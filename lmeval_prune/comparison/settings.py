@@ -42,9 +42,11 @@ def settings_of(file: ResultsFile, task: str) -> Settings:
     """Return the settings of a task in a results file."""
     results = file.results
     config = {name: _compact(value) for name, value in results["configs"][task].items() if name not in _IGNORED}
-    for each in config.get("filter_list") or []:
-        if each.get("metric_list") == config.get("metric_list"):  # 0.5 repeats the task's metrics in each filter
-            each.pop("metric_list", None)
+    for filter_config in config.get("filter_list") or []:
+        if filter_config.get("metric_list") == config.get(
+            "metric_list"
+        ):  # 0.5 repeats the task's metrics in each filter
+            filter_config.pop("metric_list", None)
     prompt = {
         "system_instruction": results.get("system_instruction"),
         "apply_chat_template": results.get("chat_template_sha") is not None,
@@ -65,13 +67,13 @@ def model_of(file: ResultsFile) -> dict[str, Any]:
     return _flat({**{name: file.config.get(name) for name in names}, "weights of the model": weights})
 
 
-def different(first: Mapping[str, Any], second: Mapping[str, Any], are_of_one_version: bool) -> list[str]:
+def different(first: Mapping[str, Any], second: Mapping[str, Any], has_same_version: bool) -> list[str]:
     """Return `NAME: VALUE and VALUE` of the settings that differ.
 
     Settings that only one of two versions of lm-eval writes are not compared.
     """
     names = [*first, *(name for name in second if name not in first)]
-    shared = names if are_of_one_version else [name for name in names if name in first and name in second]
+    shared = names if has_same_version else [name for name in names if name in first and name in second]
     return [
         f"{name}: {_shown(first.get(name, _MISSING))} and {_shown(second.get(name, _MISSING))}"
         for name in shared

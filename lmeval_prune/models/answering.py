@@ -153,7 +153,7 @@ class Answering:
 
     def _identity(self, added: Sequence[Intervention]) -> list[Any]:
         interventions = combined([*self._interventions, *added])
-        identities: list[Any] = [each.identity(self.lm.model_map) for each in interventions]
+        identities: list[Any] = [intervention.identity(self.lm.model_map) for intervention in interventions]
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
 
     def _refresh(self) -> None:
@@ -186,8 +186,8 @@ class Answering:
                 sampling_key = self._sampling_key(request, repeat)
             else:
                 arguments[1] = generation.without_sampling(arguments[1])
-        methods = [dict(each) if isinstance(each, dict) else each for each in identities]
-        versions = {each["method"]: each.pop("version") for each in methods if isinstance(each, dict)}
+        methods = [dict(identity) if isinstance(identity, dict) else identity for identity in identities]
+        versions = {method["method"]: method.pop("version") for method in methods if isinstance(method, dict)}
         parts = {"model": self._model_digest, "interventions": methods, "request": arguments, "drawn": sampling_key}
         return {**parts, "versions": {**self.versions, **versions}}
 
@@ -276,8 +276,8 @@ class Answering:
             masks = [variants[index].mask for index in indices]
             chosen = [attempts[index] for index in indices]
             with ExitStack() as stack:
-                for each in others:
-                    stack.enter_context(each.applied_to(self.lm.model, self.lm.model_map, any_thread=True))
+                for intervention in others:
+                    stack.enter_context(intervention.applied_to(self.lm.model, self.lm.model_map, any_thread=True))
                 answers = self._decode(pending.part(indices), None, masks, silent, chosen)
             texts |= zip(indices, answers, strict=True)
         return [texts[index] for index in range(len(attempts))]
@@ -411,7 +411,7 @@ class Answering:
 
 def _pruned_heads(identities: list[Any]) -> str:
     """Return the heads that interventions prune in the notation of `heads=`, many as a digest; `dense` if none."""
-    heads = [each.get("heads", ()) for each in identities if isinstance(each, dict)]
+    heads = [identity.get("heads", ()) for identity in identities if isinstance(identity, dict)]
     names = [name for several in heads if isinstance(several, list | tuple) for name in several]
     return adapter_name(names) if names else DENSE
 

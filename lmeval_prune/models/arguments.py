@@ -173,12 +173,12 @@ FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
 _INTERNAL = {"pretrained", "interventions", "others"}
-METHODS.reserve({each.name for each in fields(Arguments)})
+METHODS.reserve({argument.name for argument in fields(Arguments)})
 
 
 def argument_names() -> list[str]:
     """Return the names of this package's arguments, including the methods."""
-    return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _INTERNAL)]
+    return [*METHODS, *(argument.name for argument in fields(Arguments) if argument.name not in _INTERNAL)]
 
 
 def check_batch_size(size: Any) -> None:

@@ -149,7 +149,7 @@ class _Run:
         count = min(self.dispatcher.num_concurrent, len(self.jobs))
         async with self.dispatcher.connection.session() as self.session:
             workers = [self._work(server) for server in self.servers for _ in range(count)]
-            tasks = [asyncio.create_task(each) for each in (self.finished.wait(), *workers)]
+            tasks = [asyncio.create_task(coroutine) for coroutine in (self.finished.wait(), *workers)]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -260,7 +260,7 @@ class _Run:
             is_busy = failure.cause is Cause.BUSY and time.monotonic() - start < self.dispatcher.connection.timeout
             server.consecutive_failures += not is_busy
             server.last_failure = str(failure)
-            if all(each.consecutive_failures > self.dispatcher.max_retries for each in self.servers):
+            if all(peer.consecutive_failures > self.dispatcher.max_retries for peer in self.servers):
                 self._give_up(server, failure)
                 return
             pause = max(self.dispatcher.pause(attempts), min(failure.retry_after or 0.0, MAX_WAIT))
@@ -279,8 +279,8 @@ class _Run:
 
     def _log_wait(self, server: Server, pause: float) -> None:
         """Log a long pause if no server is available."""
-        if pause > MIN_LOGGED_WAIT and not any(each.available.is_set() for each in self.servers):
-            left = self.dispatcher.max_retries + 1 - min(each.consecutive_failures for each in self.servers)
+        if pause > MIN_LOGGED_WAIT and not any(peer.available.is_set() for peer in self.servers):
+            left = self.dispatcher.max_retries + 1 - min(peer.consecutive_failures for peer in self.servers)
             line = "%s: %s; no server is available: waiting %.0f seconds, giving up after %d more failures"
             logger.warning(line, server.url, server.last_failure, pause, left)
 
@@ -312,10 +312,10 @@ class _Run:
         if failure.cause is Cause.INTERNAL_ERROR and failed and answered and failed.isdisjoint(answered):
             reason = f"{failure} ({server.url}, as all servers do for this variant)"
             self.given_up_variants |= dict.fromkeys(failed, reason)
-            for each in self.servers:
-                each.set_available()  # for the other variants
+            for peer in self.servers:
+                peer.set_available()  # for the other variants
             return
-        reasons = "; ".join(f"{each.url}: {each.last_failure}" for each in self.servers)
+        reasons = "; ".join(f"{peer.url}: {peer.last_failure}" for peer in self.servers)
         raise ServersFailedError(
             f"all servers have failed ({reasons}); {len(self.results)} of {len(self.jobs)} requests were answered: "
             f"start a server and run the same command again; with responses=FOLDER it resumes"

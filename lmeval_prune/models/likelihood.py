@@ -53,8 +53,8 @@ def loglikelihoods(
         if not windows[id(request)]:  # an empty text
             finish(index)
     with bar, closing(engine.score(tokens, lm.softmax_dtype)) as scores:  # frees the model if `done` fails
-        for each, likelihood in scores:
-            index, window = each.tag
+        for window_request, likelihood in scores:
+            index, window = window_request.tag
             results[index][window] = likelihood
             if None not in results[index]:
                 finish(index)

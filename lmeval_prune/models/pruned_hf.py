@@ -297,7 +297,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
                 raise InputError(TWO_STORES)
             if self.arguments.router:
                 raise InputError("--use_cache cannot separate the attempts of a router; use responses=FOLDER instead")
-            if any(each.needs_order for each in interventions_on(self.model)):
+            if any(intervention.needs_order for intervention in interventions_on(self.model)):
                 raise InputError(f"{_ORDER_DEPENDENT}; leave out --use_cache")
             separate_tables(database, self)
         super().set_cache_hook(cache_hook)
@@ -351,7 +351,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
         unpadded: Counter[tuple[int, ...]] = Counter()
-        if any(not each.tokenwise for each in interventions_on(self.model)):
+        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]
             texts = list(set(texts)) if self.logits_cache else texts
             unpadded.update(text[-self.max_length :] for text in texts)

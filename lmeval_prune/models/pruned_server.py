@@ -193,7 +193,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def _init_lm_eval(self, name: str, servers: Sequence[Server]) -> None:
         """Initialise lm-eval's class and the tokenizer."""
         options = {
-            each: getattr(self.options, each) for each in _LM_EVAL_OPTIONS if getattr(self.options, each) is not None
+            option: getattr(self.options, option)
+            for option in _LM_EVAL_OPTIONS
+            if getattr(self.options, option) is not None
         }
         tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"

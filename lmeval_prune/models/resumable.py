@@ -178,7 +178,7 @@ class StoredAnswering:
     def versions(self) -> dict[str, Any]:
         """Return the versions of the libraries that compute answers."""
         libraries = ["lm_eval", *([] if self._is_served else ["transformers"])]
-        engines = [each for each in ("vllm", "sglang") if each in self.lm.model_class.__module__]
+        engines = [engine for engine in ("vllm", "sglang") if engine in self.lm.model_class.__module__]
         return code_versions(*libraries, *engines)
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:

@@ -50,7 +50,7 @@ class ServerAnswering(Answering):
                 f"pruned-hf"
             )
         masks: Any = combined([*self._applied(), *routed.interventions])
-        heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]
+        heads = [str(head) for mask in masks for head in mask.heads_of(self.lm.model_map)]
         return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
     def variants(self) -> list[ServedVariant]:

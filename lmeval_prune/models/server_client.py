@@ -85,7 +85,9 @@ class ServerClient:
 
     def score_rolling(self, requests: Sequence[Any], show_progress: bool) -> list[Any]:
         """Score whole texts window by window; fill lm-eval's cache hook after the last window of each text."""
-        windows = [(number, window) for number, each in enumerate(requests) for window in self._windows(each.args[-1])]
+        windows = [
+            (number, window) for number, request in enumerate(requests) for window in self._windows(request.args[-1])
+        ]
         remaining, sums = [0] * len(requests), [0.0] * len(requests)
         for number, _ in windows:
             remaining[number] += 1

@@ -104,7 +104,7 @@ class ServerOptions(Settings):
         return options | ({"template": self.template_arguments} if self.template_arguments else {})
 
 
-SERVER_OPTIONS = {each.name for each in fields(ServerOptions)}
+SERVER_OPTIONS = {field.name for field in fields(ServerOptions)}
 # options that no local model has
 SERVER_ARGUMENTS = {
     *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "lora", "seed"),

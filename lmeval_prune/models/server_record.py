@@ -79,7 +79,7 @@ class ServerRecord:
                 self._known, self._is_new = other, False
                 self.check(self._source, own)
                 return
-            pairs = {key: list(zip(*each, strict=True)) for key, each in {**stored, self.key: own}.items()}
+            pairs = {key: list(zip(*signature, strict=True)) for key, signature in {**stored, self.key: own}.items()}
             content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
             write_artefact(self.path, SCHEMA, VERSION, {"signatures": content})
 
@@ -88,7 +88,8 @@ class ServerRecord:
             return {}
         signatures = read_artefact(self.path, SCHEMA, VERSION, _Content)[0]["signatures"]
         return {
-            key: list(zip(each["tokens"], each["log_probabilities"], strict=True)) for key, each in signatures.items()
+            key: list(zip(signature["tokens"], signature["log_probabilities"], strict=True))
+            for key, signature in signatures.items()
         }
 
 

@@ -65,12 +65,12 @@ class Variant:
         """
         arguments = variant_arguments(value)
         parsed = [parse_intervention(name, setting, allowances or {}) for name, setting in arguments.items()]
-        resolved = [each.fit_to(model_map) for each in combined(parsed)]
-        for each in resolved:
-            if each.needs_order:
+        resolved = [intervention.fit_to(model_map) for intervention in combined(parsed)]
+        for intervention in resolved:
+            if intervention.needs_order:
                 raise InputError(f"a variant's answers must not depend on their order (state=run): {arguments}")
-        masks = [each for each in resolved if isinstance(each, HeadMask)]
-        others = tuple(each for each in resolved if not isinstance(each, HeadMask))
+        masks = [intervention for intervention in resolved if isinstance(intervention, HeadMask)]
+        others = tuple(intervention for intervention in resolved if not isinstance(intervention, HeadMask))
         name = _name(resolved, model_map)
         record = VariantRecord()
         if label and label != name:
@@ -117,11 +117,11 @@ def _name(resolved: Sequence[Intervention], model_map: ModelMap) -> str:
     if len(resolved) == 1 and isinstance(resolved[0], HeadMask) and resolved[0].version == 1:
         return str(resolved[0])
     methods: dict[str, Any] = {}
-    for each in resolved:
-        identity = each.identity(model_map)
+    for intervention in resolved:
+        identity = intervention.identity(model_map)
         method, version = identity.pop("method"), identity.pop("version")
-        named = class_record(type(each)) | ({"version": version} if version != 1 else {})
-        methods[method] = ({"sha256": digest(identity)} if _needs_file(each) else identity) | named
+        named = class_record(type(intervention)) | ({"version": version} if version != 1 else {})
+        methods[method] = ({"sha256": digest(identity)} if _needs_file(intervention) else identity) | named
     return json.dumps(methods, ensure_ascii=False, separators=(",", ":"))
 
 

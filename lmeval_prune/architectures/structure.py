@@ -212,7 +212,7 @@ def _help(model: nn.Module, config: Any) -> str:
     queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
     outputs = sorted({name for entry in FAMILIES.values() for name in entry.output.split("|")})
     width = getattr(config, "hidden_size", None)
-    modules = sorted(model.named_modules(), key=lambda each: bool(_OTHER_TOWER.search(each[0])))
+    modules = sorted(model.named_modules(), key=lambda named_module: bool(_OTHER_TOWER.search(named_module[0])))
     for path, module in modules:
         match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
         if match is None or all(projection_in(module, name) is None for name in queries):

@@ -63,7 +63,7 @@ class ComparisonRun(LikelihoodRun):
         ]
         for begin in range(0, len(tokens), self.most_rows):
             chunk = slice(begin, begin + self.most_rows)
-            logits = (runner.head(rows[chunk], each.mask) for rows, each in zip(states, variants, strict=True))
+            logits = (runner.head(rows[chunk], variant.mask) for rows, variant in zip(states, variants, strict=True))
             reduced = self.reduce(tokens[chunk].to(runner.device), logits)
             for variant, values in zip(variants[1:], reduced, strict=True):
                 if variant.values is None:

@@ -297,9 +297,9 @@ class Engine:
     @property
     def unscored(self) -> str | None:
         """The reason why `score` refuses this model with its interventions; None if it does not."""
-        for each in interventions_on(self.model):
-            if not each.tokenwise:
-                return f"the effect of {type(each).__name__} on a token depends on other tokens"
+        for intervention in interventions_on(self.model):
+            if not intervention.tokenwise:
+                return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
         return self.unsupported or self._checked(why_unscored)
 
     @property
@@ -326,7 +326,7 @@ class Engine:
 
         sequences: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for group in groups:
-            masks = [(each.mask, each.first_layer) for each in group.sequences]
+            masks = [(sequence.mask, sequence.first_layer) for sequence in group.sequences]
             sequences.setdefault(group.leader.request.prompt, []).extend(masks)
         prefixes = common_prefixes(sequences, layers, schedule.prefix)
         return share_prefixes(groups, prefixes, schedule.copied_prefix, size, self._memory // 2)
@@ -339,7 +339,7 @@ class Engine:
         are decided alone need one more slot, `scratch` slots hold no answer, and `prefixes` bytes are not free.
         """
         slot = length * self._token_bytes
-        slot += sum(each.slot_bytes(self.model_map, length) for each in interventions_on(self.model))
+        slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
         kept = slot + length * self._element_size * self._width * first_layers if first_layers else 0
         extra = (scratch + self.deterministic) * slot + prefixes

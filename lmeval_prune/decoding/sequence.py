@@ -63,7 +63,7 @@ class PromptGroup:
     def longest(self) -> int:
         """The largest number of tokens in a slot."""
         copied = len(self.prefix.tokens) if self.prefix and self.prefix.is_copied else 0
-        return copied + max(len(each.prompt) + each.max_tokens for each in self.sequences)
+        return copied + max(len(sequence.prompt) + sequence.max_tokens for sequence in self.sequences)
 
 
 def number_masks(masks: Iterable[HeadMask | None], model_map: ModelMap) -> dict[HeadMask | None, tuple[int, int]]:
@@ -127,7 +127,7 @@ def share_prefixes(
     for common in sorted(prefixes, key=lambda prefix: -prefix.saved):
         sharing = [group for prompt in common.prompts for group in by_prompt[prompt]]
         sequences = [sequence for group in sharing for sequence in group.sequences]
-        first_layers = {each.mask: each.first_layer for each in sequences}
+        first_layers = {sequence.mask: sequence.first_layer for sequence in sequences}
         is_copied = len(common.tokens) <= longest_copy
         prefix = SharedPrefix(common.tokens, first_layers, len(sequences), is_copied)
         needed = size(prefix)

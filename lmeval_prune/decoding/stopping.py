@@ -48,7 +48,7 @@ class Stopping:
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
         text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
-        return any(each in text for each in stop)
+        return any(stop_text in text for stop_text in stop)
 
     def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
         """Return whether a token may complete a stop text: it has the last character of one, or part of a character.
@@ -58,7 +58,7 @@ class Stopping:
         if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):  # later tokens change earlier text
             return True
         text = self.tokenizer.decode([token, token])
-        return "\ufffd" in text or any(each[-1] in text for each in stop)
+        return "\ufffd" in text or any(stop_text[-1] in text for stop_text in stop)
 
     def _window(self, stop: tuple[str, ...]) -> int:
         """Return the number of last tokens to search, as in lm-eval: a few more than a stop text has."""

@@ -225,10 +225,10 @@ def distances(
     size = 16  # texts of a run of the engine, so that progress is seen
     for begin in range(0, len(texts), size):
         part = token_distances(subject.engine, {n: [m] for n, m in masks.items()}, texts[begin : begin + size])
-        for name, each in part.items():
-            tokens[name] += each
+        for name, tensors in part.items():
+            tokens[name] += tensors
         steps.advance(min(1.0, (begin + size) / len(texts)))
-    return {name: _summary(each) for name, each in tokens.items()}
+    return {name: _summary(tensors) for name, tensors in tokens.items()}
 
 
 def _text(subject: Subject, problem: Mapping[str, Any], number: int) -> Text:
@@ -263,7 +263,7 @@ def accuracies(
         values.setdefault((name, i), {})[j] = float(result.logprobs.sum())
         if steps and (done % 100 == 0 or done == len(requests)):
             steps.advance(done / len(requests))
-    best = {key: max(each, key=each.__getitem__) for key, each in values.items()}
+    best = {key: max(likelihoods, key=likelihoods.__getitem__) for key, likelihoods in values.items()}
     return {name: [best[name, i] == problem["gold"] for i, problem in enumerate(problems)] for name in masks}
 
 

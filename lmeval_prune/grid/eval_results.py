@@ -96,8 +96,8 @@ def _entries(cell: Path, metrics: Mapping[str, Any], notes: list[str]) -> Iterat
         if source is None:
             notes.append(f"{task} is left out: its data set is not on the Hub")
         elif counts.get("effective") != counts.get("original"):
-            asked = f"{counts.get('effective')} of its {counts.get('original')} questions were asked"
-            notes.append(f"{task} is left out: {asked}, and the Hub shows whole runs")
+            coverage = f"{counts.get('effective')} of its {counts.get('original')} questions were asked"
+            notes.append(f"{task} is left out: {coverage}, and the Hub shows whole runs")
         elif not isinstance(value, int | float) or not math.isfinite(value):
             notes.append(f"{task} is left out: its compared metric is no figure of lm-eval")
         else:
@@ -124,9 +124,9 @@ def _task_id(source: HubDataset, revision: str | None) -> tuple[str, bool]:
     try:
         tasks = yaml.safe_load(Path(cached).read_text(encoding="utf-8"))["tasks"]
         fitting = [
-            str(each["id"])
-            for each in tasks
-            if each.get("config", source.config) == source.config and each.get("split", "test") == source.split
+            str(task["id"])
+            for task in tasks
+            if task.get("config", source.config) == source.config and task.get("split", "test") == source.split
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return guess, False

@@ -54,7 +54,7 @@ class Preparation(Settings, ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {each.name: to_plain_json(each.name, getattr(self, each.name)) for each in fields(self)}
+        return {field.name: to_plain_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the model, as a JSON value."""
@@ -64,7 +64,7 @@ class Preparation(Settings, ABC):
 def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
     """Add the grid's `apply_chat_template` to settings that name a task and do not set it."""
     reads_task = apply_chat_template and settings.get("task") and name in PREPARATIONS
-    if reads_task and any(each.name == "apply_chat_template" for each in fields(PREPARATIONS.load(name))):
+    if reads_task and any(field.name == "apply_chat_template" for field in fields(PREPARATIONS.load(name))):
         return {"apply_chat_template": True, **settings}
     return settings
 

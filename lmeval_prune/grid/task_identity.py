@@ -105,7 +105,7 @@ def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
         raise InputError(f"{name} has no metric {metric!r}{did_you_mean(metric, metrics)}; it has {', '.join(metrics)}")
-    filters = [each.name for each in compat.filters(task)]
+    filters = [task_filter.name for task_filter in compat.filters(task)]
     if filter_name and filters and filter_name not in filters:
         hint = did_you_mean(filter_name, filters)
         raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")

@@ -396,7 +396,9 @@ def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
     """Return the masks that can be decoded in one batch (None: no masked head); empty for fewer than two."""
     masks: list[HeadMask | None] = []
     for arguments in variants:
-        only_masks = arguments.router is None and all(isinstance(each, HeadMask) for each in arguments.interventions)
+        only_masks = arguments.router is None and all(
+            isinstance(intervention, HeadMask) for intervention in arguments.interventions
+        )
         if only_masks and arguments.engine == "batched" and arguments.deterministic:
             (mask,) = combined(arguments.interventions) or (None,)
             masks.append(mask)  # type: ignore[arg-type]

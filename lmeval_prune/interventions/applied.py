@@ -87,7 +87,9 @@ class _Record:
 
     def _update_links(self, entry: _Entry) -> None:
         for module in entry.links:
-            self.links[module] = tuple({link: None for each in self.entries for link in each.links.get(module, ())})
+            self.links[module] = tuple(
+                {link: None for applied in self.entries for link in applied.links.get(module, ())}
+            )
 
     def __str__(self) -> str:
         return ", ".join(method_name(type(entry.intervention)) for entry in self.entries)

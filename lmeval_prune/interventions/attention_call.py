@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import changed_by, place_of
+from lmeval_prune.interventions.base import changed_by, qualified_name
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
@@ -328,7 +328,9 @@ def _chain(handler: Handler, attend: Attend) -> Attend:
     def attended(call: AttentionCall) -> Attended:
         result: Any = handler(call, attend)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise InputError(f"{place_of(handler)} returned no pair of outputs and weights (or None); mend the method")
+            raise InputError(
+                f"{qualified_name(handler)} returned no pair of outputs and weights (or None); mend the method"
+            )
         outputs, weights = result
         batch, heads, tokens, _ = call.query.shape
         return changed_by(handler, outputs, call.query, (batch, tokens, heads, call.value.shape[-1])), weights

@@ -236,8 +236,8 @@ class Intervention(Settings, ABC):
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
-        for each in combined([*interventions_on(model), resolved]):
-            each.fit_to(model_map)
+        for intervention in combined([*interventions_on(model), resolved]):
+            intervention.fit_to(model_map)
         with attached(resolved, model_map, any_thread):
             yield model_map
 
@@ -399,15 +399,15 @@ def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shap
     if same_shape and (result.dtype == like.dtype or (result.is_floating_point() and _is_autocast(like.device.type))):
         return result
     kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
-    raise InputError(f"{place_of(change)} returned {kind}, not a tensor {shape} in {like.dtype}; mend the method")
+    raise InputError(f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {like.dtype}; mend the method")
 
 
 def _is_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def place_of(function: Any) -> str:
-    """Return where a function is defined: `package.module.Class.attach.<locals>.name`."""
+def qualified_name(function: Any) -> str:
+    """Return the full name of a function: `package.module.Class.attach.<locals>.name`."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)

@@ -62,8 +62,8 @@ class Lora(Intervention):
     def __post_init__(self) -> None:
         super().__post_init__()
         updates = _read(Path(self.adapter).expanduser())
-        matrices = {f"{name}.{part}": getattr(each, part) for name, each in updates.items() for part in ("a", "b")}
-        scaling = {name: each.scaling for name, each in sorted(updates.items())}
+        matrices = {f"{name}.{part}": getattr(update, part) for name, update in updates.items() for part in ("a", "b")}
+        scaling = {name: update.scaling for name, update in sorted(updates.items())}
         sha256 = digest([tensors_digest(matrices), scaling])
         if self.sha256 not in ("", sha256):
             raise InputError(f"the adapter {self.adapter} has changed since the file that names it was written")

@@ -43,7 +43,7 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
 
 def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) -> Intervention:
     """Set allowances on an intervention that has these fields."""
-    names = {each.name for each in fields(intervention)}
+    names = {field.name for field in fields(intervention)}
     known: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
     return replace(intervention, **known)
 

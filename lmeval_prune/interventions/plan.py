@@ -140,10 +140,14 @@ class Plan(Intervention):
         removed = model_map.once(("blocks", self.blocks), lambda: named_sublayers(self.blocks, model_map))
         names = set(map(str, removed))
         for stack in model_map.stacks:
-            in_stack = {str(each) for each in model_map.sublayers if (each.stack, each.kind) == (stack, ATTENTION)}
+            in_stack = {
+                str(sublayer)
+                for sublayer in model_map.sublayers
+                if (sublayer.stack, sublayer.kind) == (stack, ATTENTION)
+            }
             if in_stack <= names:
-                place = f"the {stack} of this model" if stack else "this model"
-                raise InputError(f"no attention would be left in {place}; keep a layer")
+                part = f"the {stack} of this model" if stack else "this model"
+                raise InputError(f"no attention would be left in {part}; keep a layer")
         return removed
 
     @cached_property
@@ -208,7 +212,7 @@ class Plan(Intervention):
         }
         for name, tensor in self.compensation.items():
             check_shape(name, tensor, find_projection(name, model_map))
-        outputs = {each.output for each in removed}
+        outputs = {sublayer.output for sublayer in removed}
         compensation = {
             name: tensor
             for name, tensor in self.compensation.items()

@@ -270,7 +270,7 @@ class Chooser:
         self.masked["all heads"] += texts * self.model_map.total_heads
         self.masked["all channels"] += texts * sum(self.model_map.channels().values())
         applied = interventions_on(self.model_map.attention[0].module)
-        plans = [plan for each in applied if isinstance(plan := each.converted(Plan), Plan)]
+        plans = [plan for intervention in applied if isinstance(plan := intervention.converted(Plan), Plan)]
         for blocks in (self._layers, self._blocks):
             targets = [_Target(block, plans, self.model_map) for block in blocks]
             counts = counts_by_layer([len(target.members) for target in targets], self.settings.ratio)

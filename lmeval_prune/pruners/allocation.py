@@ -121,7 +121,9 @@ def _with_attention(model_map: ModelMap, pools: list[UnitPool]) -> list[UnitPool
     """Let one layer or block with attention stay in each stack that could lose all of them."""
     pools = list(pools)
     for stack in model_map.stacks:
-        labels = {each.label for each in model_map.sublayers if (each.stack, each.kind) == (stack, ATTENTION)}
+        labels = {
+            sublayer.label for sublayer in model_map.sublayers if (sublayer.stack, sublayer.kind) == (stack, ATTENTION)
+        }
         holders = [n for n, pool in enumerate(pools) if pool.kind in (LAYERS, ATTENTION) and pool.label in labels]
         left = [n for n in holders if pools[n].units]
         if left and len(holders) == len(labels):  # fewer: a skipped layer has attention
@@ -148,7 +150,7 @@ def _skipped_layers(model_map: ModelMap, options: PruneOptions) -> set[str]:
     """Return the labels of layers that are not pruned."""
     skipped: set[str] = set()
     for stack in model_map.stacks:
-        labels = list(dict.fromkeys(each.label for each in model_map.sublayers if each.stack == stack))
+        labels = list(dict.fromkeys(sublayer.label for sublayer in model_map.sublayers if sublayer.stack == stack))
         skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
     return skipped
 

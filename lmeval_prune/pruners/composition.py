@@ -130,8 +130,8 @@ def best_levels(
     values = np.concatenate([choice.values for choice in choices])
     costs = np.concatenate([choice.costs for choice in choices])
     owners = np.repeat(np.arange(len(choices)), np.diff(offsets))
-    one_each = csr_array((np.ones(len(values)), (owners, np.arange(len(values)))), shape=(len(choices), len(values)))
-    constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None] / max(limit, 1e-300), 0, 1 + 1e-9)]
+    membership = csr_array((np.ones(len(values)), (owners, np.arange(len(values)))), shape=(len(choices), len(values)))
+    constraints = [LinearConstraint(membership, 1, 1), LinearConstraint(costs[None] / max(limit, 1e-300), 0, 1 + 1e-9)]
     for group in required:
         stays = [float(owner in group and number > offsets[owner]) for number, owner in enumerate(owners)]
         constraints.append(LinearConstraint(np.array([stays]), 1, np.inf))

@@ -180,7 +180,7 @@ def check_samples(samples: int, temperature: float) -> None:
         raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
 
 
-OWN = tuple(each.name for each in fields(AnswerOptions) if each.name != "calibrate_on")  # options of own answers
+OWN = tuple(field.name for field in fields(AnswerOptions) if field.name != "calibrate_on")  # options of own answers
 READING = ("windows", "tokens", "batch", "seed", "apply_chat_template", "add_bos_token")  # options of any text
 
 
@@ -253,4 +253,4 @@ class PruneSettings(TextOptions, PruneOptions):
 
 def pick(base: type[T], settings: Any) -> T:
     """Copy the fields of a base class from an instance of a subclass."""
-    return base(**{each.name: getattr(settings, each.name) for each in fields(cast("Any", base))})
+    return base(**{field.name: getattr(settings, field.name) for field in fields(cast("Any", base))})

@@ -159,7 +159,7 @@ def depth_parts_of(model_map: ModelMap, kinds: Collection[str] = DEPTH_KINDS) ->
     parts: list[DepthPart] = []
     for sublayers in layers.values():
         parts.append(DepthPart(LAYERS, sublayers[0].label, tuple(sublayers)))
-        parts += [DepthPart(each.kind, each.label, (each,)) for each in sublayers]
+        parts += [DepthPart(sublayer.kind, sublayer.label, (sublayer,)) for sublayer in sublayers]
     return [part for part in parts if part.kind in kinds]
 
 

@@ -268,7 +268,7 @@ def resolve_options(
     options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
 ) -> PruneOptions:
     """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
-    channel_pruner, given = channel_pruner or pruner, options
+    channel_pruner, original = channel_pruner or pruner, options
     counts_parameters = options.budget != "heads"
     parts: Any = _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts
     options = replace(options, parts=parts)
@@ -282,7 +282,7 @@ def resolve_options(
         defaults |= {"allocation": options.allocation or "global", "compensation": options.compensation or "none"}
     options = replace(options, **defaults)
     _check_options(options, pruner, channel_pruner, model_map)
-    check_used(given, _USES, (options, pruner))
+    check_used(original, _USES, (options, pruner))
     return options
 
 

@@ -70,9 +70,9 @@ def score(
     missing = [kind for kind in kinds if not has_scores_of(stored, kind)]
     values = dict(stored)
     means: Mapping[str, Tensor] | None = None
-    is_one_method = pruners[HEADS] == pruners[CHANNELS]
+    has_single_pruner = pruners[HEADS] == pruners[CHANNELS]
     width, depth = [kind for kind in missing if kind in KINDS], [kind for kind in missing if kind in DEPTH_KINDS]
-    groups = [width] if is_one_method else [[kind] for kind in width]
+    groups = [width] if has_single_pruner else [[kind] for kind in width]
     for together in filter(None, (*groups, depth)):
         pruner = pruners.get(together[0], pruners[HEADS])
         name = _name_of(pruner, together, text, removed) if store else ""
@@ -85,7 +85,7 @@ def score(
             if store:
                 store.save(name, scores.values, scores.means)
         values |= scores.values
-        means = scores.means if is_one_method and together is width else means
+        means = scores.means if has_single_pruner and together is width else means
     return Scores(values, means)
 
 

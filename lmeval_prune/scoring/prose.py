@@ -68,7 +68,7 @@ def _first_number(prose: Prose) -> int | None:
     for i, clause in enumerate(clauses):
         number = number_of_clause(prose, clause)
         if number is not None:
-            return None if _is_one_of_several(prose, clause, number, clauses[i + 1 :]) else number
+            return None if _has_alternatives(prose, clause, number, clauses[i + 1 :]) else number
         following = prose.words(clauses[i + 1].start, clauses[i + 1].stop) if i + 1 < len(clauses) else ""
         if not _RESULTS.match(following) or len(prose.within(clause.start, clause.stop)) < 2:
             return None
@@ -154,7 +154,7 @@ def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     return None if number is None or prose.is_part(number, start, stop) else number
 
 
-def _is_one_of_several(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:
+def _has_alternatives(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:
     """Return whether what follows makes a number one of several: a list, an alternative, or another name's value."""
     if not rest or rest[0].opener not in _LIST_STOPS:
         return False

@@ -103,8 +103,8 @@ def choose(
     if rule == "majority":
         return vote(answers, [1.0] * len(answers), same)
     if rule == "variants":
-        counts = Counter(each.variant for each, answer in zip(attempts, answers, strict=True) if answer)
-        shares = [1.0 / max(counts[each.variant], 1) for each in attempts]
+        counts = Counter(attempt.variant for attempt, answer in zip(attempts, answers, strict=True) if answer)
+        shares = [1.0 / max(counts[attempt.variant], 1) for attempt in attempts]
         return vote(answers, shares, same)
     if rule == "weighted":
         assert weights is not None
@@ -185,7 +185,7 @@ class _Votes:
 
     def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
         """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy."""
-        used = Counter(each.kind for each in tries if each.is_sampled)
+        used = Counter(attempt.kind for attempt in tries if attempt.is_sampled)
         sets = {kind: len(self.samples.known(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
             have, kind = len(self.samples.known(row, few[0])), Attempt(*few[0])
@@ -197,7 +197,7 @@ class _Votes:
         values = self.outcomes.logprobs
         if values is None:
             return False
-        used = {each.kind for row in tries for each in row}
+        used = {attempt.kind for row in tries for attempt in row}
         kinds = [kind for kind in self.samples.columns if kind in used or Attempt(*kind).is_sampled]
         chosen = [column for kind in kinds for column in self.samples.columns[kind]]
         return not (np.isnan(values[:, chosen]) & (self.extracted[:, chosen] != "")).any()
@@ -206,7 +206,7 @@ class _Votes:
         self, rule: str, row: int, tries: Sequence[Attempt], replicate: int, same: Same, weights: Sequence[float] | None
     ) -> tuple[float, float]:
         """Return whether the chosen try of a replicate is right, and whether there is a tie."""
-        used = Counter(each.kind for each in tries)
+        used = Counter(attempt.kind for attempt in tries)
         self.samples.check(kind for kind in used if not Attempt(*kind).is_sampled)
 
         def column(attempt: Attempt) -> int:
@@ -215,7 +215,7 @@ class _Votes:
                 return self.samples.columns[attempt.kind][0]
             return self.samples.known(row, attempt.kind)[attempt.draw + replicate * used[attempt.kind]]
 
-        columns = [column(each) for each in tries]
+        columns = [column(attempt) for attempt in tries]
         z = self.outcomes.z[row, columns]
         if np.isnan(z).any():
             raise unknown_outcomes(self.outcomes.z[:, columns], [self.outcomes.pool[j] for j in columns], row)

@@ -142,7 +142,7 @@ class Samples:
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
     """Return the temperatures of at least so many samples of the unpruned model; a question may lack some of them."""
     attempts = map(Attempt.named, outcomes.pool)
-    counts = Counter(each.temperature for each in attempts if each.is_sampled and each.variant == DENSE)
+    counts = Counter(attempt.temperature for attempt in attempts if attempt.is_sampled and attempt.variant == DENSE)
     return sorted(temperature for temperature, count in counts.items() if count >= least)
 
 
@@ -160,14 +160,14 @@ def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int, mix: Mix
         UnknownOutcomeError: the store lacks an attempt, or samples for so many tries.
     """
     attempts = tries_of(policy, outcomes, n, mix)
-    kinds = {each.kind for row in attempts for each in row}
+    kinds = {attempt.kind for row in attempts for attempt in row}
     samples = Samples(outcomes)
     samples.check(sorted(kinds))
     values, tokens = np.zeros((len(attempts), n)), np.full((len(attempts), n), np.nan)
     for i, row in enumerate(attempts):
         drawn: Counter[Kind] = Counter()
-        for k, each in enumerate(row):
-            drawn[each.kind] += 1
+        for k, attempt in enumerate(row):
+            drawn[attempt.kind] += 1
             values[i, k] = samples.pass_of(i, drawn)
             tokens[i, k] = samples.tokens_of(i, drawn)
     kind = "unbiased" if any(temperature for _, temperature in kinds) else "ordered"

@@ -37,7 +37,7 @@ def add_hidden_states(lm: Any, tasks: Mapping[str, Any], folder: Path, model: di
         model: identity of the model in the store.
     """
     known = read_states(folder, model)
-    requests = {digest(each.args[0]): each for task in tasks.values() for each in task.instances}
+    requests = {digest(request.args[0]): request for task in tasks.values() for request in task.instances}
     missing = {prompt: request for prompt, request in requests.items() if prompt not in known}
     path = folder / f"{PREFIX}{lm.rank}.safetensors"
     states = _read(path, model) if path.exists() else {}

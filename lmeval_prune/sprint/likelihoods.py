@@ -58,7 +58,7 @@ def _prompts(lm: Any, tasks: Mapping[str, Any]) -> dict[tuple[str, int], tuple[i
     for name, task in tasks.items():
         settings = generation.without_sampling(task.get_config("generation_kwargs"))
         length = generation.engine_settings(lm, settings)[0].max_new_tokens
-        tokens = {digest(each.args[0]): generation.prompt_tokens(lm, each, length) for each in task.instances}
+        tokens = {digest(request.args[0]): generation.prompt_tokens(lm, request, length) for request in task.instances}
         prompts |= {(name, doc_id): tokens[prompt] for doc_id, prompt in task.prompts.items()}
     return prompts
 

@@ -107,9 +107,9 @@ class FitOptions(ContrastiveOptions):
     def method(self) -> Any:
         """Create the router's method."""
         kind = ROUTERS.load(self.router)
-        own = {each.name: getattr(self, each.name) for each in fields(ContrastiveOptions)}
+        own = {option.name: getattr(self, option.name) for option in fields(ContrastiveOptions)}
         if not issubclass(kind, ContrastiveOptions):
-            changed = [each.name for each in fields(ContrastiveOptions) if own[each.name] != each.default]
+            changed = [option.name for option in fields(ContrastiveOptions) if own[option.name] != option.default]
             if changed:
                 name = self.label(f"{changed[0]}=").rstrip("=")
                 raise InputError(f"{name} is a setting of router={CONTRASTIVE}; settings of {self.router} are options")

@@ -49,7 +49,7 @@ class Policy:
             return None
         columns = {name: j for j, name in enumerate(self.pool)}
         rows = [
-            [row[columns[each.variant]] if each.variant in columns else row.mean() for each in chosen]
+            [row[columns[attempt.variant]] if attempt.variant in columns else row.mean() for attempt in chosen]
             for row, chosen in zip(weights, attempts, strict=True)
         ]
         return np.array(rows, float)

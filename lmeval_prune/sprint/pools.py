@@ -56,7 +56,7 @@ class SweepPool(FixedOrderRouter):
                 names = [variant.name]
             attempts += [str(Attempt(name, temperature, draw)) for name in names for draw in draws]
         listed = list(dict.fromkeys(name for names in self._listed.values() for name in names))
-        for name in dict.fromkeys(Attempt.named(each).variant for each in listed):
+        for name in dict.fromkeys(Attempt.named(attempt).variant for attempt in listed):
             if name != DENSE and name not in variants:
                 variants[name] = Variant.named(name, model_map, allowances=self.allowances)
         attempts = listed if self._listed and all(self._listed.values()) else [*attempts, *listed]

@@ -62,7 +62,7 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
     entries = _entries(options, test, train, router)
     curves, missing = _curves(options, test, train, router, entries)
     left_out = _left_out(options, test, router, missing)
-    choices = choice_rows([each for each in entries if each.name not in missing], test, options.n)
+    choices = choice_rows([strategy for strategy in entries if strategy.name not in missing], test, options.n)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
     significance = _test_router(curves, options.seed) if router else {}
@@ -310,7 +310,7 @@ def _curves(
     pool = complete(every, test)
     columns = f"all {len(pool)}" if len(pool) == len(every) else f"the {len(pool)} complete columns"
     planned: list[tuple[str, Callable[..., Curve]]]
-    planned = [(each.name, partial(policy_curve, policy=each.policy, mix=each.mix)) for each in entries]
+    planned = [(strategy.name, partial(policy_curve, policy=strategy.policy, mix=strategy.mix)) for strategy in entries]
     if train:
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
         planned.append((f"random of the top {len(top)} heads", partial(random_curve, pool=top)))
@@ -342,9 +342,9 @@ def _check_names(names: Sequence[str]) -> None:
 
 def _check_requested(entries: Sequence[Strategy], missing: Mapping[str, str]) -> None:
     """Refuse a router, and a mix, of which no policy's tries are known."""
-    groups = {"--router": [each.name for each in entries if each.name.startswith(ROUTER)]}
-    for mix in dict.fromkeys(each.mix for each in entries if each.mix.uses_order and each.mix != Mix()):
-        groups[f"--mixes {mix}"] = [each.name for each in entries if each.mix == mix]
+    groups = {"--router": [strategy.name for strategy in entries if strategy.name.startswith(ROUTER)]}
+    for mix in dict.fromkeys(strategy.mix for strategy in entries if strategy.mix.uses_order and strategy.mix != Mix()):
+        groups[f"--mixes {mix}"] = [strategy.name for strategy in entries if strategy.mix == mix]
     for option, names in groups.items():
         if names and all(name in missing for name in names):
             mixes = ", name the mix of its tries by --mixes" if option == "--router" else ""
@@ -395,7 +395,7 @@ def pass_table(curves: Sequence[Curve]) -> str:
 
 def cost_table(curves: Sequence[Curve]) -> str:
     """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
-    known = [(each.name, each.mean_tokens) for each in curves if each.mean_tokens is not None]
+    known = [(curve.name, curve.mean_tokens) for curve in curves if curve.mean_tokens is not None]
     rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in known]
     if not rows:
         return ""

@@ -81,7 +81,9 @@ class Routing(HeadRouter):
         self.model = router.about.get("model", {})
         self._reads_states, self._seen = router.reads_states, frozenset(router.about.get("seen", ()))
         if self._reads_states:
-            router = replace(router, states=lambda questions: torch.stack([self._states[each] for each in questions]))
+            router = replace(
+                router, states=lambda questions: torch.stack([self._states[question] for question in questions])
+            )
         self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
         self._settings = list(router.about.get("tasks", {}).values())
         return question_field(router.about.get("tasks", {}))
@@ -176,8 +178,11 @@ class Routing(HeadRouter):
                 words = ["to prompts in the model's chat template", "to prompts without the chat template"]
                 swept, answered = [words[not in_template]], [words[in_template]]
         before, now = (
-            {limit for each in several if (limit := each.get("max_gen_toks"))}
-            for several in ([s.get("generation") or {} for s in self._settings], [each.args[1] for each in requests])
+            {limit for settings in several if (limit := settings.get("max_gen_toks"))}
+            for several in (
+                [s.get("generation") or {} for s in self._settings],
+                [request.args[1] for request in requests],
+            )
         )
         if before and now - before:
             swept.append(f"of at most {max(before)} tokens")

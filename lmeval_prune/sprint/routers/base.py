@@ -48,7 +48,7 @@ class Ranker(Settings, ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """Return the other fields, as JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in self.shapes}
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name not in self.shapes}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pool: int) -> Self:
@@ -161,9 +161,9 @@ class RouterMethod(Settings, ABC):
 
     def check_single(self) -> None:
         """Raise `InputError` if a field has several values, for a fit without validation questions."""
-        for each in fields(self):
-            if isinstance(value := getattr(self, each.name), tuple) and len(value) > 1:
-                name = self.label(f"{each.name}=").rstrip("=")
+        for option in fields(self):
+            if isinstance(value := getattr(self, option.name), tuple) and len(value) > 1:
+                name = self.label(f"{option.name}=").rstrip("=")
                 raise InputError(
                     f"several values of {name} need a validation split: set validation above 0, or give a single value"
                 )

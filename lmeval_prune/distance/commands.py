@@ -44,7 +44,7 @@ def distance(
     from lmeval_prune.models.arguments import Arguments
 
     check_writable(output)
-    arguments = [*({"heads": names} for names in heads), *({"mask": names} for names in mask)]
+    arguments = [*({"heads": value} for value in heads), *({"mask": path} for path in mask)]
     pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
     variants = {name: Arguments.of(own).interventions for name, own in pairs}
     check_models(

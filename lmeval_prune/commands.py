@@ -106,11 +106,11 @@ def families(only: tuple[str, ...] = ()) -> int:
 
     from lmeval_prune.checkpoints.families import causal_families, survey
 
-    every = causal_families()
-    chosen = [name for word in only for name in word.split(",")] or every
+    family_names = causal_families()
+    chosen = [name for word in only for name in word.split(",")] or family_names
     for name in chosen:
-        if name not in every:
-            raise InputError(f"{name!r} is no causal family of transformers{did_you_mean(name, every)}")
+        if name not in family_names:
+            raise InputError(f"{name!r} is no causal family of transformers{did_you_mean(name, family_names)}")
     transformers.logging.set_verbosity_error()
     counts: Counter[str] = Counter()
     for family in survey(chosen):

@@ -61,10 +61,10 @@ def with_packaged_recipes(words: Sequence[str]) -> list[str]:
     result = []
     for before, word in zip(["", *words], words, strict=False):
         option, equals, path = word.rpartition("=")
-        own = Path(__file__).parent / path
+        recipe = Path(__file__).parent / path
         is_input = (option if equals else before) in ("", "--config", "--grid")
-        is_own = is_input and path.startswith("configs/") and not Path(path).exists() and own.is_file()
-        result.append(f"{option}{equals}{own}" if is_own else word)
+        is_own = is_input and path.startswith("configs/") and not Path(path).exists() and recipe.is_file()
+        result.append(f"{option}{equals}{recipe}" if is_own else word)
     return result
 
 

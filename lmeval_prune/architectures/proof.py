@@ -91,12 +91,12 @@ def tiny_model(model: Any, layers: int) -> Any:
 
 def tiny_config(config: Any, layers: int) -> dict[str, Any]:
     """Return a model's configuration with few layers and small sizes; a size without a usual name stays as it is."""
-    values, own = config.to_dict(), config.attribute_map or {}
+    values, attribute_map = config.to_dict(), config.attribute_map or {}
     depth = next((values[name] for name in _DEPTHS if name in values), 0)
     sizes = _tiny_sizes(config, values, layers)
     for name, size in sizes.items():
-        if isinstance(values.get(own.get(name, name)), int):
-            values[own.get(name, name)] = size
+        if isinstance(values.get(attribute_map.get(name, name)), int):
+            values[attribute_map.get(name, name)] = size
     for name in ("quantization_config", "pruned_modules", "architectures", "auto_map"):
         values.pop(name, None)
     layer_configs = _layer_configs(values.pop("per_layer_config", None) or {}, sizes, layers)
@@ -107,8 +107,10 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
 
 def _tiny_sizes(config: Any, values: dict[str, Any], layers: int) -> dict[str, int]:
     """Return the sizes of a tiny model by their usual names; `values` are the model's own settings."""
-    own = config.attribute_map or {}
-    heads, kv_heads = (values.get(own.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    attribute_map = config.attribute_map or {}
+    heads, kv_heads = (
+        values.get(attribute_map.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads")
+    )
     sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
     if "qk_rope_head_dim" not in values:  # in latent attention, head_dim has another meaning
         is_setting = hasattr(type(config), "head_dim")  # else a cut wrote it, and only some modules may read it
@@ -238,11 +240,11 @@ def _refute_heads(layer: AttentionLayer, rows: Sequence[_Numbered], changed: Ten
     Queries and keys of a family that cannot be cut may be normed over all heads.
     """
     for (part, index, _), columns in zip(rows, changed, strict=True):
-        of_head = columns.unflatten(-1, (layer.heads, layer.head_dim)).any(-1)
-        actual = {head for head in range(layer.heads) if of_head[head]}
-        own = {head for head in range(layer.heads) if (head if part == "q" else layer.kv_head_of(head)) == index}
-        if actual != own and not (layer.family.uncuttable and part != "v" and own <= actual):
-            return f"rows of {part}{index} in {layer.label} compute heads {sorted(actual)}, not {sorted(own)}"
+        is_changed = columns.unflatten(-1, (layer.heads, layer.head_dim)).any(-1)
+        actual = {head for head in range(layer.heads) if is_changed[head]}
+        expected = {head for head in range(layer.heads) if (head if part == "q" else layer.kv_head_of(head)) == index}
+        if actual != expected and not (layer.family.uncuttable and part != "v" and expected <= actual):
+            return f"rows of {part}{index} in {layer.label} compute heads {sorted(actual)}, not {sorted(expected)}"
     return ""
 
 
@@ -261,24 +263,24 @@ def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[
     """
     import torch
 
-    every = [part_rows for of_reader in rows.values() for _, _, part_rows in of_reader]
+    all_rows = [part_rows for reader_rows in rows.values() for _, _, part_rows in reader_rows]
     generator = torch.Generator().manual_seed(1)
     recorded: dict[nn.Module, Tensor] = {}
 
     def add_noise(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        batch = output.reshape(len(every) + 1, -1, output.shape[-1]).clone()
-        for sequence, own in zip(batch[1:], every, strict=True):
-            if own.module is module:
-                noise = sequence[:, own.start : own.stop]
+        batch = output.reshape(len(all_rows) + 1, -1, output.shape[-1]).clone()
+        for sequence, noisy_rows in zip(batch[1:], all_rows, strict=True):
+            if noisy_rows.module is module:
+                noise = sequence[:, noisy_rows.start : noisy_rows.stop]
                 noise += 3 * torch.randn(noise.shape, dtype=noise.dtype, generator=generator)
         return batch.reshape(output.shape)
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        recorded.setdefault(module, inputs[0].reshape(len(every) + 1, -1, inputs[0].shape[-1]))
+        recorded.setdefault(module, inputs[0].reshape(len(all_rows) + 1, -1, inputs[0].shape[-1]))
 
-    handles = [module.register_forward_hook(add_noise) for module in {part_rows.module for part_rows in every}]
+    handles = [module.register_forward_hook(add_noise) for module in {part_rows.module for part_rows in all_rows}]
     handles += [module.register_forward_pre_hook(record) for module in rows]
-    tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(every) + 1, 1)
+    tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(all_rows) + 1, 1)
     try:
         with torch.no_grad():
             model(tokens, use_cache=False)
@@ -286,8 +288,8 @@ def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[
         for handle in handles:
             handle.remove()
     changed, start = {}, 1
-    for reader, of_reader in rows.items():
-        plain, noisy = recorded[reader][:1], recorded[reader][start : start + len(of_reader)]
+    for reader, reader_rows in rows.items():
+        plain, noisy = recorded[reader][:1], recorded[reader][start : start + len(reader_rows)]
         changed[reader] = (noisy - plain).abs().amax(1) > _ROUNDING
-        start += len(of_reader)
+        start += len(reader_rows)
     return changed

@@ -81,15 +81,15 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
     numbers = [sublayer.index for sublayer in in_stack]
     selected = []
     for index in range(first, last + 1):
-        of_layer = [sublayer for sublayer in in_stack if sublayer.index == index]
-        if not of_layer:
+        layer_blocks = [sublayer for sublayer in in_stack if sublayer.index == index]
+        if not layer_blocks:
             raise InputError(f"block {name}: the layers are {min(numbers)} to {max(numbers)}, counted from zero")
         if kind is None:
-            of_layer = [sublayer for sublayer in model_map.sublayers if sublayer.layer == of_layer[0].layer]
-            _check_whole(name, of_layer, model_map)
-        selected += [sublayer for sublayer in of_layer if kind in (None, sublayer.kind)]
-        if kind and not any(sublayer.kind == kind for sublayer in of_layer):
-            raise InputError(f"block {name}: layer {of_layer[0].label} has no {kind} block that is known")
+            layer_blocks = [sublayer for sublayer in model_map.sublayers if sublayer.layer == layer_blocks[0].layer]
+            _check_whole(name, layer_blocks, model_map)
+        selected += [sublayer for sublayer in layer_blocks if kind in (None, sublayer.kind)]
+        if kind and not any(sublayer.kind == kind for sublayer in layer_blocks):
+            raise InputError(f"block {name}: layer {layer_blocks[0].label} has no {kind} block that is known")
     return selected
 
 

@@ -39,11 +39,13 @@ def read_sublayers(
     own_path = family.feed_forward.block if family.feed_forward else ""
     paths = "|".join(filter(None, (own_path, _EXPERTS)))
     for layer in layers_in(model, family):
-        own = [block for block in attention if block.name.startswith(f"{layer.name}.")]
-        blocks: list[tuple[Block, str, nn.Module, Any]] = [(block, ATTENTION, block.o_proj, block) for block in own]
+        attention_blocks = [block for block in attention if block.name.startswith(f"{layer.name}.")]
+        blocks: list[tuple[Block, str, nn.Module, Any]] = [
+            (block, ATTENTION, block.o_proj, block) for block in attention_blocks
+        ]
         if block := dense.get((layer.stack, layer.index)):
             blocks.append((block, FEED_FORWARD, block.down, block))
-        elif own or has_absent(layer.module):
+        elif attention_blocks or has_absent(layer.module):
             experts = submodule_at(layer, paths)
             if experts and not is_absent(experts.module):
                 blocks.append((experts, FEED_FORWARD, experts.module, None))

@@ -21,7 +21,7 @@ OPERATORS = (*LEAVES, *TRANSFORMS, *MERGES)
 def merged(operator: str, first: Thought, second: Thought) -> Thought:
     """Return the sum (`add`) or product (`mul`) of two thoughts."""
     parts = (thought[1:] if thought[0] == operator else (thought,) for thought in (first, second))
-    return (operator, *sorted(part for several in parts for part in several))
+    return (operator, *sorted(part for terms in parts for part in terms))
 
 
 class Candidate(NamedTuple):

@@ -84,12 +84,12 @@ class Origin:
         else:
             hub_id, fields = _hub_id(pretrained), fields_of(_card_on_hub(pretrained, revision))
         ancestors = [] if hub_id else _texts(fields.get("base_model"))
-        own = {key: str(fields[key]) for key in _LICENSE if isinstance(fields.get(key), str)}
+        license_fields = {key: str(fields[key]) for key in _LICENSE if isinstance(fields.get(key), str)}
         return cls(
             model_name(pretrained),
             hub_id,
             tuple(ancestors),
-            own,
+            license_fields,
             fields.get("language") if _texts(fields.get("language")) else None,
         )
 

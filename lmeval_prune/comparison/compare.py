@@ -53,8 +53,8 @@ def compare(
     rows = rows_of(tables, base.name, seed)
     for (name, task), row in rows.items():
         if task in evaluations:
-            own = None if name == base.name else _answers(evaluations, name, task)
-            measured = distances(_answers(evaluations, base.name, task), own)
+            answers = None if name == base.name else _answers(evaluations, name, task)
+            measured = distances(_answers(evaluations, base.name, task), answers)
             rows[name, task] = replace(row, **measured)  # type: ignore[arg-type]
     return Comparison(
         title=f"{first_few(list(runs)[1:], most=3)} against {base.name}",
@@ -65,7 +65,7 @@ def compare(
         answers=partial(_answers, evaluations),
         about={name: run.about() for name, run in runs.items()},
         missing=[
-            (name, task, "not evaluated") for task, own in evaluations.items() for name in runs if name not in own
+            (name, task, "not evaluated") for task, by_run in evaluations.items() for name in runs if name not in by_run
         ],
         notes=list(dict.fromkeys([*notes, *table_notes])),
     )
@@ -137,13 +137,13 @@ def _evaluations(
     evaluations = {
         task: {name: run.read(task, by) for name, run in runs.items() if task in run.tasks} for task in names
     }
-    if without := [task for task, own in evaluations.items() if not _known(own.values())]:
+    if without := [task for task, by_run in evaluations.items() if not _known(by_run.values())]:
         notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
-        evaluations = {task: own for task, own in evaluations.items() if task not in without}
+        evaluations = {task: by_run for task, by_run in evaluations.items() if task not in without}
     if not evaluations:
         raise InputError(f"no task can be compared; {notes[-1]}")
-    for task, own in evaluations.items():
-        notes += _check_alike(task, base.name, own, allowed)
+    for task, by_run in evaluations.items():
+        notes += _check_alike(task, base.name, by_run, allowed)
     return evaluations, notes
 
 
@@ -156,8 +156,8 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
     Of different questions that are allowed, those of all runs are kept in `evaluations`.
     """
     base, notes = evaluations[baseline], []
-    for name, own in evaluations.items():
-        differences = _differences(base, own)
+    for name, evaluation in evaluations.items():
+        differences = _differences(base, evaluation)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(
                 f"{name!r} and the baseline {baseline!r} have different {' and '.join(refused)} of {task} "
@@ -168,28 +168,28 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
     common = set.intersection(*({*questions_of(evaluation.outcomes)} for evaluation in evaluations.values()))
     if not common:
         raise InputError(f"{first_few(evaluations)} have no question of {task} in common; leave it out with --tasks")
-    for name, own in evaluations.items():
-        keep = [key in common for key in questions_of(own.outcomes)]
-        evaluations[name] = own._replace(outcomes=own.outcomes[keep], answers=own.answers[keep])
+    for name, evaluation in evaluations.items():
+        keep = [key in common for key in questions_of(evaluation.outcomes)]
+        evaluations[name] = evaluation._replace(outcomes=evaluation.outcomes[keep], answers=evaluation.answers[keep])
     return notes
 
 
-def _differences(base: Evaluation, own: Evaluation) -> dict[Kind, str]:
+def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
     """Describe what differs between two runs of a task, by kind."""
     differences: dict[Kind, str] = {}
     first, second = (
         dict(zip(questions_of(evaluation.outcomes), evaluation.outcomes["prompt"], strict=True))
-        for evaluation in (base, own)
+        for evaluation in (base, compared)
     )
     shared = first.keys() & second.keys()
     if not len(shared) == len(first) == len(second):
         differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
-    has_same_version = base.settings.lm_eval == own.settings.lm_eval
+    has_same_version = base.settings.lm_eval == compared.settings.lm_eval
     if other := sum(first[key] != second[key] for key in shared):
-        reasons = different(own.settings.prompt, base.settings.prompt, has_same_version)
+        reasons = different(compared.settings.prompt, base.settings.prompt, has_same_version)
         text = f"{other} of {len(shared)}"
         differences["prompts"] = f"{text}; {first_few(reasons, most=4)}" if reasons else text
-    if reasons := different(own.settings.other, base.settings.other, has_same_version):
+    if reasons := different(compared.settings.other, base.settings.other, has_same_version):
         differences["settings"] = first_few(reasons, most=4)
     return differences
 
@@ -280,7 +280,7 @@ def _groups(
     Groups with the same tasks as another are left out.
     """
     members = {name: _leaves(name, groups) for name in groups}
-    leaves = {name: [task for task in own if task in tables] for name, own in members.items()}
+    leaves = {name: [task for task in names if task in tables] for name, names in members.items()}
     ordered = sorted((name for name in groups if len(leaves[name]) > 1), key=lambda name: len(leaves[name]))
     merged_tables: dict[str, Table] = {}
     notes, seen = list[str](), set()
@@ -288,14 +288,14 @@ def _groups(
         if frozenset(leaves[name]) in seen:
             continue
         seen.add(frozenset(leaves[name]))
-        own = [tables[task] for task in leaves[name]]
-        if not can_be_averaged(own):
+        task_tables = [tables[task] for task in leaves[name]]
+        if not can_be_averaged(task_tables):
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
-        table, merged_notes = merged(name, own, variants)
+        table, merged_notes = merged(name, task_tables, variants)
         notes += merged_notes
-        if len(own) < len(members[name]):
-            notes.append(f"{name}: {len(own)} of its {len(members[name])} tasks")
+        if len(task_tables) < len(members[name]):
+            notes.append(f"{name}: {len(task_tables)} of its {len(members[name])} tasks")
         merged_tables[name] = table
     inner = {name for name in merged_tables for other in merged_tables if set(leaves[name]) < set(leaves[other])}
     return {name: replace(table, is_part=name in inner) for name, table in merged_tables.items()}, notes

@@ -48,7 +48,11 @@ def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, fl
         ranges = np.array([cost_range(costs[name], key) for name in gains], dtype=float)
         known = ~np.isnan(ranges).any(1)
         unranged = [name for name, is_known in zip(gains, known, strict=True) if not is_known and key in costs[name]]
-        machines = {(own.get("device"), own.get("threads")) for own in (costs[name] for name in gains) if key in own}
+        machines = {
+            (variant_costs.get("device"), variant_costs.get("threads"))
+            for variant_costs in (costs[name] for name in gains)
+            if key in variant_costs
+        }
         if not (cost.timed and (unranged or len(machines) > 1)) and (ranges[known] != ranges[known][:1]).any():
             front = pareto(ranges if cost.less_is_better else -ranges[:, ::-1], np.array(list(gains.values())))
             fronts[key] = [name for name, is_on in zip(gains, front, strict=True) if is_on]

@@ -20,7 +20,7 @@ class Response(NamedTuple):
     log_likelihoods: list[float]  # of the choices, or of a text; empty for generated answers
 
 
-def distances(base: Answers, own: Answers | None = None) -> dict[str, float | None]:
+def distances(base: Answers, compared: Answers | None = None) -> dict[str, float | None]:
     """Return the distances of a run's answers from the baseline's, as fields of a row.
 
     `same_answers` is the share of equal texts, or of equal likeliest choices. `choice_kld` is the mean KL divergence of
@@ -30,9 +30,11 @@ def distances(base: Answers, own: Answers | None = None) -> dict[str, float | No
 
     Args:
         base: answers of the baseline, by task and number, with `responses`.
-        own: answers of the run to the same questions; None compares the baseline's own answers with each other.
+        compared: answers of the run to the same questions; None compares the baseline's own answers with each other.
     """
-    pairs = [_pairs(answer["responses"], own[key]["responses"] if own else None) for key, answer in base.items()]
+    pairs = [
+        _pairs(answer["responses"], compared[key]["responses"] if compared else None) for key, answer in base.items()
+    ]
     if not pairs or not all(pairs):
         return {}
     has_answers = any(first.answer or second.answer for question_pairs in pairs for first, second in question_pairs)

@@ -144,7 +144,7 @@ class _Questions:
             texts = dict.fromkeys(chain.from_iterable(zip(*answers.values(), strict=True)))
             numbers = {text: number for number, text in enumerate(texts)}
             result["texts"] = list(texts)
-            result["answers"] = {name: [numbers[text] for text in own] for name, own in answers.items()}
+            result["answers"] = {name: [numbers[text] for text in column] for name, column in answers.items()}
             result |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
         return result
 
@@ -155,9 +155,9 @@ def _values(table: Table) -> dict[str, Any]:
         name: [round(float(value), 6) for value in column]
         for name, column in zip(table.variants, table.figures.T, strict=True)
     }
-    several = len({part for part, _, _ in table.questions}) > 1
+    has_parts = len({part for part, _, _ in table.questions}) > 1
     return {
-        "shown": [{"id": f"{part}, {number}" if several else f"{number}"} for part, number, _ in table.questions],
+        "shown": [{"id": f"{part}, {number}" if has_parts else f"{number}"} for part, number, _ in table.questions],
         "values": values,
         "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
         "withheld": True,

@@ -106,15 +106,15 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
     for is_part in (False, True):
         family = {task: table for task, table in tables.items() if table.is_part == is_part}
         tests = sum(len(table.variants) - 1 for table in family.values())
-        own = [
+        family_rows = [
             row
             for task, table in family.items()
             for row in _rows_of(task, table, table.variants.index(baseline), seed, max(1, tests))
         ]
-        tested = [row for row in own if row.p is not None]
+        tested = [row for row in family_rows if row.p is not None]
         for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
             row.p_holm = adjusted
-        rows |= {(row.variant, row.task): row for row in own}
+        rows |= {(row.variant, row.task): row for row in family_rows}
     return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 

@@ -47,7 +47,7 @@ class Run:
     @property
     def tasks(self) -> list[str]:
         """Return the tasks with samples."""
-        names = {own: name for name, own in self.own_names.items()}
+        names = {own_name: name for name, own_name in self.own_names.items()}
         return list(dict.fromkeys(names.get(task, task) for file in self.files for task in file.samples))
 
     def files_of(self, task: str) -> list[ResultsFile]:
@@ -59,8 +59,8 @@ class Run:
 
         lm-eval 0.5 puts a task's groups before its name. A task whose last name is that of several is not renamed.
         """
-        names, own = _by_last_name(base.tasks), _by_last_name(self.tasks)
-        pairs = {names[last]: own[last] for last in names if last in own}
+        base_tasks, own_tasks = _by_last_name(base.tasks), _by_last_name(self.tasks)
+        pairs = {base_tasks[last]: own_tasks[last] for last in base_tasks if last in own_tasks}
         return replace(self, own_names={name: task for name, task in pairs.items() if name != task})
 
     @property
@@ -203,11 +203,11 @@ def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     groups = _by_model(files)
     if len(groups) == 1:
         return [Run(label, groups[0])]
-    own = [{"--model": group[0].config.get("model")} | _arguments(group[0]) for group in groups]
-    varying = _different_arguments(own)
+    group_arguments = [{"--model": group[0].config.get("model")} | _arguments(group[0]) for group in groups]
+    varying = _different_arguments(group_arguments)
     folders = [str(group[0].path.parent.relative_to(path)) for group in groups]
     runs = []
-    for folder, group, arguments in zip(folders, groups, own, strict=True):
+    for folder, group, arguments in zip(folders, groups, group_arguments, strict=True):
         parts = [label] if folder == "." else [f"{label}/{folder}"]
         if folders.count(folder) > 1:
             parts += [f"{name}={arguments[name]}" for name in varying if name in arguments] or ["no further arguments"]

@@ -92,8 +92,8 @@ def question_keys(text_keys: Sequence[str]) -> list[str]:
     """
     choices: defaultdict[str, set[str]] = defaultdict(set)
     for key in text_keys:
-        text, has_choices, own = key.partition("/")
-        choices[text] |= {own} if has_choices else set()
+        text, has_choices, choices_key = key.partition("/")
+        choices[text] |= {choices_key} if has_choices else set()
     return [key if len(choices[text]) > 1 else text for key in text_keys for text in [key.partition("/")[0]]]
 
 
@@ -121,4 +121,4 @@ def _choices(row: dict[str, Any]) -> list[str]:
         return list(continuations)
     words = [re.findall(r"\s*\S+", context) for context in contexts]
     same = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False)))
-    return ["".join(own[same:]).lstrip() + text for own, text in zip(words, continuations, strict=True)]
+    return ["".join(pieces[same:]).lstrip() + text for pieces, text in zip(words, continuations, strict=True)]

@@ -96,12 +96,12 @@ def read_table(
     weights = np.ones(len(position))
     for column, (variant, read) in enumerate(outcomes.items()):
         frame = base if variant == baseline else read()
-        own = questions_of(frame)
-        rows = [position[question] for question in own if question in position]
-        if not len(rows) == len(own) == len(position):
+        own_questions = questions_of(frame)
+        rows = [position[question] for question in own_questions if question in position]
+        if not len(rows) == len(own_questions) == len(position):
             raise InputError(
-                f"{variant!r} and the baseline {baseline!r} have different questions of {task}: {len(own)} and "
-                f"{len(position)}, {len(rows)} of them the same; compare runs of the same questions"
+                f"{variant!r} and the baseline {baseline!r} have different questions of {task}: {len(own_questions)} "
+                f"and {len(position)}, {len(rows)} of them the same; compare runs of the same questions"
             )
         try:
             values[rows, column], own_weights = values_of(frame, metrics, advice)

@@ -101,8 +101,8 @@ class SlotAttention:
     def over_prefixes(self, layer: int) -> torch.Tensor:
         """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
         options, layout, query = self.options, self.layout, self.query
-        own = self.over_slots(with_lse=True)
-        out, lse = torch.zeros_like(own[0]), torch.full_like(own[1], -torch.inf)
+        slot_attention = self.over_slots(with_lse=True)
+        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
         for prefix, tokens in layout.prefix_parts(layer):
             q = query[:, tokens].reshape(1, self.keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
             mask = None
@@ -113,7 +113,7 @@ class SlotAttention:
             attended, sums = options.attend_with_lse(q, k, v, mask)
             out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
             lse[tokens] = sums.reshape(len(query), len(tokens)).T
-        return join_attention([own, (out, lse)])
+        return join_attention([slot_attention, (out, lse)])
 
     def over_slots(self, with_lse: bool = False) -> Attention:
         """Compute the attention over the slots.

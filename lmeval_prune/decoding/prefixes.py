@@ -40,8 +40,8 @@ class SharedPrefix:
         if mask not in self._by_mask:
             first, base = self.first_layers[mask], next(iter(self._by_mask.values()))
             if first < runner.layers:
-                own = self._run(runner, mask, first)
-                base = Prefix(own.length, (*base.keys[:first], *own.keys), (*base.values[:first], *own.values))
+                masked = self._run(runner, mask, first)
+                base = Prefix(masked.length, (*base.keys[:first], *masked.keys), (*base.values[:first], *masked.values))
             self._by_mask[mask] = base
         if len(self._by_mask) == len(self.first_layers):
             self._inputs.clear()

@@ -87,8 +87,8 @@ def _failed_module(error: Exception) -> str:
     """Return the class of the innermost module, other than torch's own, in which an error was raised."""
     callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     modules = [type(caller) for caller in callers if isinstance(caller, nn.Module)]
-    own = [kind.__name__ for kind in modules if not kind.__module__.startswith("torch.")]
-    return own[-1] if own else "the layers"
+    names = [kind.__name__ for kind in modules if not kind.__module__.startswith("torch.")]
+    return names[-1] if names else "the layers"
 
 
 def is_tested(model_map: ModelMap) -> bool:

@@ -133,8 +133,8 @@ class StaticStep(Store):
         self._warm: set[int] = set()  # buckets that have run eagerly
         self._pool: Any = None  # memory of all graphs
 
-    def _pinned(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._is_gpu)
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
 
     # ------------------------------------------------------------------ the host's side
 

@@ -46,9 +46,12 @@ def distance(
     check_writable(output)
     arguments = [*({"heads": value} for value in heads), *({"mask": path} for path in mask)]
     pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
-    variants = {name: Arguments.of(own).interventions for name, own in pairs}
+    variants = {name: Arguments.of(model_args).interventions for name, model_args in pairs}
     check_models(
-        pretrained, settings, [intervention for several in variants.values() for intervention in several], checkpoint
+        pretrained,
+        settings,
+        [intervention for interventions in variants.values() for intervention in interventions],
+        checkpoint,
     )
     lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
     texts = read_windows(lm, settings) if settings.text else ()

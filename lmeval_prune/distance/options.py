@@ -36,8 +36,8 @@ class DistanceOptions(Settings):
     """
 
     uses: ClassVar[tuple[Use, ...]] = (
-        Use("a task (--task)", lambda own: own.task is not None, OF_TASK),
-        Use("a text (--text)", lambda own: own.text is not None, ("windows", "tokens", "seed")),
+        Use("a task (--task)", lambda options: options.task is not None, OF_TASK),
+        Use("a text (--text)", lambda options: options.text is not None, ("windows", "tokens", "seed")),
     )
     task: str | None = None
     limit: Count | None = None

@@ -113,9 +113,9 @@ def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Tex
     """Return the texts of log-likelihood requests, divided into windows as by lm-eval's `hf`."""
     texts = []
     for kind in ("loglikelihood", "loglikelihood_rolling"):
-        of_kind = requests.get(kind, [])
-        windows = token_windows(lm, kind, of_kind, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in of_kind for window in windows[id(request)]]
+        kind_requests = requests.get(kind, [])
+        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
     if texts and "generate_until" in requests:
         raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     return texts

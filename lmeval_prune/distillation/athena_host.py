@@ -114,8 +114,8 @@ class AthenaHost(Host):
         """Return an ATHENA's training options with changes."""
         options = checkpoint.describe(folder)["options"]
         fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
-        about = f"the training in {Path(folder) / checkpoint.SETTINGS}"
-        return TrainOptions.from_dict({**options, **changes, **fixed}, about)
+        label = f"the training in {Path(folder) / checkpoint.SETTINGS}"
+        return TrainOptions.from_dict({**options, **changes, **fixed}, label)
 
     @cached_property
     def split_options(self) -> TrainOptions:

@@ -57,7 +57,7 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         task, model = f"prune_{splits['data']}_equation", "athena"
     else:
         task, model = splits["task"] or "TASK", "pruned-hf"
-    folder = f" --include_path {shlex.quote(own)}" if (own := included_folder()) else ""
+    folder = f" --include_path {shlex.quote(path)}" if (path := included_folder()) else ""
     metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
     chat = " --apply_chat_template" if settings.chat else ""
     print(

@@ -68,8 +68,8 @@ def check_corpus(options: DistillOptions) -> None:
         if options.corpus_options:
             raise InputError(f"corpus_options are for data sets, and {path} is a local corpus; leave them out")
     elif path.exists():
-        what = "has no files" if path.is_dir() else "is a file of another kind than"
-        raise InputError(f"corpus={path} {what} {' or '.join(SUFFIXES)}; name another folder or file")
+        problem = "has no files" if path.is_dir() else "is a file of another kind than"
+        raise InputError(f"corpus={path} {problem} {' or '.join(SUFFIXES)}; name another folder or file")
     elif path.suffix in FILES or path.is_absolute() or str(options.corpus).startswith((".", "~")):
         raise InputError(f"corpus={path}: there is no such file or folder")
 

@@ -96,8 +96,8 @@ def write_lessons_as_text(path: Path, folder: Path, tokenizer: Any) -> None:
             "answer": decode(text["ids"][text["start"] :]),
             "source": text.get("source", "teacher"),
         }
-        for part, several in texts.items()
-        for text in several
+        for part, part_texts in texts.items()
+        for text in part_texts
     )
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -111,12 +111,12 @@ def _of_problems(
     questions = [problem.question for problem in problems]
     result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
     texts, too_long = _whole(result, [problem.ids[: problem.start] for problem in problems], longest)
-    unsolved = [index for index, several in enumerate(texts) if not several]
+    unsolved = [index for index, problem_texts in enumerate(texts) if not problem_texts]
     if options.unsolved == "target":
         for index in unsolved:
             texts[index] = [{"ids": list(problems[index].ids), "start": problems[index].start, "source": "target"}]
     counts = {**result.counts, "too_long": too_long, "unsolved": len(unsolved)}
-    return [text for several in texts for text in several], counts
+    return [text for problem_texts in texts for text in problem_texts], counts
 
 
 def _of_prompts(
@@ -130,7 +130,7 @@ def _of_prompts(
     questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
     result = lessons_of(replace(answerer, source=CORPUS), teacher, questions, "unscored")
     by_prompt, too_long = _whole(result, [prompt.ids for prompt in short], longest)
-    texts = [text for several in by_prompt for text in several]
+    texts = [text for prompt_texts in by_prompt for text in prompt_texts]
     counts = {
         "questions": len(prompts),
         "answers": result.counts["answers"],

@@ -269,8 +269,8 @@ class Stage:
 
     def _answering(self) -> str | None:
         """Return the model that answers the questions of own calibration text; None: the one that is pruned."""
-        every = self.host.options.regenerate
-        first = 1 + (self.number - 1) // every * every if every else 1  # the stage whose model answers
+        interval = self.host.options.regenerate
+        first = 1 + (self.number - 1) // interval * interval if interval else 1  # the stage whose model answers
         if first == self.number:
             return None
         return self.host.options.pretrained if first == 1 else str(self.work / f"stage{first - 1}")

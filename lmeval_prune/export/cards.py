@@ -36,7 +36,7 @@ def adapter_card(export: Any, name: str, heads: Mapping[str, Sequence[int]]) -> 
     count = sum(map(len, heads.values()))
     rows = [{"layer": label, "heads": ", ".join(map(str, numbers))} for label, numbers in heads.items()]
     is_gguf = export.format == "gguf"
-    how = _with_llamacpp(name) if is_gguf else _with_peft(name, export.pretrained, model, export.dtype)
+    instructions = _with_llamacpp(name) if is_gguf else _with_peft(name, export.pretrained, model, export.dtype)
     limits = (
         f"It fits the weights that it was computed from, in {export.dtype}, and no others: not a fine-tuned, quantised "
         f"or converted copy. Merged in that type, the weights of these heads are exactly zero; a server that does not "
@@ -55,7 +55,7 @@ def adapter_card(export: Any, name: str, heads: Mapping[str, Sequence[int]]) -> 
                 "For the output projection W of a layer and the rows A of the identity that select the inputs of the "
                 "pruned heads, the update is B·A with B = −W·Aᵀ. It was computed, not trained."
             ),
-            "How to load it": how,
+            "How to load it": instructions,
             "Limits": limits,
         },
         "text-generation" if model.can_generate() and not model.config.is_encoder_decoder else None,

@@ -141,9 +141,9 @@ def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> A
     loaded = load_intervention(path, allow_other_model)
     mask = loaded.converted(HeadMask)
     if not isinstance(mask, HeadMask):
-        what = "channels, blocks or updated weights" if isinstance(loaded, Plan) else "no heads"
+        contents = "channels, blocks or updated weights" if isinstance(loaded, Plan) else "no heads"
         raise InputError(
-            f"{path} has {what}, which no adapter of the output projection can remove; cut it: "
+            f"{path} has {contents}, which no adapter of the output projection can remove; cut it: "
             f"`lmeval-prune export model --plan {path}`"
         )
     return replace(mask, allow_empty_layer=mask.allow_empty_layer or allow_empty_layer)

@@ -43,10 +43,12 @@ class Projections:
             self._last = (name, self._read(name, layer.o_proj))
         return self._last[1]
 
-    def _read(self, name: str, like: nn.Module) -> Tensor:
-        transposed = is_transposed(like)
+    def _read(self, name: str, module: nn.Module) -> Tensor:
+        transposed = is_transposed(module)
         prefix = f"{self.model_map.model.base_model_prefix}."
-        shape = [in_features(like), out_features(like)] if transposed else [out_features(like), in_features(like)]
+        shape = (
+            [in_features(module), out_features(module)] if transposed else [out_features(module), in_features(module)]
+        )
         for stored_name in (name, name.removeprefix(prefix), prefix + name):
             file = self._files.get(f"{stored_name}.weight")
             if file is None:

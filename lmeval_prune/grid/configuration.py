@@ -194,8 +194,8 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
     """Yield the variants of an entry of `variants:`: the product of its axes."""
     if not isinstance(block, dict | None):
         raise InputError(f"variant {name!r} must be {{NAME: VALUE}} pairs, not {block!r}")
-    own = block or {}
-    block = {**own, **{key: value for key, value in shared.items() if key not in own}}  # own settings come first
+    own_settings = block or {}
+    block = {**own_settings, **{key: value for key, value in shared.items() if key not in own_settings}}  # own first
     try:
         _check_settings(block)
         axes = dict(_axes(block))

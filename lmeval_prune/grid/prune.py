@@ -42,8 +42,8 @@ class Prune(Preparation):
     """
 
     uses: ClassVar[tuple[Use, ...]] = (
-        Use("a calibration text (task or text)", lambda own: own.task or own.text, READING),
-        Use("a text that is not of own answers", lambda own: own.own_answers is None, ("tokens",)),
+        Use("a calibration text (task or text)", lambda options: options.task or options.text, READING),
+        Use("a text that is not of own answers", lambda options: options.own_answers is None, ("tokens",)),
     )
     method: str
     ratio: float
@@ -79,11 +79,13 @@ class Prune(Preparation):
 
     def text_options(self, add_bos_token: bool | None = None) -> TextOptions:
         """Return the options of the calibration text."""
-        own: dict[str, Any] = {"tokens": self.tokens}
+        source_options: dict[str, Any] = {"tokens": self.tokens}
         if self.own_answers is not None:
-            own = {**self.own_answers, "calibrate_on": "own"}
+            source_options = {**self.own_answers, "calibrate_on": "own"}
         reading = {name: getattr(self, name) for name in ("task", "text", "windows", "batch", "seed")}
-        return TextOptions(**reading, **own, apply_chat_template=self.apply_chat_template, add_bos_token=add_bos_token)
+        return TextOptions(
+            **reading, **source_options, apply_chat_template=self.apply_chat_template, add_bos_token=add_bos_token
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, and digests of the text file, of measured costs and of a sweep's outcomes."""
@@ -134,8 +136,10 @@ class Prune(Preparation):
         answers_folder = final_path(folder).with_name(f".{folder.name}.responses")  # a killed run resumes here, too
         if self.task or self.text:
             text_options, reading = self.text_options(lm.add_bos_token), (lm.model, lm.tokenizer)
-            own = self.own_answers is not None
-            source = OwnText(*reading, text_options, answers_folder) if own else read_text(*reading, text_options)
+            asks_model = self.own_answers is not None
+            source = (
+                OwnText(*reading, text_options, answers_folder) if asks_model else read_text(*reading, text_options)
+            )
         text, renew = (source.of(lm.model), source.renewed(lm.model)) if source else (None, None)
         work = final_path(folder).with_name(f".{folder.name}.scoring")  # a killed run resumes here
         *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work, renew=renew)

@@ -113,8 +113,8 @@ def _questions(path: Path) -> frozenset[str]:
         contents = [read_json(file) for file in files]
     except InputError:
         return frozenset()
-    own = [content for content in contents if str(content.get("schema")).startswith("lmeval-prune/")]
-    return frozenset(_seen(own))
+    artefacts = [content for content in contents if str(content.get("schema")).startswith("lmeval-prune/")]
+    return frozenset(_seen(artefacts))
 
 
 def _seen(content: Any) -> Iterator[str]:

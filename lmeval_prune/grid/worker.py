@@ -335,9 +335,9 @@ class Worker:
         assert isinstance(lm, VariantLM)
         with _environment_collected_once():
             requests = record_requests(lm, **origin.evaluation_arguments(loading, self.job.distance))
-        own = {key: task.arguments for key, task in tasks.items() if task.arguments.loading == loading}
-        others = {key: partial(_load_beside, task, loading) for key, task in tasks.items() if key not in own}
-        variants = {key: arguments.interventions for key, arguments in own.items()}
+        same_model = {key: task.arguments for key, task in tasks.items() if task.arguments.loading == loading}
+        others = {key: partial(_load_beside, task, loading) for key, task in tasks.items() if key not in same_model}
+        variants = {key: arguments.interventions for key, arguments in same_model.items()}
         distances = measure_distances(lm, requests, variants, others)
         for key in tasks:
             self.folder.write_distances(key, to_table(distances.frame(key)))

@@ -389,17 +389,23 @@ def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tens
     stack.callback(module.register_forward_hook(hook).remove)
 
 
-def changed_by(change: Callable[..., Any], result: Any, like: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
+def changed_by(
+    change: Callable[..., Any], result: Any, tensor: torch.Tensor, shape: Sequence[int] = ()
+) -> torch.Tensor:
     """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast.
 
     Under autocast the type may be another: operations choose it, and the next module converts it.
     """
-    shape = tuple(shape or like.shape)
+    shape = tuple(shape or tensor.shape)
     same_shape = isinstance(result, torch.Tensor) and result.shape == shape
-    if same_shape and (result.dtype == like.dtype or (result.is_floating_point() and _is_autocast(like.device.type))):
+    if same_shape and (
+        result.dtype == tensor.dtype or (result.is_floating_point() and _is_autocast(tensor.device.type))
+    ):
         return result
     kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
-    raise InputError(f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {like.dtype}; mend the method")
+    raise InputError(
+        f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {tensor.dtype}; mend the method"
+    )
 
 
 def _is_autocast(device: str) -> bool:

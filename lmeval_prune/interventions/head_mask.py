@@ -108,7 +108,7 @@ class HeadMask(Intervention):
 
     def _by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
         heads = groupby(Head.parse(self.heads, model_map), key=lambda head: (head.stack, head.layer))
-        lost = {key: [head.head for head in of_layer] for key, of_layer in heads}
+        lost = {key: [head.head for head in layer_heads] for key, layer_heads in heads}
         return [(layer, lost[key]) for layer in model_map.attention if (key := (layer.stack, layer.index)) in lost]
 
     def resolve(self, model_map: ModelMap) -> Self:

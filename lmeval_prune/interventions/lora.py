@@ -172,6 +172,6 @@ def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return s of a projection; PEFT's `alpha_pattern` overrides `lora_alpha`."""
     patterns = config.get("alpha_pattern") or {}
-    own = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module))
-    alpha = float(next(own, config.get("lora_alpha", 8)))
+    matches = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module))
+    alpha = float(next(matches, config.get("lora_alpha", 8)))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank

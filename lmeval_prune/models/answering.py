@@ -385,7 +385,7 @@ class Answering:
         for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, limits)):
             for task, part in lengths.items():
                 parts[task].append(part)
-        self.lengths = {task: merge_lengths(several) for task, several in parts.items()}
+        self.lengths = {task: merge_lengths(task_parts) for task, task_parts in parts.items()}
         for task, lengths in self.lengths.items():
             if self.lm.rank == 0 and (line := cut_off_note(lengths)):
                 more = "more max_gen_toks" if lengths["max_gen_toks"] else "max_gen_toks in place of max_length"
@@ -397,22 +397,22 @@ class Answering:
         for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
             if len(attempts[id(request)]) < request.repeats:
                 attempts[id(request)].append((request, key, ending))
-        for several in attempts.values():
-            request = several[0][0]
+        for tries in attempts.values():
+            request = tries[0][0]
             context, settings = request.args
             columns: dict[str, Any] = {"attempts": list(self.router.order(request)[: request.repeats])}
             weights = self.router.weights(request)
             columns |= {"weights": list(weights)} if weights is not None else {}
-            columns |= {"answers": [key for _, key, _ in several]} if keys else {}
-            columns["lengths"] = [ending and ending.length for _, _, ending in several]
-            columns["cut_off"] = [ending and ending.cut_off for _, _, ending in several]
+            columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
+            columns["lengths"] = [ending and ending.length for _, _, ending in tries]
+            columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
             request.arguments = (context, {**generation.without_sampling(settings), **columns})
 
 
 def _pruned_heads(identities: list[Any]) -> str:
     """Return the heads that interventions prune in the notation of `heads=`, many as a digest; `dense` if none."""
     heads = [identity.get("heads", ()) for identity in identities if isinstance(identity, dict)]
-    names = [name for several in heads if isinstance(several, list | tuple) for name in several]
+    names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
     return adapter_name(names) if names else DENSE
 
 

@@ -85,13 +85,15 @@ class Arguments(Settings):
         names = argument_names()
         refuse_empty(values, names)
         others = {name: value for name, value in values.items() if value is not None or name not in names}
-        own = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
-        methods = {name: own.pop(name) for name in METHODS if name in own}
-        if "router" not in own and (stray := _ROUTER_SETTINGS & own.keys()):
+        package_arguments = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
+        methods = {name: package_arguments.pop(name) for name in METHODS if name in package_arguments}
+        if "router" not in package_arguments and (stray := _ROUTER_SETTINGS & package_arguments.keys()):
             raise InputError(
                 f"these belong to router=: {', '.join(sorted(stray))}; add router={', '.join(POLICIES)} or a folder"
             )
-        arguments = cls(**own, others={name: parse_hf_argument(name, value) for name, value in others.items()})
+        arguments = cls(
+            **package_arguments, others={name: parse_hf_argument(name, value) for name, value in others.items()}
+        )
         methods |= {"mask": arguments.mask} if arguments.mask else {}
         interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
         arguments = replace(arguments, interventions=combined(interventions), router=arguments._load_router())

@@ -20,10 +20,10 @@ def hf_arguments() -> Mapping[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     parameters = inspect.signature(HFLM.__init__).parameters
-    own = {
+    types = {
         name: _type_of(parameter.annotation) for name, parameter in parameters.items() if name not in ("self", "kwargs")
     }
-    return {**own, **{name: kind for name, kind in _BOUNDED.items() if name in own}}
+    return {**types, **{name: kind for name, kind in _BOUNDED.items() if name in types}}
 
 
 def parse_hf_argument(name: str, value: Any) -> Any:

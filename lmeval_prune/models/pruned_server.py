@@ -252,7 +252,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
             return False
         pairs = [[folder / name for folder in folders] for name in names[0]]
-        return not all(own.samefile(other) or filecmp.cmp(own, other, shallow=False) for own, other in pairs)
+        return not all(local.samefile(other) or filecmp.cmp(local, other, shallow=False) for local, other in pairs)
 
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
         """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""

@@ -152,11 +152,10 @@ class ServerClient:
         """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
         kind = self.lm.kind
         model = {name: value for name, value in self.lm.checkpoint.generation_config.items() if value is not None}
-        own = {**logits_settings(model), **{name: model[name] for name in NO_EFFECT if name in model}}
-        own = {
-            name: value for name, value in own.items() if value or name in SAMPLING_DEFAULTS
-        }  # others are switched off
-        result = {**(own if is_sampled else generation.without_sampling(own)), **settings}
+        model_settings = {**logits_settings(model), **{name: model[name] for name in NO_EFFECT if name in model}}
+        # without settings that are switched off
+        model_settings = {name: x for name, x in model_settings.items() if x or name in SAMPLING_DEFAULTS}
+        result = {**(model_settings if is_sampled else generation.without_sampling(model_settings)), **settings}
         result.pop("do_sample", None)
         if is_sampled:
             result = {**{name: model.get(name, default) for name, default in SAMPLING_DEFAULTS.items()}, **result}

@@ -193,10 +193,10 @@ class LlamaCpp(ServerKind):
         llama.cpp's own order has the temperature last, and so draws from other tokens. Its repetition penalty is that
         of `hf` if it counts all tokens, for whose number it takes memory.
         """
-        own = {name: value for name, value in settings.items() if name != "repetition_penalty"}
+        other_settings = {name: value for name, value in settings.items() if name != "repetition_penalty"}
         penalty = {"repeat_penalty": settings.get("repetition_penalty", 1.0), "repeat_last_n": length}
         order = ["penalties", "temperature", *(("top_k", "top_p", "min_p") if is_sampled else ())]
-        return {**_NO_PENALTY, **penalty, "mirostat": 0, "dynatemp_range": 0.0, "samplers": order, **own}
+        return {**_NO_PENALTY, **penalty, "mirostat": 0, "dynatemp_range": 0.0, "samplers": order, **other_settings}
 
 
 def _path_parts(path: Any) -> list[str]:

@@ -74,12 +74,14 @@ class ServerRecord:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(lock_path(self.path)):
-            stored, own = self._read(), self._known
+            stored, measured = self._read(), self._known
             if (other := stored.get(self.key)) != self._before:
                 self._known, self._is_new = other, False
-                self.check(self._source, own)
+                self.check(self._source, measured)
                 return
-            pairs = {key: list(zip(*signature, strict=True)) for key, signature in {**stored, self.key: own}.items()}
+            pairs = {
+                key: list(zip(*signature, strict=True)) for key, signature in {**stored, self.key: measured}.items()
+            }
             content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
             write_artefact(self.path, SCHEMA, VERSION, {"signatures": content})
 

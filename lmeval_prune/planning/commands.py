@@ -88,8 +88,8 @@ def importance(
     else:
         parts = parts_of(model_map, kinds)
         scores = check_scores(pruner, pruner.scores(model_map, read, parts, {}), parts).values
-        of_heads = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-        rows, scored = {label: values.tolist() for label, values in of_heads.items()}, "heads"
+        head_scores = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+        rows, scored = {label: values.tolist() for label, values in head_scores.items()}, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
     provenance = {**pruner.identity, **scored_questions({HEADS: pruner}, kinds), **calibrated, RECORD: record}

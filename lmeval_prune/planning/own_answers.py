@@ -173,10 +173,14 @@ class Answerer:
     ) -> list[list[bool]]:
         """Return whether each answer is right, by the task's own filter and metric; `metric` as in `choose_metric`."""
         name, _ = tries.choose_metric(self.task, metric)
-        documents = [question.document for question, several in zip(questions, answers, strict=True) for _ in several]
-        texts = [answer.text for several in answers for answer in several]
+        documents = [
+            question.document
+            for question, question_answers in zip(questions, answers, strict=True)
+            for _ in question_answers
+        ]
+        texts = [answer.text for question_answers in answers for answer in question_answers]
         rights = iter(tries.outcomes(self.task, name, documents, texts))
-        return [[next(rights) for _ in several] for several in answers]
+        return [[next(rights) for _ in question_answers] for question_answers in answers]
 
 
 @contextmanager
@@ -236,8 +240,8 @@ class OwnText(TextSource):
 
     def renewed(self, model: Any) -> Renew | None:
         """Return the function that asks the model pruned so far again, every `regenerate` steps."""
-        every = self.options.regenerate
-        return (lambda step: None if (step - 1) % every else self.of(model)) if every else None
+        interval = self.options.regenerate
+        return (lambda step: None if (step - 1) % interval else self.of(model)) if interval else None
 
 
 def calibration_text(
@@ -249,8 +253,8 @@ def calibration_text(
     tokenisation: Mapping[str, Any] | None = None,
 ) -> CalibrationText:
     """Make calibration text of own answers, each with its prompt in a row; the arguments are recorded with it."""
-    flat = [answer for several in answers for answer in several]
-    about = {
+    flat = [answer for question_answers in answers for answer in question_answers]
+    settings = {
         "questions": len(answers),
         "samples": sampling.samples,
         "temperature": sampling.temperature,
@@ -259,7 +263,7 @@ def calibration_text(
         "cut_off": sum(answer.cut_off for answer in flat),
     }
     rows = [(answer.prompt, answer.tokens) for answer in flat]
-    record = {**(tokenisation or {}), "own_answers": about}
+    record = {**(tokenisation or {}), "own_answers": settings}
     return CalibrationText.from_answers(name, rows, batch, prompts_count, record)
 
 
@@ -318,16 +322,18 @@ def lessons_of(
     answers = answerer.answers(teacher, questions)
     rights = [] if keep == "unscored" else answerer.outcomes(questions, answers, metric)
     lessons, without = list[Lesson](), list[int]()
-    for index, several in enumerate(answers):
-        passing = rights[index] if keep == "right" else [True] * len(several)
-        kept = [answer for answer, passes in zip(several, passing, strict=True) if passes and not answer.cut_off]
+    for index, question_answers in enumerate(answers):
+        passing = rights[index] if keep == "right" else [True] * len(question_answers)
+        kept = [
+            answer for answer, passes in zip(question_answers, passing, strict=True) if passes and not answer.cut_off
+        ]
         lessons += [Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in kept)]
         without += [] if kept else [index]
     counts = {
         "questions": len(questions),
         "answers": sum(map(len, answers)),
         **({} if keep == "unscored" else {"right": sum(map(sum, rights))}),
-        "cut_off": sum(answer.cut_off for several in answers for answer in several),
+        "cut_off": sum(answer.cut_off for question_answers in answers for answer in question_answers),
         "kept": len(lessons),
         "questions_without": len(without),
     }

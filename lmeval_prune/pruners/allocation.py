@@ -220,8 +220,8 @@ def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int], budget: B
 def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     """Remove the lowest units that fit into the budget; a positive multiple of `ffn_multiple` channels stays."""
     counts = [pool.removed for pool in pools]
-    of_heads = budget.kinds == (HEADS,)
-    allow_empty = budget.options.allow_empty_layer or not of_heads
+    removes_heads = budget.kinds == (HEADS,)
+    allow_empty = budget.options.allow_empty_layer or not removes_heads
     indices = range(len(pools))
     for compared in [[index] for index in indices] if budget.allocation == "uniform" else [[*indices]]:
         due = share_of(budget.ratio, sum(pools[i].total for i in compared))
@@ -231,7 +231,7 @@ def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
             if pools[index].cost <= left:
                 counts[index] += 1
                 left -= pools[index].cost
-    if of_heads:
+    if removes_heads:
         return counts
     multiple = budget.options.ffn_multiple
     kept = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]

@@ -54,13 +54,15 @@ class BlockInfluence(DepthPruner):
                 cosines = nn.functional.cosine_similarity(before.double(), after.double(), dim=-1)
                 totals[part.key] += float(cosines[counted.bool()].sum())
 
-            def hook(of_layer: _LayerParts, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
+            def hook(
+                layer_parts: _LayerParts, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
+            ) -> None:
                 if not left_out:
-                    of_layer.compare(module, inputs, named, output, left_out, add)
+                    layer_parts.compare(module, inputs, named, output, left_out, add)
 
-            for of_layer in _layers_of(model_map, parts):
-                module = model_map.model.get_submodule(of_layer.name)
-                handle = module.register_forward_hook(partial(hook, of_layer), with_kwargs=True)
+            for layer_parts in _layers_of(model_map, parts):
+                module = model_map.model.get_submodule(layer_parts.name)
+                handle = module.register_forward_hook(partial(hook, layer_parts), with_kwargs=True)
                 stack.callback(handle.remove)
             count = 0
             for batch in self.require_text(text).run(model_map.model):
@@ -117,7 +119,7 @@ def _layers_of(model_map: ModelMap, parts: Sequence[DepthPart]) -> list[_LayerPa
     by_layer: dict[str, list[DepthPart]] = {}
     for part in parts:
         by_layer.setdefault(part.sublayers[0].layer, []).append(part)
-    return [_LayerParts(name, tuple(outputs[name]), tuple(own)) for name, own in by_layer.items()]
+    return [_LayerParts(name, tuple(outputs[name]), tuple(layer_parts)) for name, layer_parts in by_layer.items()]
 
 
 def _first(output: Any) -> Tensor:

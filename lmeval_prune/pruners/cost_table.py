@@ -91,10 +91,10 @@ class CostTable:
 
     def check(self, model_map: ModelMap, path: str) -> None:
         """Refuse a table of other blocks than a model's, or an unfinished one."""
-        own = block_shapes(model_map)
-        if _comparable(own) != _comparable(self.shapes):
+        shapes = block_shapes(model_map)
+        if _comparable(shapes) != _comparable(self.shapes):
             raise InputError(
-                f"{path} has costs of other blocks ({_listed(self.shapes)}) than this model's ({_listed(own)}); "
+                f"{path} has costs of other blocks ({_listed(self.shapes)}) than this model's ({_listed(shapes)}); "
                 f"measure them by `lmeval-prune costs`"
             )
         for sizes in (self.seconds["attention"], self.seconds["feed_forward"]):

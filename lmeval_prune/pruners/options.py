@@ -68,10 +68,14 @@ class PruneOptions(Settings):
     """
 
     uses: ClassVar[tuple[Use, ...]] = (
-        Use("several --steps", lambda own: own.steps > 1, ("p_min", "growth")),
-        Use("--allocation composition", lambda own: own.allocation == "composition", ("depth_method",)),
-        Use("--budget parameters", lambda own: own.budget != "heads", ("parts", "skip_first", "skip_last")),
-        Use("channels (--ffn_ratio)", lambda own: own.budget != "heads" or own.ffn_ratio > 0, ("ffn_multiple",)),
+        Use("several --steps", lambda options: options.steps > 1, ("p_min", "growth")),
+        Use("--allocation composition", lambda options: options.allocation == "composition", ("depth_method",)),
+        Use("--budget parameters", lambda options: options.budget != "heads", ("parts", "skip_first", "skip_last")),
+        Use(
+            "channels (--ffn_ratio)",
+            lambda options: options.budget != "heads" or options.ffn_ratio > 0,
+            ("ffn_multiple",),
+        ),
     )
     ratio: ShareBelowOne = 0.0
     unit: Unit | None = None
@@ -128,8 +132,8 @@ class PruneOptions(Settings):
         """Kinds of parts that resolved options remove, as in `parts.py`."""
         if self.budget == "heads":
             return tuple(kind for kind, ratio in (("heads", self.ratio), ("channels", self.ffn_ratio)) if ratio)
-        together = {"both": ("heads", "channels"), "blocks": ("attention", "feed_forward")}
-        return together.get(self.parts or "both", (str(self.parts),))
+        groups = {"both": ("heads", "channels"), "blocks": ("attention", "feed_forward")}
+        return groups.get(self.parts or "both", (str(self.parts),))
 
     def shares(self, step: int) -> tuple[float, float]:
         """Return the shares of heads and of channels that are removed after a step, 0 to T (eq. 5).
@@ -201,8 +205,12 @@ class TextOptions(AnswerOptions):
     """
 
     uses: ClassVar[tuple[Use, ...]] = (
-        Use("--calibrate_on own", lambda own: own.calibrate_on == "own", OWN),
-        Use("a calibration text (--task or --text)", lambda own: own.has_text or own.calibrate_on == "own", READING),
+        Use("--calibrate_on own", lambda options: options.calibrate_on == "own", OWN),
+        Use(
+            "a calibration text (--task or --text)",
+            lambda options: options.has_text or options.calibrate_on == "own",
+            READING,
+        ),
     )
     task: str | None = None
     text: str | None = None
@@ -248,7 +256,7 @@ class ScoringOptions(TextOptions):
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
 
-    uses: ClassVar[tuple[Use, ...]] = (Use("several --steps", lambda own: own.steps > 1, ("regenerate",)),)
+    uses: ClassVar[tuple[Use, ...]] = (Use("several --steps", lambda options: options.steps > 1, ("regenerate",)),)
 
 
 def pick(base: type[T], settings: Any) -> T:

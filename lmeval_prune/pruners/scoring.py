@@ -73,19 +73,19 @@ def score(
     has_single_pruner = pruners[HEADS] == pruners[CHANNELS]
     width, depth = [kind for kind in missing if kind in KINDS], [kind for kind in missing if kind in DEPTH_KINDS]
     groups = [width] if has_single_pruner else [[kind] for kind in width]
-    for together in filter(None, (*groups, depth)):
-        pruner = pruners.get(together[0], pruners[HEADS])
-        name = _name_of(pruner, together, text, removed) if store else ""
+    for group in filter(None, (*groups, depth)):
+        pruner = pruners.get(group[0], pruners[HEADS])
+        name = _name_of(pruner, group, text, removed) if store else ""
         known = store.load(name) if store else None
         if known:
             scores = Scores(*known)
         else:
-            sums = store.sums(name) if store and {*together} <= {*DEPTH_KINDS} else None
-            scores = _computed(pruner, model_map, together, text, removed, earlier, sums)
+            sums = store.sums(name) if store and {*group} <= {*DEPTH_KINDS} else None
+            scores = _computed(pruner, model_map, group, text, removed, earlier, sums)
             if store:
                 store.save(name, scores.values, scores.means)
         values |= scores.values
-        means = scores.means if has_single_pruner and together is width else means
+        means = scores.means if has_single_pruner and group is width else means
     return Scores(values, means)
 
 

@@ -31,11 +31,11 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
     """
     origin = _origin(about)
     tasks = ", ".join(inline_code(task) for task in about.get("tasks", {})) or "tasks that are not recorded"
-    own = encoder == "last_hidden_state"
-    embedded_by = "the last hidden states of the model" if own else inline_code(without_folders(encoder))
+    reads_states = encoder == "last_hidden_state"
+    embedded_by = "the last hidden states of the model" if reads_states else inline_code(without_folders(encoder))
     chosen = ", ".join(f"{key} = {value}" for key, value in about.get("chosen", {}).items())
     settings = f" ({escape_markdown(chosen)})" if chosen else ""
-    how = (
+    method_text = (
         f"Method `{method}`{settings}; questions are embedded by {embedded_by}.\n\n"
         f"Fitted to {about.get('questions', 'some')} questions of {tasks}."
     )
@@ -48,7 +48,7 @@ def router_card(name: str, method: str, encoder: str, pool: Sequence[str], about
         f"A router for {origin.text}: for each question it orders {len(pool)} variants of the model, most of them with "
         f"one attention head pruned, so that each of N tries is answered by another variant.",
         {
-            "How it was made": command_section(how),
+            "How it was made": command_section(method_text),
             "How to use it": _how_to_use(name, encoder),
             "Results": _results(about),
             "Limits": LIMITS,

@@ -145,8 +145,8 @@ def accuracy_at(
             count = min(votes.replicates(i, row[:n]) for i, row in enumerate(tries))
             replicates.append(count)
             for i, row in enumerate(tries):
-                own = None if weights is None else weights[i, :n].tolist()
-                chosen = [votes.vote(rule, i, row[:n], number, same, own) for number in range(count)]
+                try_weights = None if weights is None else weights[i, :n].tolist()
+                chosen = [votes.vote(rule, i, row[:n], number, same, try_weights) for number in range(count)]
                 values[:, i, column] = np.mean(chosen, axis=0)
         result[rule] = Choices(values[0], values[1], replicates)
     return result

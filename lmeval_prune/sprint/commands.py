@@ -120,10 +120,10 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
 
 def _by_option(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a router's settings by the names of the options; those of the paper's router are not `options`, too."""
-    own = {FitOptions.label(f"{name}=").rstrip("="): value for name, value in settings.items()}
-    if own.get("router") == CONTRASTIVE:
-        own.pop("options", None)
-    return own
+    by_option = {FitOptions.label(f"{name}=").rstrip("="): value for name, value in settings.items()}
+    if by_option.get("router") == CONTRASTIVE:
+        by_option.pop("options", None)
+    return by_option
 
 
 def _print_fit(router: Any, output: str) -> None:

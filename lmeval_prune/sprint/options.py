@@ -46,7 +46,7 @@ class SweepOptions(Settings):
         hidden_states: store the model's last hidden state of each prompt, too, for fit --encoder last_hidden_state
     """
 
-    uses: ClassVar[tuple[Use, ...]] = (Use("a cover (--cover)", lambda own: own.cover, ("cover_size",)),)
+    uses: ClassVar[tuple[Use, ...]] = (Use("a cover (--cover)", lambda options: options.cover, ("cover_size",)),)
     model_args: dict[str, Any]
     tasks: tuple[str, ...]
     output: str
@@ -107,14 +107,14 @@ class FitOptions(ContrastiveOptions):
     def method(self) -> Any:
         """Create the router's method."""
         kind = ROUTERS.load(self.router)
-        own = {option.name: getattr(self, option.name) for option in fields(ContrastiveOptions)}
+        settings = {option.name: getattr(self, option.name) for option in fields(ContrastiveOptions)}
         if not issubclass(kind, ContrastiveOptions):
-            changed = [option.name for option in fields(ContrastiveOptions) if own[option.name] != option.default]
+            changed = [option.name for option in fields(ContrastiveOptions) if settings[option.name] != option.default]
             if changed:
                 name = self.label(f"{changed[0]}=").rstrip("=")
                 raise InputError(f"{name} is a setting of router={CONTRASTIVE}; settings of {self.router} are options")
-            own = {}
-        method = kind.from_dict({**own, **self.options}, f"router {self.router}")
+            settings = {}
+        method = kind.from_dict({**settings, **self.options}, f"router {self.router}")
         if self.validation == 0:
             method.check_single()
         return method

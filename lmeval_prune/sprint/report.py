@@ -306,9 +306,9 @@ def _curves(
 
     Columns with unknown outcomes are in neither the random order nor the oracle.
     """
-    n, every = options.n, _pool(test, router)
-    pool = complete(every, test)
-    columns = f"all {len(pool)}" if len(pool) == len(every) else f"the {len(pool)} complete columns"
+    n, whole_pool = options.n, _pool(test, router)
+    pool = complete(whole_pool, test)
+    columns = f"all {len(pool)}" if len(pool) == len(whole_pool) else f"the {len(pool)} complete columns"
     planned: list[tuple[str, Callable[..., Curve]]]
     planned = [(strategy.name, partial(policy_curve, policy=strategy.policy, mix=strategy.mix)) for strategy in entries]
     if train:
@@ -318,7 +318,7 @@ def _curves(
         planned.append((f"random of {columns}", partial(random_curve, pool=pool)))
     planned += [(name, partial(samples_curve, path=path)) for name, path in options.samples]
     if len(pool) >= n:
-        bound = "oracle" if len(pool) == len(every) else f"oracle of {columns}"
+        bound = "oracle" if len(pool) == len(whole_pool) else f"oracle of {columns}"
         planned.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
     _check_names([name for name, _ in planned])
     curves: list[Curve] = []

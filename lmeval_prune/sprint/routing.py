@@ -178,8 +178,8 @@ class Routing(HeadRouter):
                 words = ["to prompts in the model's chat template", "to prompts without the chat template"]
                 swept, answered = [words[not in_template]], [words[in_template]]
         before, now = (
-            {limit for settings in several if (limit := settings.get("max_gen_toks"))}
-            for several in (
+            {limit for settings in settings_list if (limit := settings.get("max_gen_toks"))}
+            for settings_list in (
                 [s.get("generation") or {} for s in self._settings],
                 [request.args[1] for request in requests],
             )

@@ -154,12 +154,12 @@ class Sweep:
         """Draw the document indices of each task by the seed, from all tasks together."""
         texts = {name: [str(doc[task.question_field]) for doc in task.eval_docs] for name, task in tasks.items()}
         limit, attempts = self.options.limit, self.options.attempts
-        if unknown := attempts.keys() - {text for several in texts.values() for text in several}:
+        if unknown := attempts.keys() - {text for task_texts in texts.values() for text in task_texts}:
             raise InputError(f"attempts: the tasks have no question {min(unknown)[:60]!r}; name the split that has it")
         documents = [
             (name, doc_id)
-            for name, several in texts.items()
-            for doc_id, text in enumerate(several)
+            for name, task_texts in texts.items()
+            for doc_id, text in enumerate(task_texts)
             if text in attempts or not attempts
         ]
         if limit is not None:

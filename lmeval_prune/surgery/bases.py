@@ -219,10 +219,10 @@ def _with_cache_numbers(base: Base, kept: Kept) -> Base:
     numbers: dict[str, dict[str, int]] = {}
     config = copy.deepcopy(base.config)
     text = config.get_text_config()
-    every = read_blocks(base.built, kept.model_map.attention[0].family)[0]
+    attention = read_blocks(base.built, kept.model_map.attention[0].family)[0]
     names = {module: name for name, module in base.built.named_modules()}
-    for stack in dict.fromkeys(layer.stack for layer in every):
-        layers = [layer for layer in every if layer.stack == stack and _layer_numbers(layer)]
+    for stack in dict.fromkeys(layer.stack for layer in attention):
+        layers = [layer for layer in attention if layer.stack == stack and _layer_numbers(layer)]
         staying_layers = [layer for layer in layers if layer.name in staying]
         if not staying_layers or len(staying_layers) == len(layers):
             continue

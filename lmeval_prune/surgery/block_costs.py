@@ -99,8 +99,8 @@ def _earlier_times(path: Path, plans: Iterable[tuple[str, str]]) -> Seconds:
     earlier = CostTable.load(path) if path.is_file() else None
     times = Seconds(attention={}, feed_forward={})
     for kind, size in plans:
-        own = times["attention"] if kind == ATTENTION else times["feed_forward"]
-        own[size] = list(earlier.sizes(kind).get(size, ())) if earlier else []
+        sizes = times["attention"] if kind == ATTENTION else times["feed_forward"]
+        sizes[size] = list(earlier.sizes(kind).get(size, ())) if earlier else []
     return times
 
 
@@ -110,12 +110,12 @@ def _check_same(path: Path, table: CostTable) -> None:
         return
     earlier = CostTable.load(path)
     for name in ("shapes", "workload", "environment"):
-        own, before = dict(getattr(table, name)), dict(getattr(earlier, name))
-        for key in own.keys() | before.keys():
-            if key != "rounds" and own.get(key) != before.get(key):
+        current, before = dict(getattr(table, name)), dict(getattr(earlier, name))
+        for key in current.keys() | before.keys():
+            if key != "rounds" and current.get(key) != before.get(key):
                 raise InputError(
-                    f"{path} has measurements with {key}={before.get(key)}, these have {own.get(key)}; name another "
-                    f"--output, or remove the file"
+                    f"{path} has measurements with {key}={before.get(key)}, these have {current.get(key)}; name "
+                    f"another --output, or remove the file"
                 )
 
 

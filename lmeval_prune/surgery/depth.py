@@ -120,7 +120,7 @@ def _norms(layer: nn.Module, kept: Sequence[Sublayer]) -> list[nn.Module]:
     return [
         module
         for module in modules
-        if (own := list(module.parameters())) and all(parameter.dim() == 1 for parameter in own)
+        if (parameters := list(module.parameters())) and all(parameter.dim() == 1 for parameter in parameters)
     ]
 
 

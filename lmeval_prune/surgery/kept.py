@@ -63,7 +63,9 @@ class KeptHeads:
             for index, number in enumerate(numbers):
                 old = self.layer.rows(part, number)
                 pieces.setdefault(old.module, []).append((self._start(part, index), range(old.start, old.stop)))
-        ordered = {module: sorted(of_module, key=lambda piece: piece[0]) for module, of_module in pieces.items()}
+        ordered = {
+            module: sorted(module_pieces, key=lambda piece: piece[0]) for module, module_pieces in pieces.items()
+        }
         return {module: [row for _, rows in pieces for row in rows] for module, pieces in ordered.items()}
 
     def _start(self, part: str, index: int) -> int:

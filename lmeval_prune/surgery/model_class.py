@@ -291,8 +291,8 @@ def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor],
             copies[view] = tensor.clone(memory_format=torch.contiguous_format)
         return copies[view]
 
-    own = {name: own_tensor(tensor) for name, tensor in tensors.items()}
-    smaller.load_state_dict(own, strict=True, assign=True)
+    state_dict = {name: own_tensor(tensor) for name, tensor in tensors.items()}
+    smaller.load_state_dict(state_dict, strict=True, assign=True)
     smaller = smaller.to(next(iter(tensors.values())).device)
     constants = {base.name(name): buffer for name, buffer in model.named_buffers()}
     for name, buffer in smaller.named_buffers():  # the model may have computed them in another dtype

@@ -289,13 +289,23 @@ def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("parts", "ratio", "most"), [("layers", 0.5, 2), ("attention", 0.75, 3), ("heads", 0.5, 8)])
-def test_no_more_steps_than_units_that_go(parts: Any, ratio: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "ratio", "most"),
+    [
+        ("layers", {"parts": "layers"}, 0.5, 2),
+        ("attention", {"parts": "attention"}, 0.75, 3),
+        ("heads", {"parts": "heads"}, 0.5, 4),
+        ("heads", {"budget": "heads"}, 0.5, 8),
+    ],
+)
+def test_no_more_steps_than_units_that_go(kind: str, settings: dict[str, Any], ratio: float, most: int) -> None:
+    """A group of heads is one unit: more steps than groups would score again without removing anything."""
     model_map, pruner = map_model(tiny("llama", num_hidden_layers=4)), make_pruner("random", {})
-    options = PruneOptions(ratio, parts=parts, steps=most)
-    assert len(list(stages(pruner, model_map, options))) == most
+    options = PruneOptions(ratio, **settings, steps=most)
+    removed = [len(plan.heads) + len(plan.blocks) for plan in stages(pruner, model_map, options)]
+    assert len(removed) == most and removed == sorted(set(removed)) and removed[0] > 0
     with pytest.raises(
-        InputError, match=rf"^steps={most + 1}: the ratio removes at most {most} {parts}, and each step"
+        InputError, match=rf"^steps={most + 1}: the ratio removes at most {most} units \({kind}\), and each step"
     ):
         list(stages(pruner, model_map, replace(options, steps=most + 1)))
 

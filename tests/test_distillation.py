@@ -475,7 +475,7 @@ def test_student_heads_are_compared_with_their_teacher_heads(
 
     def compared(self: DistillTrainer) -> Any:
         maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
-        assert self.features is not None and self.features.places == [0, 1]
+        assert self.features is not None and self.features.teacher_numbers == [0, 1]
         for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.features.heads, strict=True):
             assert len(kept) == student_layer.heads
             for index, head in enumerate(kept):

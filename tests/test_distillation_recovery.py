@@ -95,7 +95,7 @@ def test_students_are_compared_with_the_parts_of_their_teacher(
     def compared(self: DistillTrainer) -> Any:
         assert self.features is not None
         student, teacher = (map_model(model).attention for model in (self.student, self.teacher))
-        for layer, heads, position in zip(student, self.features.heads, self.features.places, strict=True):
+        for layer, heads, position in zip(student, self.features.heads, self.features.teacher_numbers, strict=True):
             for index, head in enumerate(heads):
                 student_rows, teacher_rows = layer.rows("q", index), teacher[position].rows("q", head)
                 rows = (
@@ -157,7 +157,7 @@ def test_layers_that_are_gone(options: DistillOptions) -> None:
     stage = {"kept_heads": {f"L{n}": [0, 1, 2, 3] for n in (0, 3)}, "kept_layers": {"L0": "L0", "L1": "L3"}}
     both = [map_model(model) for model in (student, teacher)]
     features = Features(replace(options, normalize="none", feature=True), LayerMap.of([stage]), *both)
-    assert features.pairs == {"L0": "L0", "L1": "L3"} and features.places == [0, 3]
+    assert features.pairs == {"L0": "L0", "L1": "L3"} and features.teacher_numbers == [0, 3]
     ids, real = tokens(), torch.ones(3, 7)
     with torch.no_grad(), features.collected():
         student.config._attn_implementation = teacher.config._attn_implementation = "eager"
@@ -196,7 +196,7 @@ def test_the_manifest_says_which_layers_are_left() -> None:
                 assert torch.equal(parameter, teacher.get_parameter(name))
         same = replace(DistillOptions("x", "y", task="z", unit="group"), hidden=True)
         features = Features(same, layers, *both)
-        assert len(features.heads) == len(features.places) == len(both[0].attention)
+        assert len(features.heads) == len(features.teacher_numbers) == len(both[0].attention)
         with torch.no_grad(), features.collected():
             for network in (result.model, model):
                 network.config._attn_implementation = "eager"

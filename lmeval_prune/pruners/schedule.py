@@ -437,21 +437,21 @@ def check_methods(
             raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
     if options.allocation == COMPOSITION:  # removes any share
         return
-    count = _most_removed(pruners, model_map, options)
+    count = _most_units(pruners, model_map, options)
     if not count:
         raise _nothing_removed(pruners, model_map, options)
     if count < options.steps:
         parts = " or ".join(options.kinds).replace("_", "-")
         raise InputError(
-            f"steps={options.steps}: the ratio removes at most {count} {parts}, and each step at least one; give "
-            f"--steps {count} or fewer"
+            f"steps={options.steps}: the ratio removes at most {count} units ({parts}), and each step at least one; "
+            f"give --steps {count} or fewer"
         )
 
 
-def _most_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
-    """Return how many heads, channels, layers and blocks all steps remove with the scores that let most of them go."""
-    *_, removed = smallest_removal(model_map, options, pruners)
-    return sum(map(len, removed.values()))
+def _most_units(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
+    """Return how many units all steps remove if the smallest units, and whole layers, have the lowest scores."""
+    budgets = _budgets(options, pruners, options.steps)
+    return sum(sum(allocate(unit_pools(model_map, budget), budget)) for budget in budgets)
 
 
 def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:
@@ -460,7 +460,7 @@ def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options
     def helps(**changes: Any) -> bool:
         try:
             changed = resolve_options(replace(options, **changes), pruners[HEADS], model_map, pruners[CHANNELS])
-            return changed.allocation == COMPOSITION or _most_removed(pruners, model_map, changed) > 0
+            return changed.allocation == COMPOSITION or _most_units(pruners, model_map, changed) > 0
         except InputError:
             return False
 

@@ -339,7 +339,7 @@ def _split_pairs(word: Any) -> dict[str, Any]:
 
 
 def _without_prefix(message: str) -> str:
-    """Convert an error of argparse to one line without the word `argument`."""
+    """Shorten an error of argparse to one line without the word `argument`."""
     return re.sub(
         r"^argument (\S+): (must be)?",
         lambda match: f"{match[1]} {match[2]}" if match[2] else f"{match[1]}: ",

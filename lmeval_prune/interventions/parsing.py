@@ -42,7 +42,7 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
 
 
 def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) -> Intervention:
-    """Set allowances on an intervention that has these fields."""
+    """Return an intervention with those of some allowances that are fields of it."""
     names = {field.name for field in fields(intervention)}
     known: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
     return replace(intervention, **known)

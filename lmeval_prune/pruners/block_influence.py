@@ -41,7 +41,7 @@ class BlockInfluence(DepthPruner):
         earlier: Removal,
         sums: Sums | None = None,
     ) -> Scores:
-        """Average over the text; see `Pruner.depth_scores`."""
+        """Average the similarities over the text; see `Pruner.depth_scores`."""
         totals = dict.fromkeys([part.key for part in parts], 0.0)
         left_out: set[nn.Module] = set()  # outputs of blocks that are left out at the moment
         counted = torch.ones(0)

@@ -46,7 +46,7 @@ class BlockKl(DepthPruner):
         earlier: Removal,
         sums: Sums | None = None,
     ) -> Scores:
-        """Average over the text; see `Pruner.depth_scores`.
+        """Average the divergence over the text; see `Pruner.depth_scores`.
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
         one batch: layers · tokens of the batch · width numbers. Beside them stand three tensors of counted tokens ·

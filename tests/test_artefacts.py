@@ -972,9 +972,9 @@ def test_damaged_bytes_are_refused_in_one_line(kind: tuple[Kind, Any], data: st.
         "empty": b"",
         "pickle": b"\x80\x04}.",
     }[how]
-    actual = refused_or(result, path, damaged)
+    got = refused_or(result, path, damaged)
     without_hash = path.suffix in (".jsonl", ".json", ".parquet") or path.parent.name in ("layers", "scoring")
-    assert actual is None or without_hash or actual == expected
+    assert got is None or without_hash or got == expected
 
 
 @pytest.mark.parametrize("absurd", ABSURD)

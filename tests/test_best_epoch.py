@@ -145,11 +145,11 @@ def test_the_epoch_that_solves_most_is_kept(
 @settings(max_examples=200)
 @given(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1e4), st.floats(0, 1e4))
 def test_the_loss_only_decides_between_equal_numbers(solved: int, other: int, loss: float, other_loss: float) -> None:
-    first, second = solved_then_loss(solved, loss, 500), solved_then_loss(other, other_loss, 500)
+    one, two = solved_then_loss(solved, loss, 500), solved_then_loss(other, other_loss, 500)
     if solved != other:
-        assert (first > second) == (solved > other)
+        assert (one > two) == (solved > other)
     elif abs(loss - other_loss) > 1e-3 * max(loss, other_loss, 1.0):
-        assert (first > second) == (loss < other_loss)
+        assert (one > two) == (loss < other_loss)
 
 
 @pytest.mark.parametrize("best_by", ["loss", "accuracy", "none"])

@@ -30,14 +30,16 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def prefixed_requests(model: Any, seed: int, lengths: tuple[int, ...] = (7, 3), **sizes: int) -> list[Request]:
+def prefixed_requests(
+    model: Any, seed: int, lengths: tuple[int, ...] = (7, 3), prompts: int = 6, each: int = 4
+) -> list[Request]:
     """Return requests whose prompts begin with one of several prefixes, and some without."""
     rng = random.Random(seed)
     prefixes = [tuple(rng.randrange(3, VOCABULARY) for _ in range(length)) for length in lengths]
     by_prompt: dict[tuple[int, ...], tuple[int, ...]] = {}
     order = itertools.cycle([prefixes[0], *prefixes, ()])
     requests = []
-    for request in some_requests(model, seed, **{"prompts": 6, "per_prompt": 4, **sizes}):
+    for request in some_requests(model, seed, prompts, per_prompt=each):
         if request.prompt not in by_prompt:
             by_prompt[request.prompt] = next(order)
         prefix = by_prompt[request.prompt]
@@ -204,7 +206,7 @@ def test_any_prefixes_and_options(
     family: str, seed: int, lengths: tuple[int, ...], block: int, rows: int, schedule: Any, deterministic: bool
 ) -> None:
     model = model_of(family)
-    requests = prefixed_requests(model, seed, lengths, prompts=4, per_prompt=3)
+    requests = prefixed_requests(model, seed, lengths, prompts=4, each=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         patch.setattr("lmeval_prune.decoding.model_runner.PASS", 4)

@@ -399,7 +399,7 @@ class Words:
 def test_stop_texts_are_searched_for_when_the_last_token_may_complete_one(tokens: list[int], stop: list[str]) -> None:
     stopping, decode, texts = Stopping(Words()), Words().decode, tuple(stop)
     for end in range(1, len(tokens) + 1):
-        expected = any(text in decode(tokens[:end]) for text in stop)
+        expected = any(each in decode(tokens[:end]) for each in stop)
         assert stopping.has_stop_text(tokens[:end], texts) == expected
         if expected:
             break

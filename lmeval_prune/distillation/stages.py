@@ -40,7 +40,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
                 f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1"
             )
     within = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
-    check_methods(head_pruner, channel_pruner, model_map, within, True)
+    check_methods(head_pruner, channel_pruner, model_map, replace(within, steps=1), True)
     reads_text = bool(kinds_read_for(within, head_pruner, channel_pruner, {})) or within.compensation != "none"
     reading = Use("a method or compensation that reads text", lambda _: reads_text, ("calibration", "calibrate_on"))
     check_used(options, [reading])
@@ -55,16 +55,21 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         if pruning.costs:
             _check_costs(model_map, pruning)
         return
-    before = count_removed({})
+    before = 0
     pruners = {"heads": head_pruner, "channels": channel_pruner}
-    for stage, removed in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
-        after = count_removed(removed)
+    for stage, (removed, after) in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
         if after == before:
+            counts = count_removed(removed)
             raise InputError(
-                f"stage {stage} of {pruning.steps} has nothing left to remove: {after['heads']} of "
-                f"{model_map.total_heads} heads and {after['channels']} of {sum(model_map.channels().values())} "
+                f"stage {stage} of {pruning.steps} has nothing left to remove: {counts['heads']} of "
+                f"{model_map.total_heads} heads and {counts['channels']} of {sum(model_map.channels().values())} "
                 f"channels are already removed; give fewer stages, a larger ratio, another unit, allocation global "
                 f"or a smaller ffn_multiple"
+            )
+        if after - before < options.steps:
+            raise InputError(
+                f"stage {stage} of {pruning.steps} removes at most {after - before} units, and each of its "
+                f"{options.steps} steps at least one; give --steps {after - before} or fewer"
             )
         before = after
 

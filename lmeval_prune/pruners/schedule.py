@@ -188,17 +188,21 @@ def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) ->
     ]
 
 
-def smallest_removal(model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]) -> Iterator[Removed]:
-    """Yield what each step removes if the smallest units, and whole layers, have the lowest scores.
+def smallest_removal(
+    model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]
+) -> Iterator[tuple[Removed, int]]:
+    """Yield what is removed after each step, and in how many units, if the smallest units have the lowest scores.
 
     If these scores remove nothing, no other scores do. Raises `InputError` if a share would empty a layer.
     """
     removed: Removed = {}
     for step in range(1, options.steps + 1):
+        units = 0
         for budget in _budgets(options, pruners, step):
             pools = unit_pools(model_map, budget, None, removed)
-            removed = removed_by(pools, allocate(pools, budget), removed)
-        yield removed
+            counts = allocate(pools, budget)
+            removed, units = removed_by(pools, counts, removed), units + sum(counts)
+        yield removed, units
 
 
 def _compensation(
@@ -449,9 +453,9 @@ def check_methods(
 
 
 def _most_units(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
-    """Return how many units all steps remove if the smallest units, and whole layers, have the lowest scores."""
-    budgets = _budgets(options, pruners, options.steps)
-    return sum(sum(allocate(unit_pools(model_map, budget), budget)) for budget in budgets)
+    """Return how many units all steps remove at most; 0: no scores remove a unit."""
+    at_once = replace(options, steps=1, p_min=0.0, growth=1.0)
+    return next(smallest_removal(model_map, at_once, pruners))[1]
 
 
 def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:

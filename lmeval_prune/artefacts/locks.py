@@ -71,8 +71,8 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
         with report_write_errors(path):
             try:
                 target = Path(path).resolve()
-                inside = target.is_dir() and not os.access(target.parent, os.W_OK)
-                lock = lock_path(target / target.name if inside else target)
+                has_read_only_parent = target.is_dir() and not os.access(target.parent, os.W_OK)
+                lock = lock_path(target / target.name if has_read_only_parent else target)
                 stack.enter_context(in_folder(lock.parent, lambda: file_lock(lock, timeout, reentrant=True)))
             except Timeout:
                 if not lock.exists():  # nobody holds it: a file system that takes no files

@@ -143,8 +143,8 @@ def without(manifest: Mapping[str, Any]) -> str:
     if not words:
         zeroed = any(stage["notes"] for stage in manifest["stages"])
         return ", with some of its weights set to zero" if zeroed else ""
-    whole = f"{words.pop(0)}: in all " if counts.get("blocks") else ""
-    return f", without {whole}" + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    total = f"{words.pop(0)}: in all " if counts.get("blocks") else ""
+    return f", without {total}" + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def plans(manifest: Mapping[str, Any], file: str = f"`{MANIFEST}`") -> str:

@@ -193,10 +193,10 @@ class LikelihoodRun:
         for mask, first in masks:
             needed = sum(layer_bytes[first:]) + inputs
             if not groups or needed > free:
-                whole = sum(layer_bytes) + inputs  # the first of a group runs all layers
+                full_bytes = sum(layer_bytes) + inputs  # the first of a group runs all layers
                 groups.append([*self.leaders])
-                free = self.memory - whole * len(self.leaders)
-                needed = needed if self.leaders else whole
+                free = self.memory - full_bytes * len(self.leaders)
+                needed = needed if self.leaders else full_bytes
             groups[-1].append(mask)
             free -= needed
         return groups

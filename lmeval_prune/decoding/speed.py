@@ -24,7 +24,7 @@ class EngineSpeed:
             return None
         requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
         engine.max_rows = len(requests)
-        now = time.perf_counter if clock == "wall" else time.process_time
-        begin = now()
+        read_clock = time.perf_counter if clock == "wall" else time.process_time
+        begin = read_clock()
         tokens = sum(len(answer) for _, answer in engine.decode(requests))
-        return tokens / (now() - begin)
+        return tokens / (read_clock() - begin)

@@ -24,8 +24,8 @@ def write(output: str, pretrained: str, settings: DistanceOptions, distances: Di
     if distances.answers:
         answers, frame = distances.answers[DENSE], next(iter(frames.values()))
         lengths = frame.assign(answer_tokens=list(map(len, answers.tokens)), cut_off=answers.cut_off)
-        whole = summarize_answers(lengths)
-        dense = {name: whole[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
+        answer_summary = summarize_answers(lengths)
+        dense = {name: answer_summary[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
     variants = {name: {**summary, "texts": _texts(frames[name])} for name, summary in summaries.items()}
     content = {"model": pretrained, "settings": vars(settings), "dense": dense, "variants": variants}
     write_artefact(output, SCHEMA, VERSION, content)

@@ -41,9 +41,9 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         heads += removed["heads"]
         counts = {name: removed.get(name, 0) for name in ("heads", "channels", "blocks")}
         named = [f"{count} {name}" for name, count in counts.items() if count] or ["nothing"]
-        whole = f" ({removed['layers']} whole layers)" if removed.get("layers") else ""
+        layers_text = f" ({removed['layers']} whole layers)" if removed.get("layers") else ""
         in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
-        summary = f"{', '.join(named)}{whole} removed{in_all}"
+        summary = f"{', '.join(named)}{layers_text} removed{in_all}"
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
         if distance := stage.get("distance"):  # stages of earlier versions lack it
             shown = cells(distance)

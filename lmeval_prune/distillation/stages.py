@@ -39,12 +39,14 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             raise InputError(
                 f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1"
             )
-    within = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
-    check_methods(head_pruner, channel_pruner, model_map, replace(within, steps=1), True)
-    reads_text = bool(kinds_read_for(within, head_pruner, channel_pruner, {})) or within.compensation != "none"
+    stage_options = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
+    check_methods(head_pruner, channel_pruner, model_map, replace(stage_options, steps=1), True)
+    reads_text = (
+        bool(kinds_read_for(stage_options, head_pruner, channel_pruner, {})) or stage_options.compensation != "none"
+    )
     reading = Use("a method or compensation that reads text", lambda _: reads_text, ("calibration", "calibrate_on"))
     check_used(options, [reading])
-    pruning = replace(within, steps=pruning.steps, p_min=pruning.p_min, growth=pruning.growth)
+    pruning = replace(stage_options, steps=pruning.steps, p_min=pruning.p_min, growth=pruning.growth)
     check_cuttable(model_map, HEADS in pruning.kinds)
     if HEADS in pruning.kinds and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
         raise InputError(
@@ -118,8 +120,10 @@ def cut_stage(
     heads, channels = make_pruners(options, stage)
     unpruned = map_model(host.skeleton(options.pretrained))
     # units and parts are those that suit the unpruned model
-    within = resolve_options(_within_stage(pruning, options), heads, unpruned, channels)
-    step = stage_pruning(replace(within, **_schedule(pruning)), stage, unpruned, model_map, _allocation(within, heads))
+    stage_options = resolve_options(_within_stage(pruning, options), heads, unpruned, channels)
+    step = stage_pruning(
+        replace(stage_options, **_schedule(pruning)), stage, unpruned, model_map, _allocation(stage_options, heads)
+    )
     step = replace(step, steps=options.steps)
     plan = Plan()
     if step.ratio or step.ffn_ratio:  # 0: a composition of an earlier stage removed more than its share
@@ -149,11 +153,11 @@ def stage_pruning(
     pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
-    once: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
+    single_step: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
     if pruning.budget != "heads":
         before, left = _counted(unpruned, pruning, allocation), _counted(model_map, pruning, allocation)
         due = pruning.shares(stage)[0] * before - (before - left)
-        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **once)
+        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **single_step)
     head_share, channel_share = pruning.shares(stage)
     ratios = []
     for share, sizes, remaining in (
@@ -163,7 +167,7 @@ def stage_pruning(
         totals = sizes if allocation == "uniform" else [sum(sizes)]
         removed = sum(sizes) - remaining
         ratios.append(max(0, sum(share_of(share, size) for size in totals) - removed) / max(1, remaining))
-    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **once)
+    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **single_step)
 
 
 def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:

@@ -145,8 +145,8 @@ def splitting_of(description: dict[str, Any]) -> str:
     steps = []
     for step in _pre_tokenizer_steps(description):
         if step["type"] == "Split":
-            plain = step["behavior"] == "Isolated" and not step["invert"]
-            steps.append(step["pattern"].get("Regex", "") if plain else f"Split {step['behavior']}")
+            is_isolating = step["behavior"] == "Isolated" and not step["invert"]
+            steps.append(step["pattern"].get("Regex", "") if is_isolating else f"Split {step['behavior']}")
         elif step["type"] == "Digits" and step["individual_digits"]:
             steps.append("digits")
         elif step["type"] == "ByteLevel" and step["use_regex"]:

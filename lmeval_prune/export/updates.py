@@ -43,8 +43,8 @@ class Update:
 
     def check(self, weight: Tensor, columns: Sequence[int]) -> None:
         """Check that merging the update into the weight zeroes these columns and changes no others."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        merged = weight + (self.lora_b.to(wide) @ self.lora_a.to(wide)).to(weight.dtype)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight + (self.lora_b.to(dtype) @ self.lora_a.to(dtype)).to(weight.dtype)
         expected = weight.clone()
         expected[:, columns] = 0
         if not torch.equal(merged, expected):

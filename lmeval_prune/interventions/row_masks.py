@@ -113,8 +113,8 @@ class RowMasks(Intervention):
         model_map = self._applied_map()  # a table, too, has no effect without a model
         table = masks if isinstance(masks, MaskTable) else MaskTable(masks, model_map)
         index = torch.arange(table.count) if index is None else torch.as_tensor(index)
-        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
-        used = set(index.flatten().tolist()) if whole else set()
+        are_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        used = set(index.flatten().tolist()) if are_integers else set()
         if not used or index.dim() not in (1, 2) or min(used) < 0 or max(used) >= table.count:
             raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
         layers = frozenset(layer for layer, pruning in table.pruning.items() if pruning & used)

@@ -206,11 +206,11 @@ def _is_causal(model: Any) -> bool:
 
 def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
     """Return the result of a function call and its seconds."""
-    now = time.perf_counter if clock == "wall" else time.process_time
+    read_clock = time.perf_counter if clock == "wall" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
-    begin = now()
+    begin = read_clock()
     value = function()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return value, now() - begin
+    return value, read_clock() - begin

@@ -72,13 +72,13 @@ def block_costs(
         heads = count * {"group": layer.group_size, "balanced": layer.kv_heads}.get(options.unit or "head", 1)
         return table.cost(ATTENTION, f"{heads}/{layer.kv_heads if is_balanced or layer.kv_heads == 1 else count}")
 
-    whole = 0.0
+    total_cost = 0.0
     for pool in pools:
         cost = cost_of(pool, pool.size)
         if cost is None:
             raise InputError(f"{options.costs} lacks the cost of {pool.key} with {pool.size} units; measure it again")
-        whole += cost
-    return BlockCosts(cost_of, whole), {"costs": table.record}
+        total_cost += cost
+    return BlockCosts(cost_of, total_cost), {"costs": table.record}
 
 
 def choice_of(
@@ -185,9 +185,9 @@ def compose(
     removed |= {_block(pool): {0} for pool, count in zip(pools, kept, strict=True) if not count}
     cost = sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True))
     value = sum(choice.values[level] for choice, level in zip(choices, levels, strict=True))
-    whole = sum(choice.values[-1] for choice in choices)
+    total_value = sum(choice.values[-1] for choice in choices)
     composition = {pool.key: [count, pool.size] for pool, count in zip(pools, kept, strict=True)}
-    kept_score = value / whole if whole else 1.0
+    kept_score = value / total_value if total_value else 1.0
     return removed, {"composition": composition, "kept_score": kept_score, "kept_cost": cost, "mip_gap": gap}
 
 

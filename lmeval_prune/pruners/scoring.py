@@ -111,8 +111,8 @@ def _computed(
 def _name_of(pruner: Pruner, kinds: Collection[str], text: CalibrationText | None, removed: Removed) -> str:
     """Return the name of scores in a store: the kinds, and a digest of what they depend on within a run."""
     read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)] if text else []
-    gone = {key: sorted(members) for key, members in removed.items() if members}
-    return f"{'-'.join(kinds)}-{digest([pruner.identity, read, gone])}"
+    removed_members = {key: sorted(members) for key, members in removed.items() if members}
+    return f"{'-'.join(kinds)}-{digest([pruner.identity, read, removed_members])}"
 
 
 def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:

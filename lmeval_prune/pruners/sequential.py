@@ -211,17 +211,17 @@ def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
     """Return a plan that removes these members of parts; `fields` are other fields of the plan."""
     members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
     blocks = tuple(label if kind == LAYERS else f"{label}.{kind}" for kind, label in members if kind in DEPTH_KINDS)
-    gone = {(kind, label) for kind, label in members if kind in DEPTH_KINDS}
+    removed_blocks = {(kind, label) for kind, label in members if kind in DEPTH_KINDS}
     heads = tuple(
         f"{label}H{n}"
         for (kind, label), numbers in members.items()
-        if kind == HEADS and not {(LAYERS, label), (ATTENTION, label)} & gone
+        if kind == HEADS and not {(LAYERS, label), (ATTENTION, label)} & removed_blocks
         for n in numbers
     )
     channels = {
         label: numbers
         for (kind, label), numbers in members.items()
-        if kind == CHANNELS and not {(LAYERS, label), (FEED_FORWARD, label)} & gone
+        if kind == CHANNELS and not {(LAYERS, label), (FEED_FORWARD, label)} & removed_blocks
     }
     return Plan(heads, channels, blocks, allow_empty_layer=allow_empty_layer, **fields)
 

@@ -124,17 +124,19 @@ class Prose:
         if "-" in outline or "–" in outline or "=>" in outline:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
-        places = [at for at, sign in enumerate(outline) if sign == "#"]
-        self.numbers: dict[int, Number] = {at: number for at, (_, _, number) in zip(places, located, strict=True)}
-        self.written = {at: text[start:end] for at, (start, end, _) in zip(places, located, strict=True)}
+        positions = [position for position, sign in enumerate(outline) if sign == "#"]
+        self.numbers: dict[int, Number] = {
+            position: number for position, (_, _, number) in zip(positions, located, strict=True)
+        }
+        self.written = {position: text[start:end] for position, (start, end, _) in zip(positions, located, strict=True)}
 
     def within(self, start: int, stop: int) -> list[int]:
         """Return where numbers are in a range."""
-        return [at for at in self.numbers if start <= at < stop]
+        return [position for position in self.numbers if start <= position < stop]
 
-    def same(self, at: int, other: int) -> bool:
+    def same(self, position: int, other: int) -> bool:
         """Return whether two numbers are the same."""
-        return same_number(self.numbers[at], self.numbers[other])
+        return same_number(self.numbers[position], self.numbers[other])
 
     def words(self, start: int, stop: int) -> str:
         """Return a range in lower case."""
@@ -153,25 +155,27 @@ class Prose:
         """Yield where each clause starts and ends, and the stop before it."""
         start, opener, depth = 0, "", 0
         for boundary in _BOUNDARY.finditer(self.outline):
-            at = boundary.start()
-            seen = "#" in self.outline[start:at]
+            position = boundary.start()
+            seen = "#" in self.outline[start:position]
             if boundary["open"]:
-                ends = depth == 0 and seen and self._is_remark(at)
+                ends = depth == 0 and seen and self._is_remark(position)
             elif boundary["close"]:
                 ends = depth <= 1 and opener == "("
             else:
                 ends = (depth == 0 or opener == "(") and (seen or bool(boundary["stop"]))
             depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
-                yield start, at, opener
+                yield start, position, opener
                 in_remark = depth > 0 and opener == "(" and not boundary["open"]
                 opener = opener if in_remark else boundary.group().lower()
                 start = boundary.end()
         yield start, len(self.outline), opener
 
-    def _is_remark(self, at: int) -> bool:
+    def _is_remark(self, position: int) -> bool:
         """Return whether a bracket opens a remark: it is no factor, and has a space before it or words or an equation in it."""
-        return bool(_REMARK.match(self.outline, at)) and not _FACTOR.search(self.outline[max(0, at - 40) : at])
+        return bool(_REMARK.match(self.outline, position)) and not _FACTOR.search(
+            self.outline[max(0, position - 40) : position]
+        )
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
         signs = [i for i in range(start, stop) if self.outline[i] in "=→"]
@@ -199,13 +203,13 @@ class Prose:
             return None
         return verb.span()
 
-    def governed(self, at: int, start: int) -> bool:
+    def governed(self, position: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""
-        return _GOVERNED.search(self.words(max(start, at - MAX_WORDS), at)) is not None
+        return _GOVERNED.search(self.words(max(start, position - MAX_WORDS), position)) is not None
 
     def free(self, start: int, stop: int) -> list[int]:
         """Return the numbers of a range that nothing governs."""
-        return [at for at in self.within(start, stop) if not self.governed(at, start)]
+        return [position for position in self.within(start, stop) if not self.governed(position, start)]
 
     def lone(self, side: Side, final: bool = False) -> int | None:
         """Return the number of a side that has just one which nothing governs; of a final side its first."""
@@ -213,32 +217,34 @@ class Prose:
         begins = final and self.words(*side).startswith("#")
         return free[0] if free and (len(free) == 1 or begins) and not self.is_part(free[0], *side) else None
 
-    def is_introduced(self, start: int, at: int) -> bool:
+    def is_introduced(self, start: int, position: int) -> bool:
         """Return whether a number has only words before it that may stand there: 'about', 答案是."""
         return all(
-            word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:at])
+            word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:position])
         )
 
     def is_unsolved(self, side: Side) -> bool:
         """Return whether a side computes with a name: 2x, x^2, |x|, x + 15."""
         return bool(_COMPUTES.search(self.outline[side[0] : side[1]].strip()))
 
-    def is_part(self, at: int, start: int, stop: int) -> bool:
+    def is_part(self, position: int, start: int, stop: int) -> bool:
         """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""
-        before, after = self.outline[max(0, at - 80) : at], self.outline[at + 1 : at + 80]
+        before, after = self.outline[max(0, position - 80) : position], self.outline[position + 1 : position + 80]
         if _PART.search(f"{before}@{after}"):
             return True
         following = _NEXT.match(after)
-        if following and not self._is_restated(at, at + following.end()):
+        if following and not self._is_restated(position, position + following.end()):
             return True
-        if _CHANGED_BEFORE.search(self.words(max(start, at - MAX_WORDS), at)):
+        if _CHANGED_BEFORE.search(self.words(max(start, position - MAX_WORDS), position)):
             return True
-        changed = _CHANGED_AFTER.match(self.words(at + 1, min(stop, at + MAX_WORDS)))
+        changed = _CHANGED_AFTER.match(self.words(position + 1, min(stop, position + MAX_WORDS)))
         alternative = changed and re.match(r"\s*or #", changed.group())
-        return bool(changed) and not (alternative and self.same(at, at + 1 + self.outline[at + 1 :].index("#")))
+        return bool(changed) and not (
+            alternative and self.same(position, position + 1 + self.outline[position + 1 :].index("#"))
+        )
 
-    def _is_restated(self, at: int, other: int) -> bool:
+    def _is_restated(self, position: int, other: int) -> bool:
         """Return whether a number in brackets says the same as the one before it, 2/5 (0.4), or is a price: 18 $5 bills."""
         written = self.written[other]
-        same = self.same(at, other) or self.same(other, at)
-        return written.startswith("$") or (written[0] in "([" and other > at + 1 and same)
+        same = self.same(position, other) or self.same(other, position)
+        return written.startswith("$") or (written[0] in "([" and other > position + 1 and same)

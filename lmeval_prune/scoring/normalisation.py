@@ -193,7 +193,7 @@ def encloses(text: str, opening: str, closing: str = "") -> bool:
     closing = closing or _PAIRS[opening]
     if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
         return False
-    return all(depth or not at for at, depth in _depths(text).items())
+    return all(depth or not position for position, depth in _depths(text).items())
 
 
 def split(text: str, *separators: str) -> list[str]:

@@ -108,16 +108,16 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
 def find_numbers(text: str) -> list[tuple[int, int, Number]]:
     """Return the numbers of a text, with their starts and ends."""
     located: list[tuple[int, int, Number]] = []
-    at = end = 0
-    while candidate := _CANDIDATE.search(text, at):
+    position = end = 0
+    while candidate := _CANDIDATE.search(text, position):
         start, sign = candidate.start(), candidate.group().lower()
         reading = _signed(text, end, start, sign) if sign in _SIGNS else number_at(text, start)
-        at = candidate.end()
+        position = candidate.end()
         if reading:
-            number, at = reading
+            number, position = reading
             number = number.negated() if text[start - 1 : start] == "负" else number
-            located.append((start, at, number))
-            end = at
+            located.append((start, position, number))
+            end = position
     return located
 
 
@@ -170,12 +170,16 @@ def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:
     return value, None if "(" in match["whole"] else decimals, match.end("whole")
 
 
-def _scale(text: str, at: int, is_money: bool) -> tuple[int, int] | None:
+def _scale(text: str, position: int, is_money: bool) -> tuple[int, int] | None:
     """Return the factor of a scale, and its end: million, 万, and k in $45k."""
-    if scale := _SCALE.match(text, at):
+    if scale := _SCALE.match(text, position):
         return _SCALES[(scale[1] or scale[2]).lower()], scale.end()
-    factor = _SHORT_SCALES.get(text[at : at + 1]) if is_money and not text[at + 1 : at + 2].isalnum() else None
-    return (factor, at + 1) if factor else None
+    factor = (
+        _SHORT_SCALES.get(text[position : position + 1])
+        if is_money and not text[position + 1 : position + 2].isalnum()
+        else None
+    )
+    return (factor, position + 1) if factor else None
 
 
 def _digits(text: str) -> tuple[Fraction, int]:

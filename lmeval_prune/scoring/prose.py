@@ -53,13 +53,15 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
     if _DEPENDS.search(text):
         return None
     prose = Prose(text)
-    at = _last_number(prose) if last else _first_number(prose)
-    if at is None:
+    position = _last_number(prose) if last else _first_number(prose)
+    if position is None:
         return None
-    written = prose.written[at]
+    written = prose.written[position]
     if not written.endswith(("k", "K", "M", "B")):
-        written = f"-{written}" if prose.outline[at - 1 : at] == "负" else _CURRENCY.sub(r"\1", written).strip()
-    return written, prose.numbers[at]
+        written = (
+            f"-{written}" if prose.outline[position - 1 : position] == "负" else _CURRENCY.sub(r"\1", written).strip()
+        )
+    return written, prose.numbers[position]
 
 
 def _first_number(prose: Prose) -> int | None:
@@ -149,7 +151,9 @@ def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
 def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     numbers, free = prose.within(start, stop), prose.free(start, stop)
     if len(free) > 1 and re.search("[\u4e00-\u9fff]", prose.outline[start:stop]):
-        free = free if any(prose.is_part(at, start, stop) for at in free[:-1]) else free[-1:]  # all of 5小时30分
+        free = (
+            free if any(prose.is_part(position, start, stop) for position in free[:-1]) else free[-1:]
+        )  # all of 5小时30分
     number = next(iter(free or numbers), None)
     return None if number is None or prose.is_part(number, start, stop) else number
 

@@ -124,8 +124,8 @@ class Samples:
         for kind, m in drawn.items():
             columns, known = self.columns[kind], self.known(row, kind)
             if m > len(columns):
-                few = f"the test store has only {len(columns)} of {m} samples of {Attempt(*kind)}"
-                raise UnknownOutcomeError(few, "sweep more")
+                problem = f"the test store has only {len(columns)} of {m} samples of {Attempt(*kind)}"
+                raise UnknownOutcomeError(problem, "sweep more")
             if m > len(known):
                 raise unknown_outcomes(self.outcomes.z[:, columns], [str(Attempt(*kind))], row)
             groups.append((len(known), int(self.outcomes.z[row, known].sum()), m))

@@ -152,13 +152,13 @@ class Outcomes:
     def uneven(self) -> str:
         """Return a warning if some columns lack outcomes that others have; else empty."""
         counts = self.observed.sum(0)
-        few = int(counts.argmin())
-        if counts[few] == counts.max():
+        column = int(counts.argmin())
+        if counts[column] == counts.max():
             return ""
         return (
             f"{(counts < counts.max()).sum()} of {len(self.pool)} columns have outcomes of fewer questions, e.g. "
-            f"{self.label(self.pool[few])} of {counts[few]} and not {counts.max()}: accuracies of different questions "
-            f"are compared; `lmeval-prune sweep` at all questions gives the others"
+            f"{self.label(self.pool[column])} of {counts[column]} and not {counts.max()}: accuracies of different "
+            f"questions are compared; `lmeval-prune sweep` at all questions gives the others"
         )
 
     @property

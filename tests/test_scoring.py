@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmeval_prune.errors import InputError
@@ -196,6 +196,7 @@ TEXTS = st.lists(
 
 
 @given(TEXTS)
+@example("12The answer is The answer is ")
 def test_the_reading_does_not_depend_on_white_space_line_ends_or_unicode_form(text: str) -> None:
     for reader in (NumberReader(), FormulaReader()):
         found = extract(text, reader)

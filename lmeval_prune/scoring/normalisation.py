@@ -68,7 +68,7 @@ _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
 
 def clean(response: str) -> str:
-    """Return the end of a response without what was thought, in one form of Unicode and of line ends."""
+    """Return the end of a response without what was thought and white space around it, in one form of Unicode and line ends."""
     text = response[-MAX_RESPONSE:].replace("\r\n", "\n").replace("\r", "\n")
     text = unicodedata.normalize("NFC", text.encode("utf-8", "ignore").decode("utf-8"))
     text = _FULL_STOP.sub("。", text).replace("．", ".").translate(_CHARACTERS)
@@ -79,7 +79,7 @@ def clean(response: str) -> str:
             start, end = tag.end(), len(text)
         else:
             end = min(end, tag.start())
-    return _SPECIAL.sub(" ", text[start:end])
+    return _SPECIAL.sub(" ", text[start:end]).strip()
 
 
 # --------------------------------------------------------------------------- LaTeX in one spelling

@@ -31,6 +31,7 @@ from transformers import AutoTokenizer
 
 from lmeval_prune import load_pretrained
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.export.commands import model as export_model
 from lmeval_prune.profiling.costs import parameters
 
@@ -121,7 +122,9 @@ def _answer(server: Server, prompt: Sequence[int], new: int) -> list[int]:
     content = json.dumps({"prompt": list(prompt), **settings}).encode()
     request = urllib.request.Request(f"{server.url}/completion", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as reply:
-        return list(json.load(reply)["tokens"])
+        tokens = list(json.load(reply)["tokens"])
+    assert len(tokens) == new, "an answer ended earlier"
+    return tokens
 
 
 def _answers(server: Server, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
@@ -133,22 +136,21 @@ def _answers(server: Server, prompts: Sequence[Sequence[int]], new: int) -> list
 def _seconds(server: Server, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Return the seconds that a server takes to answer."""
     begin = time.perf_counter()
-    answers = _answers(server, prompts, new)
-    seconds = time.perf_counter() - begin
-    assert all(len(answer) == new for answer in answers), "an answer ended earlier"
-    return seconds
+    _answers(server, prompts, new)
+    return time.perf_counter() - begin
 
 
 def _check(model: Any, server: Server, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
     """Check by transformers that answers are greedy, up to near-ties; return what was checked."""
-    forbidden = model.generation_config.eos_token_id
-    largest = 0.0
+    forbidden = list(end_tokens(model.generation_config))
+    gaps = []
     for prompt, answer in zip(prompts, _answers(server, prompts, new), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         logits[:, forbidden] = -torch.inf
         tokens = torch.tensor(answer)[:, None]
-        largest = max(largest, float((logits.amax(-1) - logits.gather(1, tokens)[:, 0]).max()))
+        gaps.append(logits.amax(-1) - logits.gather(1, tokens)[:, 0])
+    largest = float(torch.cat(gaps).max())  # NaN if any is
     assert largest < NEAR_TIE, f"a token of the server is {largest:.4f} below the largest logit"
     count = len(prompts) * new
     return {"parameters": list(parameters(model)), "greedy_tokens_checked": count, "largest_gap": largest}

@@ -35,6 +35,9 @@ Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
 Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 Seed = Annotated[int, Interval(ge=0, lt=2**31)]
+Temperature = Annotated[float, Interval(ge=1e-6, le=1e6)]  # beyond, quotients and squares in float32 are 0 or infinite
+_INT_LIMIT = 2**63  # of torch's and numpy's whole numbers
+LearningRate = Annotated[float, Interval(gt=0, le=1e37)]  # AdamW computes ten times of it in float32
 
 
 class FrozenMapping(dict[str, Any]):
@@ -94,7 +97,11 @@ def parse_value(name: str, value: Any, annotation: Any) -> Any:
         result = _adapter(annotation).validate_python(plain)
         if any(isinstance(item, float) and math.isnan(item) for item in _leaves(result)):
             raise ValueError
+        if any(isinstance(item, int) and abs(item) >= _INT_LIMIT for item in _leaves(result)):
+            raise InputError(f"{name}={value!r} is too large a number")
         return result
+    except InputError:
+        raise
     except ValueError:  # pydantic's ValidationError is one
         raise InputError(f"{name}={value!r} must be {describe(annotation)}{_remedy(plain, annotation)}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,14 +38,23 @@ def filtered(task: Any, singles: Sequence[Any]) -> list[Any]:
     return [single.filtered_resps[ensemble.name] for single in singles]
 
 
+class NoOutcomeError(InputError):
+    """A metric that does not say whether a response is right."""
+
+
 def is_right(task: Any, scores: Mapping[str, Any], metric: str) -> bool:
-    """Return whether a response is right; `InputError` if the metric is not 0 or 1."""
-    if metric not in scores or float(scores[metric]) not in (0.0, 1.0):
+    """Return whether a response is right; `NoOutcomeError` if the metric is not 0 or 1."""
+    try:
+        value = float(scores[metric])
+    except (KeyError, TypeError, ValueError):  # the task has no such metric, or one of the whole corpus
+        value = math.nan
+    if value not in (0.0, 1.0):
         numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
-        raise InputError(
-            f"task {task.task_name}: {metric} is not a metric with values 0 and 1; name another, of {numbers}"
+        raise NoOutcomeError(
+            f"task {task.task_name}: {metric} is not a metric with values 0 and 1; name another"
+            + (f", of {numbers}" if numbers else " task")
         )
-    return bool(scores[metric])
+    return bool(value)
 
 
 def outcomes(task: Any, metric: str, documents: Sequence[Any], responses: Sequence[str]) -> list[bool]:

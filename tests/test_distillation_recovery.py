@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -525,6 +526,24 @@ def test_answers_that_the_scorer_finds_wrong_are_warned_of(
         host = make_host(settings)
         host.check_scoring(host.examples())
         assert ("counts as wrong" in caplog.text) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("scores", "warning"),
+    [
+        (lambda: {"exact_match": 1 / 0}, r"cannot score \(ZeroDivisionError: division by zero\)"),
+        (lambda: {"exact_match": ("4", "4")}, ""),  # of the whole corpus, as BLEU is
+        (lambda: {"exact_match": 0.5}, ""),
+    ],
+)
+def test_a_scorer_that_fails_at_written_answers_is_warned_of(
+    options: DistillOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture, scores: Any, warning: str
+) -> None:
+    host = make_host(replace(options, task=sums_with_a_test(tmp_path / "own"), test=None))
+    host.answerer.task.process_results = lambda *_: scores()
+    host.check_scoring(host.examples())
+    own = [record.getMessage() for record in caplog.records if record.name.startswith("lmeval_prune")]
+    assert len(own) == bool(warning) and all(re.search(warning, line) for line in own)
 
 
 # ---------------------------------------------------------------- corpora

@@ -19,12 +19,19 @@ import pytest
 import yaml
 
 from lmeval_prune import InputError
+from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune.distance.options import DistanceOptions
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import brief, first_line
+from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import mutually_exclusive, read_options, with_packaged_recipes
+from lmeval_prune.pruners.options import TextOptions
+from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.settings import resumes
+from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -466,3 +473,32 @@ def test_an_interrupted_command_says_what_resumes_it(
     resumes(interrupted)
     assert main(words) == 130
     assert capsys.readouterr().out == f"interrupted; run the same command again to resume {tmp_path / 'out'}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "required", "name", "values"),
+    [
+        (FitOptions, {}, "learning_rate", (1e38, 0.0, -1.0, float("inf"), float("nan"))),
+        (FitOptions, {}, "batch", (2**63, 0)),
+        (FitOptions, {}, "seed", (-1, 2**31)),
+        (ReportOptions, {"test": "test", "output": "out"}, "seed", (-1, 2**31)),
+        (SweepOptions, {"model_args": {}, "tasks": ("task",), "output": "out"}, "seed", (-1, 2**31)),
+        (SweepOptions, {"model_args": {}, "tasks": ("task",), "output": "out"}, "random_seed", (-1, 2**31)),
+        (TextOptions, {"task": "task"}, "seed", (-1, 2**31)),
+        (DistanceOptions, {"text": "text"}, "seed", (-1, 2**31)),
+        (RandomScores, {}, "seed", (-1, 2**70)),
+        (TrainOptions, {"output": "out"}, "encoder_rate", (1e38,)),
+        (TrainOptions, {"output": "out"}, "head_rate", (1e38,)),
+        (DistillOptions, {"pretrained": "model", "output": "out"}, "rate", (1e38,)),
+        (DistillOptions, {"pretrained": "model", "output": "out"}, "temperature", (1e-300, 1e200)),
+        (Arguments, {"pretrained": "model"}, "router_size", (0, -1)),
+        (Arguments, {"pretrained": "model"}, "router_seed", (-1,)),
+    ],
+)
+def test_numbers_that_torch_or_numpy_would_refuse_are_one_line(
+    kind: Any, required: dict[str, Any], name: str, values: tuple[float, ...]
+) -> None:
+    kind(**required)
+    for value in values:
+        with pytest.raises(InputError, match=rf"^{name}=\S+ (must be|is too large)"):
+            kind(**required, **{name: value})

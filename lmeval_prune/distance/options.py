@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Settings, Use
+from lmeval_prune.settings import Count, Natural, Seed, Settings, Use
 
 OF_TASK = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction", "metadata")
 
@@ -49,7 +49,7 @@ class DistanceOptions(Settings):
     text: str | None = None
     windows: Count = 16
     tokens: Annotated[int, Ge(2)] = 256
-    seed: int = 0
+    seed: Seed = 0
     model_args: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
 

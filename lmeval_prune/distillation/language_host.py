@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +43,7 @@ from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_no
 from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lessons, write_lessons, write_lessons_as_text
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
@@ -375,14 +374,22 @@ class LanguageHost(Host):
         if task is None or (options.answer == "{}" and options.answer_field is None):
             return
         texts = [options.answer.replace("{}", self.target(document)) for document in documents]
-        with suppress(Exception):  # of the task's own functions, or a metric that is not 0 or 1
+        try:
             name, _ = tries.choose_metric(task, options.answer_metric)
-            if not any(tries.outcomes(task, name, documents, texts)):
-                logger.warning(
-                    "answers are learned as %r, which %s of the task %s counts as wrong: write another --answer, or "
-                    'take a recipe\'s back by --answer ""',
-                    *(texts[0], name, options.task),
-                )
+            is_any_right = any(tries.outcomes(task, name, documents, texts))
+        except tries.NoOutcomeError:  # training does not need to know what is right
+            return
+        except Exception as error:  # the task's own functions raise many types
+            logger.warning(
+                "answers are learned as %r, which %s cannot score (%s)", texts[0], options.task, first_line(error)
+            )
+            return
+        if not is_any_right:
+            logger.warning(
+                "answers are learned as %r, which %s of the task %s counts as wrong: write another --answer, or "
+                'take a recipe\'s back by --answer ""',
+                *(texts[0], name, options.task),
+            )
 
     @override
     def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:

@@ -9,7 +9,19 @@ from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne, Use
+from lmeval_prune.settings import (
+    Count,
+    LearningRate,
+    Natural,
+    NonNegative,
+    Positive,
+    Seed,
+    Settings,
+    Share,
+    ShareBelowOne,
+    Temperature,
+    Use,
+)
 
 CORPUS = ("corpus_field", "corpus_prompt", "corpus_answers", "corpus_options", "corpus_texts", "corpus_tokens")
 PROBLEMS = ("train", "test", "answer", "answer_field", "limit")
@@ -255,7 +267,7 @@ class DistillOptions(Settings):
     hidden_weight: Positive = 1.0
     normalize: Literal["teacher", "none"] = "teacher"
     layer_map: dict[str, str] = field(default_factory=dict)
-    temperature: Positive = 2.0
+    temperature: Temperature = 2.0
     distill_weight: NonNegative = 0.5
     task_weight: NonNegative = 0.5
     epochs: Natural = 4
@@ -265,7 +277,7 @@ class DistillOptions(Settings):
     save_steps: Natural = 0
     resumable: bool = True
     lora: dict[str, Any] = field(default_factory=dict)
-    rate: Positive = 5e-5
+    rate: LearningRate = 5e-5
     decay: NonNegative = 0.01
     warmup: ShareBelowOne = 0.06
     clip: Positive = 5.0

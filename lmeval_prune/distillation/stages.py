@@ -91,7 +91,7 @@ def make_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
 
 
 def _reseeded(pruner: Any, stage: int) -> Pruner:
-    seeded: Pruner = replace(pruner, seed=1000 * stage + pruner.seed) if hasattr(pruner, "seed") else pruner
+    seeded: Pruner = replace(pruner, seed=(1000 * stage + pruner.seed) % 2**31) if hasattr(pruner, "seed") else pruner
     return seeded
 
 

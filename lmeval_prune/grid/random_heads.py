@@ -11,6 +11,7 @@ from annotated_types import Interval
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.settings import Seed
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RandomHeads(Preparation):
     """
 
     share: Annotated[float, Interval(gt=0, lt=1)]
-    seed: int = 0
+    seed: Seed = 0
 
     def make(self, lm: Any, folder: Path) -> None:
         """Draw heads and write their mask."""

@@ -20,7 +20,7 @@ from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.registered import load_registered
-from lmeval_prune.settings import Count, Settings, parse_value
+from lmeval_prune.settings import Count, Seed, Settings, parse_value
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class Arguments(Settings):
     router_mix: str = "next"
     router_store: str | None = None
     router_pool: str | None = None
-    router_seed: int = 0
-    router_size: int = 16
+    router_seed: Seed = 0
+    router_size: Count = 16
     question_field: str | None = None
     interventions: tuple[Intervention, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)

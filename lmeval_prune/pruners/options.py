@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne, Use
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne, Use
 
 T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
@@ -217,7 +217,7 @@ class TextOptions(AnswerOptions):
     windows: Count = 128
     tokens: Annotated[int, Ge(2)] | None = None
     batch: Count = 8
-    seed: int = 0
+    seed: Seed = 0
     apply_chat_template: bool = False
     add_bos_token: bool | None = None
 

@@ -14,6 +14,7 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
+from lmeval_prune.settings import Seed
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class RandomScores(Pruner):
     """
 
     depth: ClassVar[bool] = True
-    seed: int = 0
+    seed: Seed = 0
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Draw the scores; see `Pruner.scores`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Settings, ShareBelowOne, Use
+from lmeval_prune.settings import Count, Natural, Seed, Settings, ShareBelowOne, Use
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
@@ -56,14 +56,14 @@ class SweepOptions(Settings):
     heads: str | None = None
     variants: dict[str, Any] = field(default_factory=dict)
     random_sets: tuple[str, ...] = ()
-    random_seed: int = 0
+    random_seed: Seed = 0
     cover: str | None = None
     cover_size: Count = 16
     sampled: tuple[str, ...] = ()
     attempts: dict[str, Any] = field(default_factory=dict)
     likelihood: bool = False
     limit: Count | None = None
-    seed: int = 0
+    seed: Seed = 0
     metric: str | None = None
     question_field: str | None = None
     num_fewshot: Natural | None = None
@@ -102,7 +102,7 @@ class FitOptions(ContrastiveOptions):
     guard: bool | None = None
     holdout: ShareBelowOne = 0.0
     validation: ShareBelowOne = 0.2
-    seed: int = 0
+    seed: Seed = 0
 
     def method(self) -> Any:
         """Create the router's method."""
@@ -146,4 +146,4 @@ class ReportOptions(Settings):
     mixes: tuple[str, ...] = ()
     by: str | None = None
     shortlist: Count = 16
-    seed: int = 0
+    seed: Seed = 0

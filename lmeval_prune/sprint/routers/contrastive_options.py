@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from lmeval_prune.settings import Count, NonNegative, Positive, Settings
+from lmeval_prune.settings import Count, LearningRate, NonNegative, Positive, Settings
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ContrastiveOptions(Settings):
     epochs: Count = 200
     patience: Count = 20
     batch: Count = 64
-    learning_rate: Positive = 3e-3
+    learning_rate: LearningRate = 3e-3
     decay: NonNegative = 1e-2
 
     @classmethod

@@ -217,13 +217,13 @@ CLASSES: defaultdict[str, set[str]] = defaultdict(set)
 def note_class(error: BaseException) -> bool:
     """Add a note to an error in a class of another package: the class, and what named it; return whether it is one.
 
-    A function of its module, as a hook can be, counts as the class if this package has called it.
+    A function of its package, as a hook can be, counts as the class if this package has called it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" for frame in frames]
     for number, name in reversed([*enumerate(names)]):
         is_called = any(caller.startswith("lmeval_prune.") for caller in names[:number])
-        beside = [path for path in CLASSES if is_called and path.partition(":")[0] == name.partition(":")[0]]
+        beside = [path for path in CLASSES if is_called and _package_of(path) == _package_of(name)]
         if path := next((path for path in CLASSES if name.startswith(f"{path}.")), None):
             note = f"in {path}, which {_options_of([path])} names"
         elif beside:
@@ -234,6 +234,11 @@ def note_class(error: BaseException) -> bool:
             error.add_note(note)
         return True
     return False
+
+
+def _package_of(path: str) -> str:
+    """Return the outermost package of an import path, `MODULE:NAME`."""
+    return path.partition(":")[0].partition(".")[0]
 
 
 def _options_of(paths: Iterable[str]) -> str:

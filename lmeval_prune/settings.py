@@ -35,7 +35,7 @@ Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
 Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 Seed = Annotated[int, Interval(ge=0, lt=2**31)]
-Temperature = Annotated[float, Interval(ge=1e-6, le=1e6)]  # beyond, quotients and squares in float32 are 0 or infinite
+Divisor = Annotated[float, Interval(ge=1e-6, le=1e6)]  # of logits in float32: far beyond, quotients are infinite or 0
 _INT_LIMIT = 2**63  # of torch's and numpy's whole numbers
 LearningRate = Annotated[float, Interval(gt=0, le=1e37)]  # AdamW computes ten times of it in float32
 

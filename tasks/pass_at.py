@@ -69,8 +69,11 @@ class PassAtTask(ScoredTask):
         """
         if self.score in EQUALITIES or not callable(self.config.process_results):  # lm_eval --predict_only
             return
+        document = next(iter(self.eval_docs), None)
+        if document is None:
+            return
         try:
-            score = self.score(self.eval_docs[0], [""])
+            score = self.score(document, [""])
         except Exception as error:  # functions of users raise errors of any type
             logger.warning(
                 "task %s: its process_results fails at an empty answer, which would end an evaluation (%s)",

@@ -191,7 +191,7 @@ def test_a_card_is_ours_and_says_what_a_stranger_needs(written: tuple[str, Path]
         assert f"\n## {heading}\n" in text
     assert "lmeval-prune " in text.partition("## How it was made")[2].partition("## ")[0]
     assert "tiny-license" in text.partition("## License")[2]
-    assert "nan" not in text.casefold().split() and "None" not in text
+    assert "nan" not in text.casefold().split() and "None" not in text and "--tasks TASK" not in text
 
 
 def test_the_program_of_a_card_runs(
@@ -315,6 +315,7 @@ def test_a_parents_card_is_believed_as_far_as_it_can_be_read(
     origin = Origin.of(str(tmp_path))
     assert origin.base_model == base_model and origin.license == license
     assert ("No license is named" in origin.license_text) == (not license)
+    assert f"of the local model `{tmp_path.name}`" in origin.license_text
 
 
 def test_a_snapshot_of_the_hub_has_its_name_and_its_license_file(tmp_path: Path) -> None:

@@ -541,6 +541,23 @@ def test_the_damaged_file_among_many_is_named(
         assert message in line and path.name in line and line.endswith("fetch it again"), line
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_fault_is_one_of_the_variant_that_is_loaded(variant: Any, tmp_path: Path, tiny_folder: Path) -> None:
+    """Another variant in the folder neither hides a missing index nor is blamed for what it lacks."""
+    whole = load_pretrained(tiny_folder)
+    for each in (None, "fp16"):
+        whole.save_pretrained(tmp_path, max_shard_size="40KB", variant=each)
+    other = "" if variant else ".fp16"
+    (shard,) = tmp_path.glob(f"model{other}-00001-of-*")
+    shard.unlink()
+    with pytest.raises(InputError, match=r"cannot be loaded .*no_such_attention"):
+        load_pretrained(tmp_path, attn_implementation="no_such_attention", variant=variant)
+    index = f"model.safetensors.index{'.fp16' if variant else ''}.json"
+    (tmp_path / index).unlink()
+    with pytest.raises(InputError, match=re.escape(f"but no {index}; fetch it again")):
+        load_pretrained(tmp_path, variant=variant)
+
+
 def test_shards_of_a_cut_model_are_known_by_their_index(tmp_path: Path) -> None:
     """Its name is another one than that of a stock model's; an error that is not the files' says nothing of them."""
     cut(tiny("llama"), Plan(channels={"L0": [0, 1]})).model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -945,6 +945,8 @@ def test_memory_does_not_grow(prompts: int) -> None:
         (lambda model: Request((1,), seed=-1), "seed must not be negative"),
         (lambda model: SamplingParams(0), "max_new_tokens.* at least 1"),
         (lambda model: SamplingParams(do_sample=True, temperature=0), "temperature.* above 0"),
+        (lambda model: SamplingParams(do_sample=True, temperature=1e-300), "temperature=1e-300 must be"),
+        (lambda model: SamplingParams(repetition_penalty=1e-300), "repetition_penalty=1e-300 must be"),
         (lambda model: SamplingParams(top_p=0), "top_p.* above 0"),
         (lambda model: SamplingParams(others='{"num_beams": 2}'), "unknown settings: num_beams"),
         (lambda model: SamplingParams(others="2, 3"), "others='2, 3' must be a JSON dictionary"),

@@ -117,6 +117,32 @@ def test_backends_follow_after_a_block_what_they_followed_before(
     assert [backend.fp32_precision for backend in MATMUL] == (own if before else ["tf32"] * 2)
 
 
+@pytest.mark.parametrize(
+    ("before", "block", "inside"), [("highest", fast_products, "medium"), ("high", exact_products, "highest")]
+)
+def test_blocks_of_threads_may_overlap(before: str, block: Any, inside: str, medium_is_fast: None) -> None:
+    """The first block ends inside the second: its setting stays until the second ends, and nothing stays afterwards."""
+    torch.set_float32_matmul_precision(before)
+    first, second = block(), block()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == inside
+    second.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_overlapping_blocks_of_backends(medium_is_fast: None) -> None:
+    BACKENDS.fp32_precision = "tf32"
+    first, second = exact_products(), exact_products()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [backend.fp32_precision for backend in MATMUL] == ["ieee"] * 2
+    second.__exit__(None, None, None)
+    assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
+
+
 def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "fast_precision", lambda: "highest")
     with fast_products():

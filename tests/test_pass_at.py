@@ -73,6 +73,16 @@ def third_try_is_right(request, tries: int) -> str:
     return f"\\boxed{{{request.doc['target']}}}" if tries in (2, 3) else f"It is {90000 + tries}"
 
 
+def test_a_task_without_documents_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = loading.load_task(loading.task_manager(), "prune_tiny_words_pass4")
+    task.score = lambda *_: {"exact_match": 0.0}
+    monkeypatch.setattr(type(task), "eval_docs", [])
+    task.check_score()
+    assert not caplog.records
+
+
 def test_metrics_of_a_script() -> None:
     """Right on tries 3 and 4 of 4, wrong answers all different."""
     out = run(Scripted(third_try_is_right), "prune_tiny_words_pass4")

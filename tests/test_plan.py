@@ -184,6 +184,7 @@ def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
         plan, shown = Plan.load(tmp_path / f"{kinds}.json"), capsys.readouterr().out
         assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
+        assert "scored by norm_entropy, as no --method is given\n" in shown
 
 
 @pytest.mark.parametrize(

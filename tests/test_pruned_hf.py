@@ -448,6 +448,7 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"until": None}, "until=None must be a text or a list of texts"),
         ({"temperature": -1}, "temperature=-1 must be a number, at least 0"),
+        ({"temperature": 1e-300}, "temperature=1e-300 must be a number, at least 1e-06"),
         ({"do_sample": "false", "temperature": 0.7}, "do_sample='false' must be true or false"),
         ({"max_gen_toks": 600}, "max_gen_toks=600 leaves no room for a prompt in max_length=512"),
         ({"stop": ["a"]}, "stop is no generation setting; give stop texts as until"),

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
-from lmeval_prune.errors import CLASSES, InputError, note_class
+from lmeval_prune.errors import CLASSES, InputError, note_class, notes_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.selection import _artefacts
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
+from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -622,6 +624,22 @@ def test_an_error_in_a_function_beside_a_method_is_named(install: Any, tiny_fold
     with pytest.raises(IndexError) as raised:
         importlib.import_module("elsewhere").fail(None)
     assert not note_class(raised.value)
+
+
+def test_an_error_in_another_module_of_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmeval_prune.errors.CLASSES", {"outside.methods:Mine": {"method=mine"}})
+    for module, notes in (
+        ("outside.hooks", ["in outside.hooks:fail, beside a class that method=mine names"]),
+        ("outsider.hooks", []),
+    ):
+        names: dict[str, Any] = {"__name__": module}
+        exec("def fail(x): raise IndexError", names)
+        linear, stack = torch.nn.Linear(1, 1), ExitStack()
+        with pytest.raises(IndexError) as raised, stack:
+            change_output(linear, names["fail"], stack)
+            linear(torch.ones(1))
+        assert note_class(raised.value) == bool(notes)
+        assert notes_of(raised.value) == notes
 
 
 def test_an_error_in_code_that_two_methods_share_is_named_by_both(install: Any, tiny_folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from functools import cache
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ def _is_exact(precision: str) -> bool:
     """Return whether products of float32 are not rounded to fewer bits by a setting."""
     generator = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED_SHAPES]
-    with _with_matmul_precision(precision):
+    with _set_precision(precision):
         products = [torch.matmul(left, right) for left, right in pairs]
     return all(
         bool(((product - left.double() @ right.double()).abs() <= SMALL_ERROR * (left.abs() @ right.abs())).all())
@@ -78,30 +79,75 @@ def _matmul_precision() -> str | None:
         return None
 
 
-@contextmanager
-def _with_matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of products inside the block; then set that of PyTorch and of each backend again."""
-    before = torch.get_float32_matmul_precision()
-    with _restored_backends():
-        torch.set_float32_matmul_precision(precision)
+class _Blocks:
+    """Blocks that set the precision of products, of all threads: the last that was entered decides.
+
+    When none is left, PyTorch and each backend have the precision again that they had before the first.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.settings, self.stack = threading.Lock(), list[partial[None]](), ExitStack()
+        self.before: str | None = None
+
+    @property
+    def precision(self) -> str | None:
+        """PyTorch's precision of products outside of the blocks."""
+        with self.lock:
+            return self.before if self.settings else _matmul_precision()
+
+    @contextmanager
+    def setting(self, set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
+        """Set the precision by a function inside the block."""
+        setting = partial(set_precision, *args)
+        with self.lock:
+            if not self.settings:
+                self.before = _matmul_precision()
+                self.stack.enter_context(_restored_backends())
+                if self.before is not None:
+                    self.stack.callback(torch.set_float32_matmul_precision, self.before)
+            self.settings.append(setting)
+            setting()
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            with self.lock:
+                self.settings.remove(setting)
+                if self.settings:
+                    self.settings[-1]()
+                else:
+                    self.stack.close()
+
+
+_blocks = _Blocks()
+
+
+def _set_precision(precision: str) -> AbstractContextManager[None]:
+    """Set PyTorch's precision of products inside the block."""
+    return _blocks.setting(torch.set_float32_matmul_precision, precision)
+
+
+def _set_backends_exact() -> None:
+    for backend in _backends():
+        backend.fp32_precision = "ieee"
+
+
+def _backends() -> tuple[Any, Any]:
+    """Return the backends that multiply matrices."""
+    mkldnn: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul, mkldnn.matmul
 
 
 @contextmanager
-def _restored_backends() -> Iterator[tuple[Any, Any]]:
-    """Yield the backends that multiply matrices; after the block each has the precision that it had, or follows all.
+def _restored_backends() -> Iterator[None]:
+    """Give each backend the precision again after the block that it had, or let it follow all.
 
     `torch.set_float32_matmul_precision` gives backends a precision of their own, which does not follow a later
     `torch.backends.fp32_precision`.
     """
-    mkldnn: Any = torch.backends.mkldnn
-    backends = torch.backends.cuda.matmul, mkldnn.matmul
+    backends = _backends()
     before = [backend.fp32_precision for backend in backends]
     try:
-        yield backends
+        yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = "none"  # that of all backends
@@ -113,7 +159,7 @@ def _restored_backends() -> Iterator[tuple[Any, Any]]:
 def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     """Multiply matrices of float32 fast inside the block, but exactly unless a setting allows that they are rounded.
 
-    The setting is that of the process: other threads see it, too.
+    The setting is that of the process: other threads see it, too, and blocks may overlap.
 
     Args:
         rows: of the matrices that are multiplied by weights: tokens of a pass.
@@ -121,7 +167,7 @@ def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     if _matmul_precision() in (None, "high") or fast_precision() == "highest":
         yield
         return
-    with _with_matmul_precision(fast_precision() if rows >= MANY_ROWS else "highest"):
+    with _set_precision(fast_precision() if rows >= MANY_ROWS else "highest"):
         yield
 
 
@@ -129,19 +175,17 @@ def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
 def exact_products() -> Iterator[None]:
     """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again.
 
-    The setting is that of the process: other threads see it, too.
+    The setting is that of the process: other threads see it, too, and blocks may overlap.
     """
-    precision = _matmul_precision()
+    precision = _blocks.precision
     if precision is None:
-        with _restored_backends() as backends:
-            for backend in backends:
-                backend.fp32_precision = "ieee"
+        with _blocks.setting(_set_backends_exact):
             yield
         return
     if precision in ("highest", fast_precision()):
         yield
         return
-    with _with_matmul_precision("highest"):
+    with _set_precision("highest"):
         yield
 
 

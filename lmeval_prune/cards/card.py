@@ -20,6 +20,7 @@ from lmeval_prune.reporting.tables import markdown
 
 _logger = logging.getLogger(__name__)
 LIBRARY = "lmeval-prune"
+EXAMPLE_TASK = "prune_tiny_choice"  # of commands: it is installed with its questions
 Relation = Literal["adapter", "finetune", "quantized"]  # of the Hub's; it has none for pruned models
 
 

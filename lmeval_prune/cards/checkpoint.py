@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmeval_prune.cards.card import LIBRARY, Card, code, command_section, quoted, table
+from lmeval_prune.cards.card import EXAMPLE_TASK, LIBRARY, Card, code, command_section, quoted, table
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns
@@ -205,8 +205,8 @@ def _other_ways(title: str, model: Any, can_generate: bool) -> list[str]:
     else:
         ways.append(f"It is a stock `{type(model).__name__}`: {LIBRARY} is not needed.")
     if can_generate:
-        command = f"lm_eval --model pruned-hf --model_args pretrained={shlex.quote(title)} --tasks TASK"
-        ways.append(f"Evaluate it with {LIBRARY} and lm-evaluation-harness: `{command}`.")
+        command = f"lm_eval --model pruned-hf --model_args pretrained={shlex.quote(title)} --tasks {EXAMPLE_TASK}"
+        ways.append(f"Evaluate it with {LIBRARY} and lm-evaluation-harness, by this or any other task: `{command}`.")
     return ways
 
 

@@ -125,7 +125,8 @@ class Origin:
     def license_text(self) -> str:
         """Say in Markdown which license the model has, and where that is from."""
         name = self.license.get("license_name") or self.license.get("license")
-        model = _link(self.hub_id) if self.hub_id else escape_markdown(self.name) or "the original model"
+        local = f"the local model {inline_code(self.name)}" if self.name else "the original model"
+        model = _link(self.hub_id) if self.hub_id else local
         if not name:
             return (
                 f"No license is named, because that of {model} is not known here. Find it and name it in the front "

@@ -185,7 +185,9 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
         model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
     except Exception as error:  # which seldom names the file
         config = embedded.cached_file(str(pretrained), options) if not Path(str(pretrained)).is_dir() else None
-        if fault := _file_fault(config.parent if config else Path(str(pretrained), options.get("subfolder") or "")):
+        folder = config.parent if config else Path(str(pretrained), options.get("subfolder") or "")
+        is_pruned = getattr(model_class, "__name__", "").startswith(PREFIX)
+        if fault := _file_fault(folder, options.get("variant") or (modeling_pruned.VARIANT if is_pruned else None)):
             raise InputError(f"{fault}; fetch it again") from error
         raise
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
@@ -203,22 +205,26 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     return model.eval()
 
 
-def _file_fault(folder: Path) -> str | None:
-    """Return which file of a folder's weights is missing or damaged; None if all can be opened."""
-    shards = sorted(folder.glob("*.safetensors"))
-    indices = sorted(folder.glob("*.safetensors.index*.json"))  # with the variant, as the shards' names
-    numbered = [path.name for path in shards if re.search(r"-\d+-of-\d+\.", path.name)]
-    if numbered and not indices:
-        variant = "".join(re.findall(r"^\w+(\.\w+)-", numbered[0]))
-        return f"{folder} has shards ({first_few(numbered, most=1)}), but no model.safetensors.index{variant}.json"
-    for index in indices:
-        try:
-            named = {str(name) for name in read_json(index, dict[str, Any])["weight_map"].values()}
-        except (InputError, KeyError, AttributeError):
-            return f"{index} cannot be read as an index of shards"
-        if missing := sorted(name for name in named if not (folder / name).is_file()):
-            return f"{folder} lacks {first_few(missing, most=3)}"
-    for path in shards:
+def _file_fault(folder: Path, variant: str | None) -> str | None:
+    """Return which file of a folder's weights is missing or damaged; None if all can be opened.
+
+    A folder may hold several variants; transformers reads one, and a single file rather than shards.
+    """
+    end = f".{variant}" if variant else ""
+    index, files = folder / f"model.safetensors.index{end}.json", [folder / f"model{end}.safetensors"]
+    if not files[0].is_file():
+        files = sorted(folder.glob(f"model{end}-*-of-*.safetensors"))
+        if index.is_file():
+            try:
+                names = {str(name) for name in read_json(index, dict[str, Any])["weight_map"].values()}
+            except (InputError, KeyError, AttributeError):
+                return f"{index} cannot be read as an index of shards"
+            files = [folder / name for name in sorted(names)]
+            if missing := [path.name for path in files if not path.is_file()]:
+                return f"{folder} lacks {first_few(missing, most=3)}"
+        elif files:
+            return f"{folder} has shards ({files[0].name}, …), but no {index.name}"
+    for path in files:
         try:
             with safe_open(path, "pt"):
                 pass

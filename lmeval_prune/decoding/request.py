@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.settings import Count, Natural, Positive, Settings, Share
+from lmeval_prune.settings import Count, Divisor, Natural, Settings, Share, parse_value
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,15 @@ class SamplingParams(Settings):
     top_k: Natural = 0
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     min_p: Share = 0.0
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Divisor = 1.0
     others: str = "{}"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.do_sample and self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} must be above 0 when do_sample is true")
+        if self.do_sample:
+            parse_value("temperature", self.temperature, Divisor)
         try:
             others = dict(json.loads(self.others))
         except (TypeError, ValueError):

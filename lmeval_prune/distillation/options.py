@@ -11,6 +11,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
 from lmeval_prune.settings import (
     Count,
+    Divisor,
     LearningRate,
     Natural,
     NonNegative,
@@ -19,7 +20,6 @@ from lmeval_prune.settings import (
     Settings,
     Share,
     ShareBelowOne,
-    Temperature,
     Use,
 )
 
@@ -267,7 +267,7 @@ class DistillOptions(Settings):
     hidden_weight: Positive = 1.0
     normalize: Literal["teacher", "none"] = "teacher"
     layer_map: dict[str, str] = field(default_factory=dict)
-    temperature: Temperature = 2.0
+    temperature: Divisor = 2.0
     distill_weight: NonNegative = 0.5
     task_weight: NonNegative = 0.5
     epochs: Natural = 4

@@ -17,7 +17,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.settings import Count, NonNegative, parse_value
+from lmeval_prune.settings import Count, Divisor, NonNegative, parse_value
 
 Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names
@@ -37,7 +37,8 @@ def check_settings(settings: dict[str, Any]) -> None:
     if name := next((name for name in _NO_SETTINGS if name in settings), None):
         remedy = "give stop texts as until" if name == "stop" else "leave it out"
         raise InputError(f"{name} is no generation setting", remedy)
-    parse_value("temperature", settings.get("temperature"), NonNegative | None)
+    if parse_value("temperature", settings.get("temperature"), NonNegative | None):
+        parse_value("temperature", settings["temperature"], Divisor)
     if (do_sample := settings.get("do_sample")) not in (None, True, False):  # `hf` samples by the text 'false'
         raise InputError(f"do_sample={do_sample!r} must be true or false")
     until = settings.get("until", [])

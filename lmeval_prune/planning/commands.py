@@ -326,6 +326,8 @@ def _make_pruners(
                 f"{scores} has scores by method={stored}, which is not known; install the package that has it"
             )
         method, options = _method_of(str(scores), scored_plan.provenance, method, options)
+    elif not method and not scored_plan:
+        print("scored by norm_entropy, as no --method is given", flush=True)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return scored_plan, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 

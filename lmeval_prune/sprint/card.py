@@ -65,8 +65,9 @@ def _origin(about: Mapping[str, Any]) -> Origin:
 
 
 def _how_to_use(name: str, encoder: str) -> str:
-    command = f"lm_eval --model pruned-hf --model_args pretrained=MODEL,router={shlex.quote(name)} --tasks TASK"
-    text = f"{code('bash', command)}\n\nTASK is one that asks for several tries, e.g. `prune_gsm8k_pass8`."
+    arguments = f"pretrained=MODEL,router={shlex.quote(name)}"
+    command = f"lm_eval --model pruned-hf --model_args {arguments} --tasks prune_gsm8k_pass8"
+    text = f"{code('bash', command)}\n\nMODEL is the model above; the task is one of those that ask for several tries."
     if encoder == "last_hidden_state":
         return text
     program = (

@@ -19,7 +19,7 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
-from lmeval_prune.distillation.corpus import QuestionSearch, read_corpus
+from lmeval_prune.distillation.corpus import QuestionSearch, answered_text, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
@@ -547,6 +547,14 @@ def test_a_scorer_that_fails_at_written_answers_is_warned_of(
 
 
 # ---------------------------------------------------------------- corpora
+
+
+def test_a_tokenizer_without_an_end_token_is_one_line(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert answered_text(tokenizer, [1], "a").ids[-1] == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match=r"^the tokenizer has no end-of-text token"):
+        answered_text(tokenizer, [1], "a")
 
 
 def test_a_corpus_beside_the_problems(options: DistillOptions, tmp_path: Path) -> None:

@@ -21,13 +21,17 @@ FINITE_REMEDY = (
 )
 
 
+class NaNError(InputError):
+    """Logits that are NaN."""
+
+
 def refuse_nan(logits: torch.Tensor) -> None:
-    """Raise an `InputError` for logits that are NaN: the first token would be the largest, without a word.
+    """Raise a `NaNError` for logits that are NaN: the first token would be the largest, without a word.
 
     A hidden state with a NaN has no other logits, so a single token's logits show it.
     """
     if bool(logits.isnan().any()):
-        raise InputError("the model's logits are NaN, so they choose no tokens", remedy=FINITE_REMEDY)
+        raise NaNError("the model's logits are NaN, so they choose no tokens", remedy=FINITE_REMEDY)
 
 
 MANY_ROWS = 8  # of a matrix that is multiplied by weights; oneDNN takes longer to start a product

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines, read_texts
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import SHOWN, InputError, first_line, with_others
-from lmeval_prune.pruners.calibration import encode, special_tokens
+from lmeval_prune.pruners.calibration import encode, end_token, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
 FILES = (*SUFFIXES, ".json", ".csv", ".parquet", ".gz", ".zst")  # endings of files, not of names of data sets
@@ -172,7 +172,7 @@ def within(length: int, positions: int | None) -> int:
 def answered_text(tokenizer: Any, prompt: Sequence[int], answer: str) -> Text:
     """Return the token ids of a prompt with an answer and the end token; nothing predicts a first token."""
     ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return Text([*prompt, *ids, tokenizer.eos_token_id], max(1, len(prompt)))
+    return Text([*prompt, *ids, end_token(tokenizer)], max(1, len(prompt)))
 
 
 def has_answer(text: Any) -> bool:
@@ -223,7 +223,7 @@ class _Windows:
     """Cuts consecutive documents, separated by the end-of-text token, into windows of equal length."""
 
     def __init__(self, tokenizer: Any, tokens: int) -> None:
-        self.end, self.tokens, self.ids = tokenizer.eos_token_id, tokens, list[int]()
+        self.end, self.tokens, self.ids = end_token(tokenizer), tokens, list[int]()
         self.before = special_tokens(tokenizer, "a text")[0]
         self.length = tokens - len(self.before)
         if self.length < 1:

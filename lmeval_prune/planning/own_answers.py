@@ -21,7 +21,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.planning.texts import TextSource
-from lmeval_prune.pruners.calibration import CalibrationText, check_chat
+from lmeval_prune.pruners.calibration import CalibrationText, check_chat, end_token
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.schedule import Renew
 from lmeval_prune.tasks import compat, tries
@@ -148,7 +148,7 @@ class Answerer:
         prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
         cut_off, tokens = bool(record.get("cut_off")), list(record.get("tokens") or ())
         if not tokens or not (cut_off or tokens[-1] in (params.eos or ())):
-            end = [] if cut_off else [self.tokenizer.eos_token_id]
+            end = [] if cut_off else [end_token(self.tokenizer)]
             tokens = [*self._tokens_of(lm, text, tokens), *end]
         return OwnAnswer(prompt, tuple(tokens), text, cut_off)
 

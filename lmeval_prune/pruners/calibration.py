@@ -192,6 +192,16 @@ def _bos_token_id(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if bos is None else bos
 
 
+def end_token(tokenizer: Any) -> int:
+    """Return the id of the end-of-text token; `InputError` if there is none."""
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            "the tokenizer has no end-of-text token, with which answers and documents end; name it as eos_token in "
+            "tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
+
+
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and after a window from the middle of a text.
 

@@ -79,6 +79,7 @@ def test_a_task_without_documents_is_not_blamed(
     task = loading.load_task(loading.task_manager(), "prune_tiny_words_pass4")
     task.score = lambda *_: {"exact_match": 0.0}
     monkeypatch.setattr(type(task), "eval_docs", [])
+    caplog.clear()
     task.check_score()
     assert not caplog.records
 

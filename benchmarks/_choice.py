@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from _record import timed
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -59,7 +60,8 @@ def by_engine(lm: HFLM, engine: Engine, work: list[Instance], heads: Sequence[st
 
 
 def largest_difference(values: list[Values], expected: list[Values]) -> float:
-    return max(abs(a[0] - b[0]) for a, b in zip(flat(values), flat(expected), strict=True))
+    differences = [a[0] - b[0] for a, b in zip(flat(values), flat(expected), strict=True)]
+    return float(np.abs(differences).max())  # NaN if one is: Python's max can lose it
 
 
 def flat(values: list[Values]) -> Values:

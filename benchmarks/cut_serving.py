@@ -143,7 +143,7 @@ def _seconds(server: Server, prompts: Sequence[Sequence[int]], new: int) -> floa
 def _check(model: Any, server: Server, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
     """Check by transformers that answers are greedy, up to near-ties; return what was checked."""
     forbidden = list(end_tokens(model.generation_config))
-    gaps = []
+    gaps = list[torch.Tensor]()
     for prompt, answer in zip(prompts, _answers(server, prompts, new), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import _choice
 import _gpu_common
 import _gpu_filter
 import _gpu_steps
@@ -121,10 +123,13 @@ def test_a_case_without_memory_or_with_an_error_leaves_the_others(tmp_path: Path
     assert report.has_failed
 
 
-def test_nothing_is_timed_if_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["early", "nan"])
+def test_nothing_is_timed_if_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     run = StaticStep._run
 
     def wrong(step: StaticStep, *args: Any) -> Any:
+        if fault == "nan":
+            return run(step, *args) * torch.nan
         step._columns[_gpu_common.LENGTH, :1] -= 1  # one token too early
         return run(step, *args)
 
@@ -133,6 +138,11 @@ def test_nothing_is_timed_if_logits_differ(tmp_path: Path, monkeypatch: pytest.M
         rehearse("steps", tmp_path)
     results = json.loads((tmp_path / "steps.json").read_text())
     assert not results["rows"] and "differ" in results["failed"]
+
+
+def test_a_difference_that_is_nan_is_not_lost() -> None:
+    values = [[(0.0, True), (float("nan"), True)]]
+    assert math.isnan(_choice.largest_difference(values, values))
 
 
 @pytest.mark.parametrize("tied", [False, True])

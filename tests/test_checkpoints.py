@@ -545,8 +545,8 @@ def test_the_damaged_file_among_many_is_named(
 def test_a_fault_is_one_of_the_variant_that_is_loaded(variant: Any, tmp_path: Path, tiny_folder: Path) -> None:
     """Another variant in the folder neither hides a missing index nor is blamed for what it lacks."""
     whole = load_pretrained(tiny_folder)
-    for each in (None, "fp16"):
-        whole.save_pretrained(tmp_path, max_shard_size="40KB", variant=each)
+    for stored_variant in (None, "fp16"):
+        whole.save_pretrained(tmp_path, max_shard_size="40KB", variant=stored_variant)
     other = "" if variant else ".fp16"
     (shard,) = tmp_path.glob(f"model{other}-00001-of-*")
     shard.unlink()

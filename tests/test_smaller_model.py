@@ -296,7 +296,9 @@ def test_a_row_without_enough_memory_is_tried_again_after_longer_and_longer(
         pauses.append(seconds)
 
     monkeypatch.setattr("_smaller_run.make_row", make)
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(
+        "_smaller_run.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    )  # not other threads'
     maker = RowMaker(experiment, smaller_model.parsed(["train"]))
     for count in (1, 2, 3, 4):
         assert maker.make(row) and len(tensors) == count

@@ -24,7 +24,7 @@ import torch
 import torch.utils.collect_env
 
 # The same examples for the same code, so that a run can be repeated; HYPOTHESIS_PROFILE=default draws new ones.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(1)

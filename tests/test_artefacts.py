@@ -548,7 +548,7 @@ def tensors_of(tensors: Any) -> Any:
 def of_intervention(path: Path) -> Any:
     loaded = load_intervention(path)
     more = {name: tensors_of(getattr(loaded, name)) for name in ("compensation", "scores") if hasattr(loaded, name)}
-    provenance = dict(getattr(loaded, "made", {}))
+    provenance = dict(getattr(loaded, "provenance", {}))
     return type(loaded), loaded.settings(), more, json.dumps(provenance), json.dumps(loaded.origin.model)  # type: ignore[union-attr]
 
 

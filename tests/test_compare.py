@@ -398,6 +398,7 @@ def test_the_same_model_twice_with_one_seed_does_not_differ_at_all(
     evaluate(tasks, ALL, tmp_path / "again", tiny_folder, 1)
     comparison = compare([str(runs["a"]), str(tmp_path / "again")])
     tested = [row for row in comparison.rows.values() if row.p is not None]
+    assert tested
     assert all((row.difference, row.better, row.worse, row.p) == (0, 0, 0, 1) for row in tested)
 
 

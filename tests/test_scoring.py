@@ -199,10 +199,10 @@ TEXTS = st.lists(
 @example("12The answer is The answer is ")
 def test_the_reading_does_not_depend_on_white_space_line_ends_or_unicode_form(text: str) -> None:
     for reader in (NumberReader(), FormulaReader()):
-        found = extract(text, reader)
-        assert extract(f" \n{text}\n\t ", reader) == found
-        assert extract(text.replace("\n", "\r\n"), reader) == found
-        assert extract(unicodedata.normalize("NFD", text), reader) == found
+        expected = extract(text, reader)
+        assert extract(f" \n{text}\n\t ", reader) == expected
+        assert extract(text.replace("\n", "\r\n"), reader) == expected
+        assert extract(unicodedata.normalize("NFD", text), reader) == expected
 
 
 @given(TEXTS)

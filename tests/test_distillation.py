@@ -894,7 +894,7 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
     [
         ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
         ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
-        ({"ratio": 0.5, "stages": 2, "steps": 3}, "stage 1 of 2 removes at most 2 units, .* give --steps 2 or fewer"),
+        ({"ratio": 0.5, "stages": 2, "steps": 3}, "stage 1 of 2 may remove only 2 units, .* give --steps 2 or fewer"),
         ({"train": ("fold0",), "test": "fold0"}, "test=fold0 is also a training split"),
         ({"train": ("all",)}, "have 6 of the 6 questions of the test split fold0"),
         ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),

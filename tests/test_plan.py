@@ -185,6 +185,9 @@ def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
         assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
         assert "scored by norm_entropy, as no --method is given\n" in shown
+    channels = ("--budget", "heads", "--ffn_ratio", 0.2, "--ffn_method", "random")
+    assert prune(prunable, tmp_path / "channels.json", *channels) == 0
+    assert "norm_entropy" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

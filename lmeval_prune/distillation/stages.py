@@ -70,7 +70,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             )
         if after - before < options.steps:
             raise InputError(
-                f"stage {stage} of {pruning.steps} removes at most {after - before} units, and each of its "
+                f"stage {stage} of {pruning.steps} may remove only {after - before} units, and each of its "
                 f"{options.steps} steps at least one; give --steps {after - before} or fewer"
             )
         before = after

@@ -172,6 +172,8 @@ def prune(
         raise InputError("ffn_method scores channels, and none are removed; leave it out, or give --parts both")
     stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
+    if not method and not scored_plan and not (ffn_method and pruning.kinds == ("channels",)):
+        print("scored by norm_entropy, as no --method is given", flush=True)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
     record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
     check_replaceable(output, cut, record)
@@ -326,8 +328,6 @@ def _make_pruners(
                 f"{scores} has scores by method={stored}, which is not known; install the package that has it"
             )
         method, options = _method_of(str(scores), scored_plan.provenance, method, options)
-    elif not method and not scored_plan:
-        print("scored by norm_entropy, as no --method is given", flush=True)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return scored_plan, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 

@@ -106,11 +106,11 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def run_or_read(
-    path: Path, size: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]
+    path: Path, settings: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Answer by a route, or read its file if the same code has answered on the same machine; return what is stored."""
+    """Answer by a route, or read its file if the same code has answered by these settings on the same machine."""
     machine = environment()
-    belongs = {**size, **{name: machine[name] for name in ("commit", "device", "threads", "versions")}}
+    belongs = {**settings, **{name: machine[name] for name in ("commit", "device", "threads", "versions")}}
     if path.exists() and (record := json.loads(path.read_text()))["belongs"] == belongs:
         print(f"{path.stem}: kept, {record['seconds']:.1f} s", flush=True)
         return dict(record)
@@ -150,9 +150,11 @@ def main() -> None:
     questions = data.load("gsm8k", "test")["question"][: options.questions]
     work = Work(embedded.resolve("smollm2-135m"), questions, options.longest)
     routes = Routes(work, heads, options)
+    server = {"server": _versions(options.vllm.with_name("python")), "cache_gib": options.cache}
     answered = {
-        name: run_or_read(options.work / f"{name}.json", size, run)
-        for name, run in {"hf": routes.hf, "engine": routes.engine, "vllm": routes.vllm}.items()
+        "hf": run_or_read(options.work / "hf.json", size, routes.hf),
+        "engine": run_or_read(options.work / "engine.json", size, routes.engine),
+        "vllm": run_or_read(options.work / "vllm.json", {**size, **server}, routes.vllm),
     }
     texts: dict[str, Texts] = {
         name: {(question, head): text for question, head, text in record["texts"]} for name, record in answered.items()

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,54 @@ def strict_json(path: Path) -> Any:
         raise ValueError(f"{name} in {path}")
 
     return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of a folder's files by name, without hidden ones."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def run_command(*words: object) -> int:
+    """Run a command of `lmeval-prune` in this process, and return its exit status."""
+    from lmeval_prune.cli import main
+
+    return main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """Skip drawing the figures of training."""
+    from tests.athena_hosts import quick_training
+
+    with quick_training():
+        yield
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test that loads a language model's weights."""
+    from transformers import AutoModelForCausalLM
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait shortly before a request is sent again."""
+    from lmeval_prune.models.dispatch import Dispatcher
+
+    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+
+
+@pytest.fixture
+def experiment(tiny_folder: Path, tmp_path: Path) -> Any:
+    """Return a small experiment of `benchmarks/smaller_model.py`."""
+    from tests.smaller_experiments import tiny_experiment
+
+    return tiny_experiment(tiny_folder, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from lmeval_prune.scoring.passes import pass_ordered
+from lmeval_prune.sprint.router import Router
+
 
 @dataclass(frozen=True)
 class Row:
@@ -54,3 +59,9 @@ ROWS = (
     ),
     Row("sequential_knn", {"k": 10, "weighting": "distance", "prior": 1}, wrong=(({"k": "many"}, "whole numbers"),)),
 )
+
+
+def pass_at(router: Router, x: torch.Tensor, z: torch.Tensor, k: int) -> float:
+    """Return pass@k of a router's order of the columns of `z`, (questions, columns), at the questions' embeddings `x`."""
+    rows = zip(router.ranking(x), z.tolist(), strict=True)
+    return sum(pass_ordered([bool(row[j]) for j in order], k) for order, row in rows) / len(z)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def record(experiment: Experiment, row: Row, right: dict[str, str], parameters: 
     path = experiment.path(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
+
+
+def row_maker(rows: list[Row]) -> Callable[[Experiment, Row, str, bool], dict[str, Any]]:
+    """Return what stands for `make_row`: it notes a row, and records right answers alone."""
+
+    def make_row(experiment: Experiment, row: Row, device: str, resumable: bool) -> dict[str, Any]:
+        rows.append(row)
+        record(experiment, row, {"validation": "1111", "test": "1111"}, 100 if row.recipe == DENSE else 80)
+        return experiment.record(row)
+
+    return make_row
 
 
 def fill(experiment: Experiment, name: str, seeds: list[int], parameters: int = 80, **right: str) -> None:

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, map_model
 from lmeval_prune.architectures import FAMILIES, FeedForward, Rows
 from lmeval_prune.architectures.blocks import is_transposed
-from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, VOCABULARY, distinct, output, tiny, tokens
+from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, VOCABULARY, distinct, output, tiny, tokens, weight_view
 
 
 def test_every_family_of_the_table_is_tested() -> None:
@@ -31,11 +31,6 @@ def test_counts(family: str) -> None:
         assert layer.heads == 4
         assert layer.kv_heads == (expected or (2 if grouped else 4)), layer
         assert layer.name in dict(model.named_modules())
-
-
-def _weight(module: nn.Module) -> torch.Tensor:
-    """Return the weight as a writable view, (outputs, inputs)."""
-    return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
 
 
 def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]:
@@ -64,7 +59,7 @@ def test_rows_belong_to_the_heads_that_the_table_says(family: str, part: str) ->
         before = _head_outputs(model, layer)
         for index in range(layer.heads if part == "q" else layer.kv_heads):
             rows = layer.rows(part, index)
-            weight = _weight(rows.module)
+            weight = weight_view(rows.module)
             kept = weight[rows.start : rows.stop].clone()
             weight[rows.start : rows.stop] = torch.randn(kept.shape, dtype=kept.dtype)
             after = _head_outputs(model, layer)
@@ -153,7 +148,7 @@ def test_rows_belong_to_the_channels_that_the_table_says(variant: str) -> None:
         (before,) = _inputs_of(model, [block.down])
         for part, channel in [(part, channel) for part in block.parts for channel in (0, 5, block.channels - 1)]:
             rows = block.rows(part, channel)
-            weight = _weight(rows.module)
+            weight = weight_view(rows.module)
             kept = weight[rows.start : rows.stop].clone()
             weight[rows.start : rows.stop] = torch.randn(kept.shape, dtype=kept.dtype)
             (after,) = _inputs_of(model, [block.down])
@@ -176,12 +171,12 @@ def test_the_gate_is_what_goes_through_the_activation(variant: str) -> None:
 
 def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     bias = 0 if rows.module.bias is None else rows.module.bias[rows.start : rows.stop]
-    return x @ _weight(rows.module)[rows.start : rows.stop].T + bias
+    return x @ weight_view(rows.module)[rows.start : rows.stop].T + bias
 
 
 def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
     """Keep only these outputs (axis 0) or inputs (axis 1) of a projection."""
-    left = _weight(module)[numbers] if axis == 0 else _weight(module)[:, numbers]
+    left = weight_view(module)[numbers] if axis == 0 else weight_view(module)[:, numbers]
     module.weight = nn.Parameter(left.T.clone() if isinstance(module, Conv1D) else left.clone())
     if axis == 0 and module.bias is not None:
         module.bias = nn.Parameter(module.bias.data[numbers])

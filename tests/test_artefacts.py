@@ -108,6 +108,21 @@ def elsewhere(function: Callable[[], Any], ended: Event) -> Iterator[Any]:
             ended.set()
 
 
+@contextmanager
+def locked_elsewhere(output: Path) -> Iterator[None]:
+    """A block during which another thread holds the lock of an output."""
+    begun, ended = Event(), Event()
+
+    def hold() -> None:
+        with output_lock(output):
+            begun.set()
+            assert ended.wait(60)
+
+    with elsewhere(hold, ended):
+        assert begun.wait(60)
+        yield
+
+
 def test_two_writers_of_a_file_publish_one_of_both(tmp_path: Path) -> None:
     path, begun, ended = tmp_path / "big.gguf", Event(), Event()
 
@@ -211,17 +226,8 @@ def test_a_command_writes_alone(
     required = {action.dest for action in options_of(command)._actions if action.required} | {option, "output"}
     own = {option: out, "output": out if option == "output" else tmp_path / "other.json"}
     words = [f"--{name}={own.get(name, 1)}" for name in sorted(required)]
-    begun, ended = Event(), Event()
-
-    def busy() -> None:
-        with output_lock(out):
-            begun.set()
-            assert ended.wait(60)
-
-    with elsewhere(busy, ended):
-        assert begun.wait(60)
+    with locked_elsewhere(out):
         assert main([*command.split(), *words]) == 2
-        ended.set()
     assert capsys.readouterr().err == f"lmeval-prune: error: another run is writing to {out}; wait for it, or name " \
         "another output\n"  # fmt: skip
     assert here(tmp_path) == []
@@ -442,15 +448,8 @@ def test_what_is_kept_beside_a_growing_folder_outlives_a_kill(tmp_path: Path) ->
 
 
 def test_the_comparison_of_a_grid_is_written_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid, begun, ended = write_grid(tmp_path / "grid", {"a": {"t": [1, 0]}}), Event(), Event()
-
-    def busy() -> None:
-        with output_lock(grid / "compare"):
-            begun.set()
-            assert ended.wait(60)
-
-    with elsewhere(busy, ended):
-        assert begun.wait(60)
+    grid = write_grid(tmp_path / "grid", {"a": {"t": [1, 0]}})
+    with locked_elsewhere(grid / "compare"):
         assert main(["grid", "compare", str(grid)]) == 2
     assert "another run is writing to" in capsys.readouterr().err
 

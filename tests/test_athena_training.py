@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,10 @@ from lmeval_prune.training import curves, resuming
 from lmeval_prune.training.questions import question_key
 from lmeval_prune.training.resuming import last_checkpoint, report_full_disk
 from lmeval_prune.training.trainer import BatchesByLength
-from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
+from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import task_manager
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,6 @@ def trained(options: TrainOptions) -> str:
         patch.setattr(training, "draw", curves.draw)
         training.train(options)
     return options.output
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with quick_training():
-        yield
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:

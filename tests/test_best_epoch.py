@@ -27,10 +27,11 @@ from lmeval_prune.distillation.trainer import DistillTrainer, solved_then_loss
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.planning.own_answers import Answerer
 from lmeval_prune.tasks import tries
-from tests.athena_hosts import data_folder, quick_training
+from tests.athena_hosts import data_folder
 from tests.conftest import ROOT
 from tests.kills import Killed, counted
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 ACCURACY = "eval_accuracy"
 TEACHER = {"distill_weight": 0.5, "ratio": 0.5, "unit": "balanced", "calibration": 4}
 
@@ -55,13 +56,6 @@ def options(tiny_folder: Path, tmp_path: Path) -> DistillOptions:
         max_gen_toks=6,
         best_by="accuracy",
     )
-
-
-@pytest.fixture(autouse=True)
-def no_pictures() -> Any:
-    """Skip drawing the figures."""
-    with quick_training():
-        yield
 
 
 def is_right(text: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick, tiny
+from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick, tiny
 from torch import nn
 from transformers import EpsilonLogitsWarper, EtaLogitsWarper, GenerationConfig, TypicalLogitsWarper
 from transformers.generation.logits_process import TopHLogitsWarper
@@ -30,16 +30,6 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 
 MODELS: dict[Any, nn.Module] = {}
 SAMPLER = Sampler(tiny("llama"), Stopping())
-
-
-class Letters:
-    """A tokenizer whose token i is the i-th letter."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(64 + token) for token in tokens)
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(letter) - 64 for letter in text]
 
 
 def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:

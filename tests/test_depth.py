@@ -22,24 +22,17 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
 from lmeval_prune.surgery import depth
 from lmeval_prune.surgery.cut import cut, cut_to
-from tests.test_surgery import compare, implementations, stored
-from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
+from tests.test_surgery import compare
+from tests.tiny_models import ALL, SEQ2SEQ, implementations, output, stored, tiny, tokens
 
 EVERYDAY = {"llama", "gemma2", "olmo2", "gpt2", "gpt_oss", "deepseek_v3", "falcon", "opt", "bert", "t5"}
 FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 
 
-def saved(family: str, folder: Path, **changes: Any) -> Any:
-    """A tiny model of other sizes, as it is when loaded."""
-    model: Any = tiny(family, **changes)
-    model.save_pretrained(folder / "parent")
-    return load_pretrained(folder / "parent", **implementations(model))
-
-
 def loaded(family: str, model: Any, plan: Plan, folder: Path) -> Any:
     """Cut a model, and compare the checkpoint with the plan, also in generation with caches."""
     cut_to(folder, model, plan)
-    smaller = load_pretrained(folder, **implementations(model))
+    smaller = load_pretrained(folder, **implementations(family))
     compare(family, model, plan, smaller)
     return smaller
 
@@ -133,7 +126,7 @@ def test_a_layer_that_is_left_out_is_a_llama_without_it() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cut_without_blocks_is_the_plan(family: str, tmp_path: Path) -> None:
     """A whole layer, and two blocks of two layers; logits, and texts with every cache."""
-    model = stored(family, tmp_path)
+    model = stored(family, tmp_path / "parent")
     stack = "decoder." if family in SEQ2SEQ else ""
     before = {name: x.clone() for name, x in model.state_dict().items()}
     for number, blocks in enumerate((f"{stack}L1", f"{stack}L1.attention+{stack}L0.feed_forward")):
@@ -173,7 +166,7 @@ def test_settings_of_single_layers_go_with_the_layers(family: str, tmp_path: Pat
         more = {"num_hidden_layers": 4, "mlp_only_layers": [1, 3]}
     if family == "gpt_neo":
         more = {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 3}
-    model = saved(family, tmp_path, **more)
+    model = stored(family, tmp_path / "parent", **more)
     smaller = loaded(family, model, Plan(blocks="L0+L2"), tmp_path / "cut")
     assert not type(smaller).__name__.startswith("Pruned")
     if "layer_types" in more:
@@ -187,7 +180,7 @@ def test_settings_of_single_layers_go_with_the_layers(family: str, tmp_path: Pat
 def test_sizes_of_layers_get_their_new_numbers(tmp_path: Path) -> None:
     """Also where the feed-forward block is the layer itself: an OPT with the settings of other families."""
     for family in ("opt", "llama"):
-        model = saved(family, tmp_path / family, num_hidden_layers=4)
+        model = stored(family, tmp_path / family / "parent", num_hidden_layers=4)
         plan = Plan("L0H0-1" if family == "llama" else (), {"L3": "0-9"}, "L1+L2.attention")
         loaded(family, model, plan, tmp_path / f"{family}-cut")
         layers = json.loads((tmp_path / f"{family}-cut" / "config.json").read_text())["per_layer_config"]
@@ -195,7 +188,7 @@ def test_sizes_of_layers_get_their_new_numbers(tmp_path: Path) -> None:
 
 
 def test_the_number_of_dense_layers_follows(tmp_path: Path) -> None:
-    model = saved("deepseek_v3", tmp_path, num_hidden_layers=3, first_k_dense_replace=2)
+    model = stored("deepseek_v3", tmp_path / "parent", num_hidden_layers=3, first_k_dense_replace=2)
     smaller = loaded("deepseek_v3", model, Plan(blocks="L0"), tmp_path / "cut")
     assert smaller.config.first_k_dense_replace == 1 and type(smaller).__name__ == "DeepseekV3ForCausalLM"
 
@@ -209,7 +202,7 @@ def test_caches_are_filled_in_order_where_layers_have_no_attention(family: str, 
     more: dict[str, Any] = {"num_hidden_layers": 4}
     if family == "gemma3_text":
         more |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
-    model = saved(family, tmp_path, **more)
+    model = stored(family, tmp_path / "parent", **more)
     smaller = loaded(family, model, Plan(blocks=blocks), tmp_path / "cut")
     cache = smaller(tokens(2, 9), use_cache=True).past_key_values
     assert cache.get_seq_length() == 9
@@ -217,7 +210,7 @@ def test_caches_are_filled_in_order_where_layers_have_no_attention(family: str, 
 
 def test_cuts_of_cuts_lack_what_earlier_ones_lacked(tmp_path: Path) -> None:
     """A block, then heads, then the other block of the layer, with which the layer goes, then another layer."""
-    model = saved("llama", tmp_path, num_hidden_layers=4)
+    model = stored("llama", tmp_path / "parent", num_hidden_layers=4)
     steps = [
         Plan(blocks="L1.attention"),
         Plan("L0H0-1", {"L2": "0-9"}),
@@ -242,7 +235,7 @@ def test_cuts_of_cuts_lack_what_earlier_ones_lacked(tmp_path: Path) -> None:
 
 def test_a_layer_without_heads_or_channels_is_gone_unless_a_bias_stays(tmp_path: Path) -> None:
     """No filler is needed; a compensation's bias, which the block still adds, needs one."""
-    model = saved("llama", tmp_path, num_hidden_layers=3)
+    model = stored("llama", tmp_path / "parent", num_hidden_layers=3)
     plan = Plan("L0H*+L1H*", {"L1": "0-47"}, allow_empty_layer=True)
     smaller = loaded("llama", model, plan, tmp_path / "gone")
     assert [layer.label for layer in map_model(smaller).attention] == ["L1"]
@@ -259,7 +252,7 @@ def test_a_layer_without_heads_or_channels_is_gone_unless_a_bias_stays(tmp_path:
 
 
 def test_remote_code_and_the_base_model_lack_the_same_blocks(tmp_path: Path) -> None:
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     plan = Plan(blocks="L0.attention+L1.feed_forward")
     cut_to(tmp_path / "cut", model, plan)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
@@ -282,7 +275,7 @@ def test_remote_code_and_the_base_model_lack_the_same_blocks(tmp_path: Path) -> 
     ],
 )
 def test_damaged_entries_are_said(damage: Any, tmp_path: Path) -> None:
-    cut_to(tmp_path / "cut", stored("llama", tmp_path), Plan(blocks="L1.feed_forward"))
+    cut_to(tmp_path / "cut", stored("llama", tmp_path / "parent"), Plan(blocks="L1.feed_forward"))
     path = tmp_path / "cut" / "config.json"
     config = json.loads(path.read_text())
     config["pruned_modules"]["absent"] = damage
@@ -306,7 +299,7 @@ def test_a_model_that_decodes_nan_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_zeroed_blocks_keep_their_shapes(tmp_path: Path) -> None:
-    model = stored("gpt2", tmp_path)
+    model = stored("gpt2", tmp_path / "parent")
     plan = Plan("L0H1", blocks="L1.attention+L0.feed_forward")
     done = cut(model, plan, keep_shapes=True)
     assert type(done.model) is type(model) and "blocks" not in done.manifest["removed"]

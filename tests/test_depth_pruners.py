@@ -16,7 +16,6 @@ from torch import nn
 
 from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.cli import main
 from lmeval_prune.profiling.speed import Workload
 from lmeval_prune.pruners import composition
 from lmeval_prune.pruners.allocation import Budget, UnitPool, unit_pools
@@ -34,6 +33,7 @@ from lmeval_prune.pruners.sequential import make_plan
 from lmeval_prune.surgery import block_costs
 from lmeval_prune.surgery.block_costs import measure_costs
 from lmeval_prune.surgery.cut import cut
+from tests.conftest import run_command
 from tests.test_baselines import inputs_of, whole
 from tests.test_pruners import text_of
 from tests.tiny_models import ALL, CAUSAL, SEQ2SEQ, distinct, output, tiny, tokens
@@ -624,7 +624,7 @@ def test_a_text_for_scores_of_blocks_is_recorded_beside_that_of_stored_scores(
 
     def provenance_of(command: str, output: str, *words: object) -> Any:
         shared = (command, "--pretrained", tiny_folder, "--output", tmp_path / output)
-        assert main([str(word) for word in (*shared, *words)]) == 0
+        assert run_command(*shared, *words) == 0
         return Plan.load(tmp_path / output).provenance
 
     read = ("--windows", 2, "--tokens", 16)
@@ -650,7 +650,7 @@ def test_from_costs_to_a_cut_checkpoint(tiny_folder: Path, tmp_path: Path, capsy
     text.write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
 
     def command(*words: object) -> str:
-        assert main([str(word) for word in words]) == 0
+        assert run_command(*words) == 0
         return capsys.readouterr().out
 
     small = ("--batch", 1, "--prompt", 4, "--new", 2, "--rounds", 1, "--levels", 3, "--device", "cpu")

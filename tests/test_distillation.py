@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -51,11 +50,12 @@ from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
 from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
-from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
+from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
 from tests.tiny_models import ALL, distinct, output, tiny, tokens
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -74,13 +74,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
     )
     training.train(options)
     return options
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    """Skip drawing the figures, except in a single test."""
-    with quick_training():
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,15 @@ from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.surgery.cut import cut, cut_to
-from tests.athena_hosts import data_folder, quick_training
+from tests.athena_hosts import data_folder
 from tests.kills import Killed
 from tests.test_distillation import assert_same, killed_at, losses, plain_descent
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny, tokens
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 LORA = {"r": 2, "lora_dropout": 0.1}
 EVERYTHING = {"hidden": True, "top_k": 5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    """Skip drawing the figures."""
-    with quick_training():
-        yield
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
 from tests.covers import crossed
+from tests.test_pruned_hf import model as pruned_hf
 
 
 def doubles(family: str, **changes: Any) -> nn.Module:
@@ -235,10 +235,6 @@ def instances(kind: str) -> list[Instance]:
     return [compat.request(kind, args, "toy", i) for i, args in enumerate(arguments)]
 
 
-def lm_of(folder: Path, **arguments: Any) -> PrunedHFLM:
-    return PrunedHFLM(str(folder), **{"dtype": "float64", "device": "cpu", "batch_size": 3, **arguments})
-
-
 KINDS = ["loglikelihood", "loglikelihood_rolling"]
 
 
@@ -258,8 +254,8 @@ def assert_close(kind: str, responses: list[Any], expected: list[Any], tolerance
     ids=str,
 )
 def test_the_engine_scores_as_hf(tiny_folder: Path, kind: str, arguments: dict[str, Any]) -> None:
-    expected = getattr(lm_of(tiny_folder, **arguments), kind)(instances(kind))
-    lm = lm_of(tiny_folder, engine="batched", **arguments)
+    expected = getattr(pruned_hf(tiny_folder, **arguments), kind)(instances(kind))
+    lm = pruned_hf(tiny_folder, engine="batched", **arguments)
     lm._world_size = 2  # no rank waits for another
     assert_close(kind, getattr(lm, kind)(instances(kind)), expected)
     assert lm.engine.statistics.scored >= len(expected) - 1  # an empty text needs no pass
@@ -269,7 +265,7 @@ def test_the_engine_scores_as_hf(tiny_folder: Path, kind: str, arguments: dict[s
 def test_the_log_softmax_has_hfs_type(tiny_folder: Path, softmax_dtype: str | None) -> None:
     arguments: dict[str, Any] = {"dtype": "bfloat16", **({"softmax_dtype": softmax_dtype} if softmax_dtype else {})}
     expected = HFLM(str(tiny_folder), device="cpu", **arguments).loglikelihood(instances("loglikelihood"))
-    values = lm_of(tiny_folder, engine="batched", **arguments).loglikelihood(instances("loglikelihood"))
+    values = pruned_hf(tiny_folder, engine="batched", **arguments).loglikelihood(instances("loglikelihood"))
     assert [value for value, _ in values] == pytest.approx([value for value, _ in expected], rel=0.05)
     rounded = [value == float(torch.tensor(value, dtype=torch.bfloat16)) for value, _ in values]
     assert all(rounded) == (softmax_dtype is None)
@@ -277,10 +273,10 @@ def test_the_log_softmax_has_hfs_type(tiny_folder: Path, softmax_dtype: str | No
 
 @pytest.mark.parametrize("length", [5, 20])
 def test_a_continuation_without_room_is_refused(tiny_folder: Path, length: int) -> None:
-    lm = lm_of(tiny_folder, engine="batched", max_length=10)
+    lm = pruned_hf(tiny_folder, engine="batched", max_length=10)
     request = compat.request("loglikelihood", ("a", "b" * length), "toy", 7)
     if length <= 10:
-        expected = lm_of(tiny_folder, max_length=10).loglikelihood([request])
+        expected = pruned_hf(tiny_folder, max_length=10).loglikelihood([request])
         assert_close("loglikelihood", lm.loglikelihood([request]), expected)
         return
     with pytest.raises(InputError, match=r"task toy, document 7: the continuation has 20 tokens; it needs 1 to 10"):
@@ -327,7 +323,7 @@ def test_a_run_that_is_killed_resumes(
     tiny_folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", 40)  # several passes; answers are stored after each
-    whole = getattr(lm_of(tiny_folder, engine="batched"), kind)(instances(kind))
+    whole = getattr(pruned_hf(tiny_folder, engine="batched"), kind)(instances(kind))
     inner, stored = AnswerStore.add, []
 
     def add(self: AnswerStore, key: str, *args: Any) -> None:
@@ -338,11 +334,11 @@ def test_a_run_that_is_killed_resumes(
 
     with monkeypatch.context() as patch:
         patch.setattr(AnswerStore, "add", add)
-        first = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+        first = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
         with pytest.raises(KeyboardInterrupt):
             getattr(first, kind)(instances(kind))
     first.close()
-    again = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+    again = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
     responses = getattr(again, kind)(instances(kind))
     assert_close(kind, responses, whole)
     assert len(again.answering.store.responses) == len({request.args for request in instances(kind)})
@@ -350,7 +346,7 @@ def test_a_run_that_is_killed_resumes(
 
 
 def test_a_result_that_cannot_be_stored_leaves_the_model_usable(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = lm_of(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
+    lm = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
     assert lm.engine.unscored is None
     lm.model.lm_head.weight.data[5] = torch.nan
     for _ in range(2):
@@ -369,9 +365,9 @@ def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) 
     assert lm.engine.statistics.scored > 0
     lm.close()
     for head in heads:
-        expected = getattr(lm_of(tiny_folder, heads=head), kind)(instances(kind))
+        expected = getattr(pruned_hf(tiny_folder, heads=head), kind)(instances(kind))
         for engine in ("batched", "generate"):
-            again = lm_of(tiny_folder, heads=head, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
+            again = pruned_hf(tiny_folder, heads=head, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
             before = len(again.answering.store.responses)
             assert_close(kind, getattr(again, kind)(instances(kind)), expected)
             assert len(again.answering.store.responses) == before
@@ -382,8 +378,8 @@ def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) 
 def test_what_the_engine_cannot_score_is_left_to_hf(
     tiny_folder: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = getattr(lm_of(tiny_folder, token_filter=0.4), kind)(instances(kind))
-    lm = lm_of(tiny_folder, token_filter=0.4, engine="batched")
+    expected = getattr(pruned_hf(tiny_folder, token_filter=0.4), kind)(instances(kind))
+    lm = pruned_hf(tiny_folder, token_filter=0.4, engine="batched")
     assert isinstance(lm.arguments.interventions[0], TokenFilter)
     with caplog.at_level(logging.INFO):
         for _ in range(2):

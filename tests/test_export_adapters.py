@@ -28,19 +28,13 @@ from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapte
 from lmeval_prune.export.servers import max_lora_rank, slot_memory
 from lmeval_prune.interventions.plan import Plan
 from tests.kills import killing_after
-from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
+from tests.tiny_models import ALL, SEQ2SEQ, output, saved, tiny, tokens
 
 
 def masks_of(model: Any) -> list[str]:
     """One head, and a union over layers (and stacks) in which a layer loses two."""
     labels = [layer.label for layer in map_model(model).attention]
     return [f"{labels[0]}H1", "+".join([f"{labels[0]}H0", f"{labels[0]}H2", *(f"{label}H3" for label in labels[1:])])]
-
-
-def saved(family: str, folder: Path, **changes: Any) -> Any:
-    model: Any = tiny(family, **changes)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -25,21 +25,9 @@ from lmeval_prune.export.gguf_model import write_gguf_model
 from lmeval_prune.export.gguf_tokenizer import check_tokenizer, splitting_of
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
-from tests.tiny_models import EAGER_ONLY, SEQ2SEQ, output, tiny, tiny_llava, tokens
+from tests.tiny_models import SEQ2SEQ, implementations, output, stored, tiny, tiny_llava, tokens
 
 CHANNELS = {"L0": "0,3-6,11", "L1": "1,2,7-10"}
-
-
-def saved(family: str, folder: Path, **changes: Any) -> Any:
-    """A tiny model in a folder, loaded from there."""
-    model: Any = tiny(family, **changes)
-    model.save_pretrained(folder)
-    return load_pretrained(folder, **implementations(family))
-
-
-def implementations(family: str) -> dict[str, str]:
-    attention = "eager" if family in EAGER_ONLY else "sdpa"
-    return {"attn_implementation": attention, "experts_implementation": "eager"}
 
 
 def by_transformers(family: str, folder: Path, **options: Any) -> Any:
@@ -72,7 +60,7 @@ def export(folder: Path, to: Path, *words: str) -> int:
 )
 def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str, kind: str, tmp_path: Path) -> None:
     """Of layers alike a stock class; else the code that is in the folder, and what vLLM's backend reads."""
-    model = saved(family, tmp_path / "model")
+    model = stored(family, tmp_path / "model")
     channels = {"L0": "0,3-6,11", "L1": "1,2,7-10"} if not kind.startswith("Pruned") else {"L1": "5"}
     Plan(heads, channels).save(tmp_path / "plan.json", map_model(model))
     assert export(tmp_path / "model", tmp_path / "out", "--plan", str(tmp_path / "plan.json")) == 0
@@ -91,7 +79,7 @@ def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str,
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_path: Path) -> None:
-    model = saved("llama", tmp_path / "model", num_key_value_heads=4)
+    model = stored("llama", tmp_path / "model", num_key_value_heads=4)
     assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H1+L1H3") == 0
     loaded = by_transformers("llama", tmp_path / "out")
     assert type(loaded).__name__ == "MistralForCausalLM" and loaded.config.sliding_window is None
@@ -102,7 +90,7 @@ def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_p
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])
 def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, tmp_path: Path) -> None:
     """Also of families that cannot be cut."""
-    model = saved(family, tmp_path / "model")
+    model = stored(family, tmp_path / "model")
     labels = [layer.label for layer in map_model(model).attention]
     heads = f"{labels[0]}H0-2+{labels[1]}H1"
     channels = {} if family == "t5" else {"L0": "0,5-9"}
@@ -131,7 +119,7 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         ("phi3", "L0H0-1", code),
         ("qwen2", "L0H0-1+L1H2-3", " --model-impl transformers"),
     ):
-        saved(family, tmp_path / family, dtype=torch.float32)
+        stored(family, tmp_path / family, dtype=torch.float32)
         shutil.rmtree(tmp_path / "a b", ignore_errors=True)
         assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
         printed = capsys.readouterr().out.splitlines()
@@ -144,7 +132,7 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_layer_may_lose_all_its_heads_where_that_is_said(tmp_path: Path) -> None:
     """Of a plan, too."""
-    model = saved("llama", tmp_path / "model", dtype=torch.float32)
+    model = stored("llama", tmp_path / "model", dtype=torch.float32)
     empty = HeadMask("L0H*", allow_empty_layer=True)
     empty.save(tmp_path / "mask.json", map_model(model))
     for to, words in (("out", []), ("out.gguf", ["--format", "gguf"])):
@@ -163,7 +151,7 @@ def test_with_vllm_no_remote_code_is_needed_and_without_nothing_happens(tmp_path
     """In a process of its own, with a package that is called vllm."""
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     assert entry == {"lmeval_prune": "lmeval_prune.export.vllm_plugin:register"}
-    saved("llama", tmp_path / "model")
+    stored("llama", tmp_path / "model")
     assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H0-1") == 0
     code = """
 import sys
@@ -316,7 +304,7 @@ def test_a_gguf_file_computes_the_plan(
     family: str, plan: Any, architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """As llama.cpp would: its settings, its rotary embedding, its order of rows."""
-    model = saved(family, tmp_path / "model", dtype=torch.float32, **changes)
+    model = stored(family, tmp_path / "model", dtype=torch.float32, **changes)
     pruning = Plan(*plan) if plan else None
     written = cut(model, pruning).model if pruning else model
     written_architecture = write_gguf_model(tmp_path / "model.gguf", written, {"notes": []})
@@ -339,7 +327,7 @@ def test_a_gguf_file_says_what_stays_and_nothing_of_classes(tmp_path: Path, caps
         ("llama", "L0H0-1+L1H1", "deci", [filler]),
         ("qwen2", "L0H0-1+L1H2-3", "llama", []),
     ):
-        saved(family, tmp_path / family, dtype=torch.float32)
+        stored(family, tmp_path / family, dtype=torch.float32)
         file = tmp_path / f"{family}-{heads}.gguf"
         assert export(tmp_path / family, file, "--format", "gguf", "--heads", heads) == 0
         first = f"{file}: architecture {architecture}, no tokenizer"
@@ -352,11 +340,11 @@ def test_a_gguf_file_says_what_stands_in_for_blocks(tmp_path: Path, capsys: pyte
     """A layer that is left out as a whole needs nothing; a Qwen3 can lose whole layers only."""
     head, channel = "has one head of zeros instead of attention", "has one channel of zeros instead of a feed-forward"
     for blocks, notes in (("L1", []), ("L0.attention", [head]), ("L1.attention", []), ("L1.feed_forward", [channel])):
-        saved("llama", tmp_path / "model", dtype=torch.float32)
+        stored("llama", tmp_path / "model", dtype=torch.float32)
         assert export(tmp_path / "model", tmp_path / f"{blocks}.gguf", "--format", "gguf", "--blocks", blocks) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if "instead of" in line]
         assert len(shown) == len(notes) and all(note in line for note, line in zip(notes, shown, strict=True))
-    saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
+    stored("qwen3", tmp_path / "qwen3", dtype=torch.float32)
     words = ("--format", "gguf", "--blocks", "L1.attention")
     assert export(tmp_path / "qwen3", tmp_path / "b.gguf", *words) == 2
     assert "qwen3 does not support a model whose layers differ" in capsys.readouterr().err
@@ -374,7 +362,7 @@ def literal_rows(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
-    model = saved("llama", tmp_path / "model", dtype=torch.float32, attention_bias=True)
+    model = stored("llama", tmp_path / "model", dtype=torch.float32, attention_bias=True)
     smaller = cut(model, Plan("L0H0-1")).model
     kind = getattr(torch, dtype)
     write_gguf_model(tmp_path / "model.gguf", smaller, {"notes": ["so"]}, dtype=kind)
@@ -394,7 +382,7 @@ def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
 def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
     """Biases of projections that have none in the family: a Qwen2 becomes another architecture, a Qwen3 has none."""
     for family in ("llama", "qwen2"):
-        model = saved(family, tmp_path / family, dtype=torch.float32)
+        model = stored(family, tmp_path / family, dtype=torch.float32)
         bias = {"L0.o_proj.bias": torch.linspace(-1, 1, 32), "L1.down.bias": torch.linspace(0, 2, 32)}
         plan = Plan("L0H0-1+L1H2-3", CHANNELS, compensation=bias)
         write_gguf_model(tmp_path / "model.gguf", cut(model, plan).model, {})
@@ -403,7 +391,7 @@ def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
             by_llama_cpp(tmp_path / "model.gguf", tokens()[0]), expected[0], rtol=1e-5, atol=1e-5
         )
         assert read(tmp_path / "model.gguf")[0]["general.architecture"] == "llama"
-    model = saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
+    model = stored("qwen3", tmp_path / "qwen3", dtype=torch.float32)
     with pytest.raises(InputError, match="qwen3 does not support a model whose projections have biases"):
         write_gguf_model(tmp_path / "no.gguf", cut(model, plan).model, {})
     assert not (tmp_path / "no.gguf").exists()
@@ -523,7 +511,7 @@ def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path, capsy
 
 def test_a_tokenizer_is_the_folder_s_or_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Transformers invents a tokenizer for a Qwen2 without files; a broken tokenizer is an error."""
-    saved("qwen2", tmp_path / "bare", dtype=torch.float32)
+    stored("qwen2", tmp_path / "bare", dtype=torch.float32)
     assert export(tmp_path / "bare", tmp_path / "bare.gguf", "--format", "gguf") == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path / 'bare.gguf'}: architecture qwen2, no tokenizer",
@@ -545,7 +533,7 @@ def test_a_tokenizer_is_the_folder_s_or_there_is_none(tmp_path: Path, capsys: py
 def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = trained(bytes_(True))
     size = len(tokenizer) + 3  # as of a model whose embeddings are padded
-    saved("llama", tmp_path / "model", dtype=torch.float32, vocab_size=size)
+    stored("llama", tmp_path / "model", dtype=torch.float32, vocab_size=size)
     tokenizer.save_pretrained(tmp_path / "model")
     assert export(tmp_path / "model", tmp_path / "out.gguf", "--format", "gguf", "--heads", "L0H1") == 0
     settings, arrays = read(tmp_path / "out.gguf")
@@ -603,7 +591,7 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
 def test_a_gguf_file_replaces_only_what_it_is_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same model by the same plan; not another file, another model, another plan, or the unpruned model."""
     for name in ("one", "two"):
-        saved("llama", tmp_path / name, dtype=torch.float32)
+        stored("llama", tmp_path / name, dtype=torch.float32)
     for words in ((), ("--heads", "L0H0-1")):
         to = tmp_path / f"{len(words)}.gguf"
         assert export(tmp_path / "one", to, "--format", "gguf", *words) == 0
@@ -640,10 +628,10 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
 
     small = {"dtype": torch.float32}
     for family in ("llama", "qwen3", "gpt2"):
-        saved(family, tmp_path / family, **small)
-    saved("llama", tmp_path / "gelu", hidden_act="gelu", **small)
+        stored(family, tmp_path / family, **small)
+    stored("llama", tmp_path / "gelu", hidden_act="gelu", **small)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    saved("llama", tmp_path / "yarn", rope_parameters=yarn, **small)
+    stored("llama", tmp_path / "yarn", rope_parameters=yarn, **small)
     assert "name what to remove" in refused("llama", "out")
     assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
     assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
@@ -674,9 +662,9 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     )
     assert "computes with silu" in refused("gelu", "out.gguf", *to)
     assert "type yarn is not written" in refused("yarn", "out.gguf", *to)
-    saved("qwen3", tmp_path / "factors", rope_parameters=LLAMA3, **small)
+    stored("qwen3", tmp_path / "factors", rope_parameters=LLAMA3, **small)
     assert "a model whose rope is llama3's; write a checkpoint instead of GGUF" in refused("factors", "out.gguf", *to)
-    model = saved("llama", tmp_path / "large", **small)
+    model = stored("llama", tmp_path / "large", **small)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[3, 3] = 1e6
     model.save_pretrained(tmp_path / "large")

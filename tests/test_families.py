@@ -30,11 +30,11 @@ from lmeval_prune.surgery.bases import copy_implementations
 from lmeval_prune.surgery.cut import Cut
 from tests import test_baselines
 from tests.conftest import ROOT
-from tests.test_decoding import Letters, alone, answers, some_requests
+from tests.test_decoding import alone, answers, some_requests
 from tests.test_docs import section
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
-from tests.tiny_models import family_folder, tiny
+from tests.tiny_models import Letters, family_folder, tiny
 
 # families of transformers up to the newest tested release that are not in the table, by their default configurations
 LISTED = json.loads(Path(__file__).with_name("families.json").read_text())

@@ -26,10 +26,10 @@ from lmeval_prune.interventions.attention_call import Attend, AttentionCall, int
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import ops
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from tests.test_decoding import Letters, alone, answers, model_of, some_requests
+from tests.test_decoding import alone, answers, model_of, some_requests
 from tests.test_pruned_hf import GENERATE, PROMPTS
 from tests.test_pruned_hf import request as instance
-from tests.tiny_models import tiny
+from tests.tiny_models import Letters, tiny
 
 QUICK = {"ratio": 0.4, "focus": "uniform", "warmup": 3}
 # Of families that share code one runs by default, with and without skipped keys.

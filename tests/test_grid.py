@@ -465,9 +465,13 @@ CHANGES_NOTHING: list[dict[str, Any]] = [
 ]
 
 
-def key_of(folder: Path, **changes: Any) -> str:
+def cell_of(folder: Path, **changes: Any) -> Any:
     (cell,) = cells_of(Grid.of(described(folder, **{"baseline": None, **BASE, **changes})))
-    return cell.key
+    return cell
+
+
+def key_of(folder: Path, **changes: Any) -> str:
+    return str(cell_of(folder, **changes).key)
 
 
 def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
@@ -497,10 +501,7 @@ def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
 
 
 def test_in_half_precision_the_hash_covers_how_it_is_computed(tiny_folder: Path) -> None:
-    def cell(**changes: Any) -> Any:
-        (cell,) = cells_of(Grid.of(described(tiny_folder, **{"baseline": None, **BASE, **changes})))
-        return cell
-
+    cell = functools.partial(cell_of, tiny_folder)
     half = {"variants": {"v": HALF}}
     cells = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
     assert len({entry.key for entry in cells}) == len(cells)

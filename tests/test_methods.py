@@ -16,7 +16,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
@@ -24,12 +24,12 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.settings import annotations_of
 from tests import arithmetic
 from tests.conftest import task_manager
 from tests.methods import ROWS, Row
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
+from tests.test_pruned_hf import model as pruned_hf
 from tests.tiny_models import output, tiny, tokens
 
 ARGUMENTS = [row for row in ROWS if row.value is not None]
@@ -45,10 +45,6 @@ def intervention_of(row: Row, value: Any = None) -> Intervention:
 
 def applied(row: Row, model: nn.Module) -> AbstractContextManager[Any]:
     return row.apply(model) if row.apply else intervention_of(row).applied_to(model)
-
-
-def lm(folder: Path, **arguments: Any) -> PrunedHFLM:
-    return PrunedHFLM(str(folder), **{"dtype": "float64", "device": "cpu", "batch_size": 3, **arguments})
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -284,11 +280,11 @@ def test_likelihoods_do_not_depend_on_the_batch(row: Row, tiny_folder: Path) -> 
         "loglikelihood": [request("loglikelihood", pair, i) for i, pair in enumerate(pairs)],
         "loglikelihood_rolling": [request("loglikelihood_rolling", (text,), i) for i, text in enumerate(texts)],
     }
-    dense = lm(tiny_folder, batch_size=1)
+    dense = pruned_hf(tiny_folder, batch_size=1)
     for kind, requests in by_kind.items():
         values = []
         for size in (1, 4):
-            hf_lm = lm(tiny_folder, batch_size=size)
+            hf_lm = pruned_hf(tiny_folder, batch_size=size)
             with applied(row, hf_lm.model):
                 values.append(torch.tensor(getattr(hf_lm, kind)(requests), dtype=torch.float64))
         torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-9)
@@ -341,11 +337,11 @@ def test_stores_of_answers_keep_it_apart(row: Row, tiny_folder: Path, tmp_path: 
     """Dense, this value and another one share a folder; each gets its own answers, the second time from there."""
     instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
     variants: list[dict[str, Any]] = [{}, *({row.name: value} for value in (row.value, *row.others))]
-    fresh = [lm(tiny_folder, **arguments).generate_until(instances) for arguments in variants]
+    fresh = [pruned_hf(tiny_folder, **arguments).generate_until(instances) for arguments in variants]
     assert fresh[0] != fresh[1]
     for again in (False, True):
         for arguments, expected in zip(variants, fresh, strict=True):
-            stored = lm(tiny_folder, **arguments, responses=str(tmp_path / "s"))
+            stored = pruned_hf(tiny_folder, **arguments, responses=str(tmp_path / "s"))
             if again:
                 stored.model.forward = None  # everything is in the store
             assert stored.generate_until(instances) == expected
@@ -364,17 +360,11 @@ def test_the_results_file_names_it(row: Row, tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
-def test_mistakes_are_said_before_weights_are_loaded(
-    row: Row, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+def test_mistakes_are_said_before_weights_are_loaded(row: Row, tiny_folder: Path, no_weights: None) -> None:
     assert row.wrong
     for value, message in row.wrong:
         with pytest.raises(InputError, match=message) as error:
-            lm(tiny_folder, **{row.name: value})
+            pruned_hf(tiny_folder, **{row.name: value})
         assert "\n" not in str(error.value)
 
 
@@ -406,9 +396,9 @@ def test_it_survives_its_file(row: Row, tmp_path: Path) -> None:
 def test_the_engine_gives_what_generate_gives(row: Row, tiny_folder: Path) -> None:
     """By running the method, or by leaving it to `generate`."""
     instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
-    expected = lm(tiny_folder, **{row.name: row.value}).generate_until(instances)
-    batched = lm(tiny_folder, **{row.name: row.value}, engine="batched")
-    assert batched.generate_until(instances) == expected != lm(tiny_folder).generate_until(instances)
+    expected = pruned_hf(tiny_folder, **{row.name: row.value}).generate_until(instances)
+    batched = pruned_hf(tiny_folder, **{row.name: row.value}, engine="batched")
+    assert batched.generate_until(instances) == expected != pruned_hf(tiny_folder).generate_until(instances)
     assert (batched.engine.unsupported is None) == (intervention_of(row).tokenwise or intervention_of(row).by_sequence)
 
 

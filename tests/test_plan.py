@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lmeval_prune import InputError, Plan, map_model
-from lmeval_prune.cli import main
 from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.surgery.cut import cut
+from tests.conftest import run_command
 from tests.tiny_models import output, tiny, tokens
 
 
@@ -84,20 +84,16 @@ def prunable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     (folder / "model").symlink_to(tiny_folder)
     for name, more in (("heads", ()), ("both", ("--channels",))):
-        assert run("importance", "--pretrained", tiny_folder, "--output", folder / f"{name}.json", *more,
+        assert run_command("importance", "--pretrained", tiny_folder, "--output", folder / f"{name}.json", *more,
                    "--text", folder / "text.txt", "--windows", 2, "--tokens", 16) == 0  # fmt: skip
     return folder
-
-
-def run(*words: object) -> int:
-    return main([str(word) for word in words])
 
 
 def prune(folder: Path, output: Path, *words: object) -> int:
     places = [
         folder / word if str(word).startswith(("both.json", "heads.json", "text.txt")) else word for word in words
     ]
-    return run("prune", "--pretrained", folder / "model", "--output", output, *places)
+    return run_command("prune", "--pretrained", folder / "model", "--output", output, *places)
 
 
 @pytest.mark.parametrize("scores", ["heads.json", "both.json"])
@@ -205,7 +201,7 @@ def test_the_model_is_put_on_the_device(
 
     monkeypatch.setattr(torch.nn.Module, "to", spied)
     words = ("--method", "magnitude", "--device", "cpu:0", *more)
-    assert run(command, "--pretrained", prunable / "model", "--output", tmp_path / "plan.json", *words) == 0
+    assert run_command(command, "--pretrained", prunable / "model", "--output", tmp_path / "plan.json", *words) == 0
     assert torch.device("cpu:0") in put
 
 
@@ -246,7 +242,7 @@ def test_scores_of_other_settings_are_not_replaced(
     words = ("importance", "--pretrained", prunable / "model", "--output")
     scores = tmp_path / "scores.json"
     for _ in range(2):
-        assert run(*words, scores, "--method", "magnitude") == 0
+        assert run_command(*words, scores, "--method", "magnitude") == 0
     before = scores.read_bytes()
     (tmp_path / "mine.json").write_text("{}")
     assert prune(prunable, tmp_path / "plan.json", "--method", "magnitude", "--ratio", 0.25) == 0
@@ -257,7 +253,7 @@ def test_scores_of_other_settings_are_not_replaced(
         ("mine.json", ("--method", "magnitude"), "mine.json was not made by `importance`, and would be lost"),
         ("plan.json", ("--method", "magnitude"), "plan.json was not made by `importance`, and would be lost"),
     ):
-        assert run(*words, tmp_path / name, *more) == 2
+        assert run_command(*words, tmp_path / name, *more) == 2
         shown = capsys.readouterr().err
         assert message in shown and shown.count("\n") == 1
     assert scores.read_bytes() == before
@@ -278,7 +274,7 @@ def test_a_changed_configuration_makes_another_model(
         config.write_text(text.replace('"rope_theta": 10000.0', f'"rope_theta": {theta}'))
         for command in commands:
             capsys.readouterr()
-            assert run(*command, *words) == (0 if theta == 10000.0 else 2)
+            assert run_command(*command, *words) == (0 if theta == 10000.0 else 2)
             shown = capsys.readouterr().err
             if theta == 100.0:
                 assert "was made with other data (the model's config.json); name" in shown and shown.count("\n") == 1
@@ -294,7 +290,7 @@ def test_a_checkpoint_of_another_cut_is_not_replaced(
         assert prune(prunable, tmp_path / f"{share}.json", "--method", "magnitude", "--ratio", share) == 0
     words = ("--plan", tmp_path / "0.25.json", "--output", folder)
     for command in ("cut", "cut", "export model"):
-        assert run(*command.split(), "--pretrained", model, *words) == 0
+        assert run_command(*command.split(), "--pretrained", model, *words) == 0
     weights = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
     capsys.readouterr()
     another = ("--plan", tmp_path / "0.5.json", "--output", folder)
@@ -303,14 +299,14 @@ def test_a_checkpoint_of_another_cut_is_not_replaced(
         (tmp_path / "other", words, "cut was cut from model; name another output, or delete it"),
     ):
         for command in ("cut", "export model"):
-            assert run(*command.split(), "--pretrained", parent, *more) == 2
+            assert run_command(*command.split(), "--pretrained", parent, *more) == 2
             shown = capsys.readouterr().err
             assert message in shown and shown.count("\n") == 1
     manifest = json.loads((folder / "lmeval_prune.json").read_text())
     files = {name: value for name, value in manifest["files"].items() if name != "plan.json"}  # a training writes none
     (folder / "plan.json").unlink()
     (folder / "lmeval_prune.json").write_text(json.dumps({**manifest, "files": files, "trained_on": []}))
-    assert run("cut", "--pretrained", model, *words) == 2
+    assert run_command("cut", "--pretrained", model, *words) == 2
     assert "holds a trained checkpoint, which would be lost" in capsys.readouterr().err
     assert weights and {path: path.read_bytes() for path in weights} == weights
 
@@ -325,7 +321,7 @@ def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, cap
 def test_importance_refuses_channels_of_a_method_without(
     prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert run("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
+    assert run_command("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
                "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
     assert "confidence scores heads only" in capsys.readouterr().err
 

@@ -25,9 +25,9 @@ from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from tests.adapters import adapter
-from tests.conftest import task_manager
+from tests.conftest import file_contents, task_manager
 from tests.test_routing import evaluate
-from tests.test_sweep import content, kill_after, sweep
+from tests.test_sweep import kill_after, sweep
 
 PASS = "prune_tiny_words_pass4"
 SAMPLED = ("dense@1.5#0-3", "each@1.2#0", "L0H1+L1H0@1.2#0-1")
@@ -121,7 +121,7 @@ def test_a_killed_sweep_of_any_pool_resumes_to_identical_files(
         killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert killed >= 4
     sweep(tiny_folder, output, likelihood=True, **options(tiny_folder, files))
-    assert content(output) == content(whole)
+    assert file_contents(output) == file_contents(whole)
 
 
 def test_extending_a_pool_decodes_nothing_twice_and_keeps_log_probabilities(
@@ -138,7 +138,7 @@ def test_extending_a_pool_decodes_nothing_twice_and_keeps_log_probabilities(
     partly = OutcomeStore(tmp_path / "s").read().logprobs
     assert np.isfinite(partly).any() and not np.isfinite(partly).all()
     sweep(tiny_folder, tmp_path / "s", likelihood=True, **some)
-    assert len(run) == len(set(run)) and content(tmp_path / "s") == content(whole)
+    assert len(run) == len(set(run)) and file_contents(tmp_path / "s") == file_contents(whole)
 
 
 def as_rounded(cell: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_each_question_is_asked_its_own_attempts(
             os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     sweep(tiny_folder, tmp_path / "killed", **some, attempts=attempts)
-    assert content(tmp_path / "killed") == content(tmp_path / "s")
+    assert file_contents(tmp_path / "killed") == file_contents(tmp_path / "s")
     sweep(tiny_folder, tmp_path / "s", **some)  # the rest
     assert OutcomeStore(tmp_path / "s").cells() == [as_rounded(cell) for cell in OutcomeStore(whole).cells()]
     assert (tmp_path / "s/store.json").read_bytes() == (whole / "store.json").read_bytes()
@@ -236,7 +236,7 @@ def test_stores_of_version_2_are_read_and_extended(tiny_folder: Path, tmp_path: 
     _, samples = evaluate(tiny_folder, router="best", router_store=str(tmp_path / "old"))
     assert all(len(set(attempts)) == 4 for _, _, attempts in samples.values())
     sweep(tiny_folder, tmp_path / "old", heads="L0H*", limit=2)
-    assert content(tmp_path / "old") == content(tmp_path / "new")
+    assert file_contents(tmp_path / "old") == file_contents(tmp_path / "new")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_decoding import Letters, alone, answers, model_of, some_requests
-from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick
+from test_decoding import alone, answers, model_of, some_requests
+from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick
 
 from lmeval_prune import InputError
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-from lmeval_prune.cli import main
 from lmeval_prune.decoding.speed import EngineSpeed
 from lmeval_prune.profiling.costs import cost_columns, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Workload, generate_rate, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
+from tests.conftest import run_command
 from tests.tiny_models import ALL, output, tiny, tokens
 
 EVERYDAY = {"llama", "phi3", "gpt2", "opt", "bert", "bart", "t5"}
@@ -138,10 +138,6 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*words: object) -> int:
-    return main([str(word) for word in words])
-
-
 def test_from_importance_to_profile(
     tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,26 +149,26 @@ def test_from_importance_to_profile(
     monkeypatch.setattr("lmeval_prune.profiling.models.peak_memory", peak_of_the_cut)
     scores, plan, folder = (tmp_path / name for name in ("importance.json", "plan.json", "cut"))
     drawn = ("--text", text, "--windows", 4, "--tokens", 32)
-    assert run("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0
+    assert run_command("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0
     assert scores.with_suffix(".png").stat().st_size > 5000
     shared = ("--pretrained", tiny_folder, "--output", plan, "--budget", "heads", "--ratio", 0.25, "--unit", "group",
               "--ffn_ratio", 0.25)  # fmt: skip
-    assert run("prune", *shared, *drawn, "--cut", folder) == 0
+    assert run_command("prune", *shared, *drawn, "--cut", folder) == 0
     first = json.loads(plan.read_text())
     plan.unlink()
-    assert run("prune", *shared, "--scores", scores) == 0
+    assert run_command("prune", *shared, "--scores", scores) == 0
     second = json.loads(plan.read_text())
     assert second["settings"] == first["settings"] and second["made"]["calibration"] == first["made"]["calibration"]
     assert "2 of 8 heads, 1 of 4 key-value heads, 24 of 96 channels" in capsys.readouterr().out
     assert first["made"]["calibration"]["sha256"] and len(first["settings"]["heads"]) == 2
     loaded = load_pretrained(folder)
-    assert run("cut", "--pretrained", tiny_folder, "--plan", plan, "--output", tmp_path / "again") == 0
+    assert run_command("cut", "--pretrained", tiny_folder, "--plan", plan, "--output", tmp_path / "again") == 0
     again = load_pretrained(tmp_path / "again")
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in loaded.state_dict().items())
-    assert run("prune", "--pretrained", folder, "--output", tmp_path / "next.json", "--ratio", 0.2, "--method", "random",
+    assert run_command("prune", "--pretrained", folder, "--output", tmp_path / "next.json", "--ratio", 0.2, "--method", "random",
                "--cut", tmp_path / "next") == 0  # fmt: skip
     words = ("profile", tiny_folder, folder, "--output", tmp_path / "profile", "--prompt", 8, "--new", 2, "--rounds", 1)
-    assert run(*words) == 0
+    assert run_command(*words) == 0
     shown, progress = capsys.readouterr()
     assert "\r" not in shown and "memory:" not in shown and f"memory: {folder}" in progress
     assert "parameters (millions)" in shown and "decode, batch 8" in shown
@@ -190,7 +186,7 @@ def test_encoders_and_encoder_decoders_go_the_same_way(
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "model")
     drawn = ("--text", text, "--windows", 2, "--tokens", 16)
-    assert run("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
+    assert run_command("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
                "--budget", "heads", "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
     smaller, plan = load_pretrained(tmp_path / "cut"), Plan.load(tmp_path / "plan.json")
     assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
@@ -218,7 +214,9 @@ def test_what_cannot_be_profiled_is_one_line(
         config.write_text(json.dumps({**json.loads(config.read_text()), "intermediate_size": 64}))
         with pytest.raises(InputError, match="cannot be loaded"):
             with_weights(skeleton_of(str(tmp_path / "model")), str(tmp_path / "model"))
-    assert run("profile", tmp_path / "model", "--output", tmp_path / "out", "--new", 2, "--rounds", 1, *words) == 2
+    assert (
+        run_command("profile", tmp_path / "model", "--output", tmp_path / "out", "--new", 2, "--rounds", 1, *words) == 2
+    )
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
@@ -251,7 +249,7 @@ def test_bad_input_is_one_line(
     places = {"EMPTY": "empty.txt", "MINE": "mine", "OTHER": "other.json"}
     arguments = [str(tmp_path / places[word]) if word in places else word for word in words]
     output = [] if "--output" in arguments else ["--output", tmp_path / "plan.json"]
-    assert run("prune", "--pretrained", tiny_folder, *output, *arguments) == 2
+    assert run_command("prune", "--pretrained", tiny_folder, *output, *arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("lmeval-prune: error: ")
     assert not (tmp_path / "plan.json").exists()
@@ -265,16 +263,16 @@ def test_a_profile_tells_models_of_other_kinds_and_shows_what_either_has(
     for folder, family in {"a/m": "bert", "b/m": "llama", "c": "mistral"}.items():
         tiny(family, vocab_size=64 if family == "bert" else 259).float().save_pretrained(tmp_path / folder)
     words = ("--output", tmp_path / "out", "--prompt", 8, "--new", 2, "--rounds", 1, "--batches", 1)
-    assert run("profile", tmp_path / "a" / "m", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
+    assert run_command("profile", tmp_path / "a" / "m", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^\| +\| +a/m \| +b/m \| +c \|$", shown, re.M) and "forward, batch 1" in shown
     decoded = next(line for line in shown.splitlines() if line.startswith("| decode, batch 1"))
     assert decoded.split("|")[2].strip() == "" and float(decoded.split("|")[3]) > 0
     assert re.search(r"note: .*b/m is another kind of model than .*a/m: model_type llama, not bert, vocab_size", shown)
-    assert run("profile", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
+    assert run_command("profile", tmp_path / "b" / "m", tmp_path / "c", *words) == 0
     assert "note:" not in capsys.readouterr().out
     tiny("llama", vocab_size=259).to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    assert run("profile", tmp_path / "b" / "m", tmp_path / "half", *words, "--answers", "generate") == 0
+    assert run_command("profile", tmp_path / "b" / "m", tmp_path / "half", *words, "--answers", "generate") == 0
     assert "dtype bfloat16, not float32" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "profile.json").read_text())["notes"]
 
@@ -287,12 +285,14 @@ def test_a_profile_on_a_text_has_the_distance(
     smaller = cut(load_pretrained(str(tiny_folder)), Plan("L1H0-1"))
     smaller.save(tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder))
     words = ("--text", text, "--output", tmp_path / "out", "--prompt", 8, "--new", 2, "--rounds", 1, "--batches", 1)
-    assert run("profile", tiny_folder, tmp_path / "cut", *words) == 0
+    assert run_command("profile", tiny_folder, tmp_path / "cut", *words) == 0
     rows = json.loads((tmp_path / "out" / "profile.json").read_text())["models"]
     assert "distance" not in rows[str(tiny_folder)]
     distance = rows[str(tmp_path / "cut")]["distance"]
     assert (
-        run("distance", tiny_folder, "--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json")
+        run_command(
+            "distance", tiny_folder, "--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json"
+        )
         == 0
     )
     expected = json.loads((tmp_path / "d.json").read_text())["variants"][str(tmp_path / "cut")]
@@ -303,5 +303,5 @@ def test_a_profile_on_a_text_has_the_distance(
     other.add_tokens(["one more"])
     other.save_pretrained(tmp_path / "cut")
     capsys.readouterr()
-    assert run("profile", tiny_folder, tmp_path / "cut", *words) == 2
+    assert run_command("profile", tiny_folder, tmp_path / "cut", *words) == 2
     assert "has another tokenizer than" in capsys.readouterr().err

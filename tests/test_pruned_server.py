@@ -26,7 +26,6 @@ from lmeval_prune.errors import first_few
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.models import http_client
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
 from lmeval_prune.models.server_client import sampling_seed
@@ -38,14 +37,10 @@ from tests.kills import killing_after
 from tests.stub_server import MISBEHAVIOURS, Stub
 from tests.test_pruned_hf import request, requests
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
 HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
 ROUTED = {"router": "random", "router_pool": "+".join([*HEADS, "dense"])}
 TASK = "prune_tiny_words_pass4"
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
 
 
 def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:

@@ -29,7 +29,7 @@ from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
 from tests.swept_outcomes import options_of
-from tests.tiny_models import ALL, ENCODERS, tiny, tokens
+from tests.tiny_models import ALL, ENCODERS, tiny, tokens, weight_view
 
 EVERYDAY = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "gpt_oss"),
@@ -213,14 +213,10 @@ def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pyte
             torch.testing.assert_close(value, whole[label], rtol=0, atol=1e-9)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
-
-
 def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor]:
     """Rows of the query, key and value projections of one of 4 heads, which read 2 keys and values, or 4."""
     parts = {
-        name.rpartition(".")[2]: _weight(part)
+        name.rpartition(".")[2]: weight_view(part)
         for name, part in module.named_modules()
         if isinstance(part, (nn.Linear, Conv1D))
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,14 @@ from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
-from tests.athena_hosts import data_folder, quick_training
+from tests.athena_hosts import data_folder
 from tests.kills import Killed, counted, run_killed
 from tests.swept_outcomes import drawn_outcomes
 from tests.test_depth_pruners import table_of
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    with quick_training():
-        yield
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint.encoder import load_encoder
 from lmeval_prune.sprint.fit import fit, fit_embeddings, mean_passes, split
 from lmeval_prune.sprint.options import FitOptions
@@ -36,7 +35,7 @@ from lmeval_prune.sprint.routers.knn import Neighbours
 from lmeval_prune.sprint.routers.outcome_model import OutcomeModel, quadrature
 from lmeval_prune.sprint.routers.table import ROUTERS
 from tests.conftest import ROOT
-from tests.routers import ROWS, Row
+from tests.routers import ROWS, Row, pass_at
 from tests.swept_outcomes import write_outcomes
 from tests.test_sprint import POOL, random_z, world
 
@@ -49,11 +48,6 @@ def options(row: Row, **settings: Any) -> FitOptions:
 
 def fitted(row: Row, questions: int = 200, seed: int = 1, **settings: Any) -> Router:
     return fit_embeddings(*world(questions, seed), POOL[:6], "none", options(row, **settings))
-
-
-def pass_at(router: Router, x: torch.Tensor, z: torch.Tensor, k: int) -> float:
-    rows = zip(router.ranking(x), z.tolist(), strict=True)
-    return sum(pass_ordered([bool(row[j]) for j in order], k) for order, row in rows) / len(z)
 
 
 # --------------------------------------------------------------------------- every method

@@ -12,17 +12,13 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import MANIFEST
 from lmeval_prune.grid import cells
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.server_kinds import KINDS, Listing, ServedVariant
 from tests.stub_server import Stub
 from tests.test_pruned_hf import requests
 from tests.test_pruned_server import served
 
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 @pytest.fixture(scope="module")

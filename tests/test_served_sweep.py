@@ -18,7 +18,6 @@ from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
 from lmeval_prune.grid import cells
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.run import run as run_grid
-from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_record import RECORD
@@ -26,16 +25,13 @@ from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.sweep import Sweep
+from tests.conftest import file_contents
 from tests.stub_server import Stub
-from tests.test_sweep import content, few_shot
+from tests.test_sweep import few_shot
 from tests.test_sweep import sweep as sweep_here
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
 HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +60,11 @@ def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, 
         served = sweep(stub, tiny_folder, adapters, tmp_path / "there")  # with another head, and more questions
         count = len(stub.payloads)
         assert sum("echo" not in payload for payload in stub.payloads) == 5 * 6  # nothing twice
-        before = content(tmp_path / "there")
+        before = file_contents(tmp_path / "there")
         sweep(stub, tiny_folder, adapters, tmp_path / "there")
-        assert all("echo" in payload for payload in stub.payloads[count:]) and content(tmp_path / "there") == before
+        assert (
+            all("echo" in payload for payload in stub.payloads[count:]) and file_contents(tmp_path / "there") == before
+        )
     here = OutcomeStore(tmp_path / "here").read()
     assert served.pool == here.pool and np.array_equal(served.z, here.z) and served.questions == here.questions
     every = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
@@ -97,7 +95,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
     with Stub(tiny_folder, HEADS) as stub, Stub(tiny_folder, HEADS) as second:
         stub.url += f"+{second.url}"
         sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3)
-    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert file_contents(tmp_path / "cut") == file_contents(tmp_path / "whole")
 
 
 def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:

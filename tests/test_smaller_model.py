@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -37,23 +36,11 @@ from lmeval_prune.decoding import SamplingParams
 from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.profiling import costs
-from tests.athena_hosts import quick_training
 from tests.forks import Fork
-from tests.smaller_experiments import command, problems, record, tiny_experiment
+from tests.smaller_experiments import command, problems, record, row_maker, tiny_experiment
 from tests.test_distillation import Killed, killed_at
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    """Skip drawing the figures."""
-    with quick_training():
-        yield
-
-
-@pytest.fixture
-def experiment(tiny_folder: Path, tmp_path: Path) -> Experiment:
-    """A small experiment."""
-    return tiny_experiment(tiny_folder, tmp_path)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_a_row_of_a_recipe_that_is_gone_is_one_line(experiment: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,13 +245,8 @@ def test_training_goes_on_if_another_process_makes_a_row(
         record(experiment, Row(DENSE, fold, 0), {"validation": "1111", "test": "1111"}, 100)
     trained: list[Row] = []
 
-    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
-        trained.append(row)
-        record(experiment, row, {"validation": "1111", "test": "1111"}, 80)
-        return experiment.record(row)
-
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as elsewhere:
-        patch.setattr("_smaller_run.make_row", make)
+        patch.setattr("_smaller_run.make_row", row_maker(trained))
         lock = output_lock(experiment.path(Row("ours", 0, 0)))
         elsewhere.submit(lock.__enter__).result()
         assert command(experiment, "train") == 0
@@ -342,12 +324,8 @@ def test_the_choice_does_not_wait_for_rows_of_the_verdict(experiment: Experiment
     experiment.file.write_text(yaml.safe_dump({**settings, "goal": {**settings["goal"], "parameters": 0.05}}))
     problems(experiment)
 
-    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
-        record(experiment, row, {"validation": "1111", "test": "1111"}, 100 if row.recipe == DENSE else 80)
-        return experiment.record(row)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("_smaller_run.make_row", make)
+        patch.setattr("_smaller_run.make_row", row_maker([]))
         assert command(experiment, "run", "--recipes", "ours", "--rows", "4") == 0
     assert chosen_recipes(experiment) == ["ours"] and len(experiment.records()) == 4
 
@@ -357,13 +335,8 @@ def test_seeds_are_run_recipe_after_recipe_without_a_choice(experiment: Experime
     problems(experiment)
     rows = list[Row]()
 
-    def make(experiment: Experiment, row: Row, device: str, resumable: bool) -> Any:
-        rows.append(row)
-        record(experiment, row, {"validation": "1111", "test": "1111"}, 100 if row.recipe == DENSE else 80)
-        return experiment.record(row)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("_smaller_run.make_row", make)
+        patch.setattr("_smaller_run.make_row", row_maker(rows))
         assert command(experiment, "run", "--recipes", "other", "--seeds", "2", "1", "--then", "ours") == 0
     order = ((DENSE, (2, 1)), ("other", (2, 1)), ("ours", (2,)))
     assert rows == [Row(name, fold, seed) for name, seeds in order for seed in seeds for fold in (0, 1)]

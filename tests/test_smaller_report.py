@@ -17,13 +17,7 @@ from _smaller_power import Spread, probability, seeds_needed, spread_of
 from _smaller_scores import Difference, Scored
 from smaller_model_report import front, write_report
 
-from tests.smaller_experiments import command, fill, problems, record, tiny_experiment
-
-
-@pytest.fixture
-def experiment(tiny_folder: Path, tmp_path: Path) -> Experiment:
-    """A small experiment."""
-    return tiny_experiment(tiny_folder, tmp_path)
+from tests.smaller_experiments import command, fill, problems, record
 
 
 def test_intervals_are_those_of_fold_means() -> None:

@@ -15,7 +15,6 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.fit import fit, fit_embeddings, number_questions, split
@@ -23,6 +22,8 @@ from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
+from tests.conftest import file_contents
+from tests.routers import pass_at
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -142,11 +143,6 @@ def world(questions: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     chance = np.where(np.arange(6)[None, :] // 2 == kind[:, None], 0.95, 0.05)
     z = (generator.random((questions, 6)) < chance).astype(np.float32)
     return torch.from_numpy(x).float(), torch.from_numpy(z)
-
-
-def pass_at(router: Router, x: torch.Tensor, z: torch.Tensor, k: int) -> float:
-    rows = zip(router.ranking(x), z.tolist(), strict=True)
-    return sum(pass_ordered([bool(row[j]) for j in order], k) for order, row in rows) / len(z)
 
 
 OPTIONS = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60)
@@ -279,10 +275,6 @@ def filled(
 CELLS = [(i, head, "yes" if (i + len(head)) % 2 else "no") for i in range(3) for head in ("dense", "L5H1")]
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
-
-
 def test_store_round_trip(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS[:-1])
     result = OutcomeStore(tmp_path / "a").read()
@@ -315,16 +307,16 @@ def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None
     filled(tmp_path / "c", [c for c in CELLS if c[:2] != (2, "dense")])
     filled(tmp_path / "d", [], questions=0)  # and by questions
     filled(tmp_path / "d", CELLS)
-    first = content(tmp_path / "a")
+    first = file_contents(tmp_path / "a")
     assert set(first) == {"store.json", "questions.parquet", "cells.parquet", "answers.json", "answers.parquet"}
-    assert all(content(tmp_path / other) == first for other in "bcd")
+    assert all(file_contents(tmp_path / other) == first for other in "bcd")
 
 
 def test_a_model_folder_may_be_renamed(tmp_path: Path) -> None:
     filled(tmp_path, CELLS)
-    before = content(tmp_path)
+    before = file_contents(tmp_path)
     OutcomeStore(tmp_path).begin({**MODEL, "name": "renamed"}, TASKS, [row(0)], ["dense"])
-    assert content(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
@@ -341,12 +333,12 @@ def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
         OutcomeStore(tmp_path / "killed").read()
     assert len(AnswerStore(tmp_path / "killed").responses) == 5
     filled(tmp_path / "killed", CELLS)
-    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    assert file_contents(tmp_path / "killed") == file_contents(tmp_path / "whole")
 
 
 def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
-    before = content(tmp_path / "a")
+    before = file_contents(tmp_path / "a")
 
     def begin(model: dict = MODEL, tasks: dict = TASKS, prompt: str = "p", folder: str = "a") -> None:
         OutcomeStore(tmp_path / folder).begin(model, tasks, [row(0, prompt)], ["dense"])
@@ -357,7 +349,7 @@ def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
         begin(tasks={"toy": {"metric": "acc,none"}})
     with pytest.raises(InputError, match="prompt of document 0"):
         begin(prompt="another")
-    assert content(tmp_path / "a") == before
+    assert file_contents(tmp_path / "a") == before
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "letter.txt").write_text("x")
     with pytest.raises(InputError, match="not an outcome store"):

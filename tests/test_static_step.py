@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoding import Letters, alone, answers, model_of, some_requests
-from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, quick
+from test_decoding import alone, answers, model_of, some_requests
+from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -37,7 +37,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
-from tests.tiny_models import ALL, CAUSAL, ENCODERS, output, tiny, tokens
+from tests.tiny_models import ALL, CAUSAL, ENCODERS, implementations, output, stored, tiny, tokens
 
 UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
 CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]
@@ -83,22 +83,10 @@ def channels_for(model: nn.Module, alike: bool) -> dict[str, str]:
     return {block.label: lost[position % 2] if alike or not position else "5" for position, block in enumerate(blocks)}
 
 
-def stored(family: str, folder: Path) -> Any:
-    """A tiny model as it is when loaded: in the tests' float64 some of its constants are rounded to float32 else."""
-    model: Any = tiny(family)
-    model.save_pretrained(folder / "parent")
-    return load_pretrained(folder / "parent", **implementations(model))
-
-
 def padded() -> dict[str, torch.Tensor]:
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, :2] = mask[2, :4] = 0
     return {"attention_mask": mask}
-
-
-def implementations(model: Any) -> dict[str, str]:
-    """Return options of the tiny models: not every family supports sdpa, or grouped products in float64."""
-    return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
 
 
 def compare(family: str, model: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
@@ -138,7 +126,7 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_path: Path) -> None:
     """For every unit, for equal and different layers, with channels; the model itself does not change."""
-    model = stored(family, tmp_path)
+    model = stored(family, tmp_path / "parent")
     before = copy.deepcopy(model.state_dict())
     dense = output(model, tokens())
     for unit in units_of(map_model(model).attention[0]):
@@ -147,7 +135,7 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
             plan = Plan(heads_for(model, unit, alike), channels)
             actual = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
             compare(family, model, plan, actual.model, generate=False)
-            loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(model))
+            loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(family))
             assert loaded.dtype == torch.float64
             compare(family, model, plan, loaded)
             removed = actual.manifest["removed"]
@@ -163,7 +151,7 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
 
 @pytest.mark.parametrize("family", sorted(UNCUTTABLE))
 def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(family: str, tmp_path: Path) -> None:
-    model = stored(family, tmp_path)
+    model = stored(family, tmp_path / "parent")
     assert uncuttable(map_model(model))
     stack = map_model(model).stacks[0]
     head = f"{stack}.L0H1" if stack else "L0H1"
@@ -172,7 +160,7 @@ def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(fa
     for alike in (True, False):
         plan = Plan((), channels_for(model, alike))
         cut_to(tmp_path / str(alike), model, plan)
-        compare(family, model, plan, load_pretrained(tmp_path / str(alike), **implementations(model)))
+        compare(family, model, plan, load_pretrained(tmp_path / str(alike), **implementations(family)))
 
 
 # --------------------------------------------------------------------------- plans
@@ -180,7 +168,7 @@ def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(fa
 
 def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
     """By hooks, as cuts of a cut, and as one cut; a group is removed with the last of its heads."""
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
     union = first.merged_with(second)
     assert union is not None and len(union.kv_heads_by_layer(map_model(model))) == 1
@@ -202,7 +190,7 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
 
 def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
     """Also without saving; a manifest does not apply to other weights in its folder."""
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     cut_to(tmp_path / "parent-pruned", model, Plan((), {"L0": "0-9"}))  # unrelated
     once = cut(model, Plan("L0H0-1"))
     twice = cut(once.model, Plan("L1H0-1"))
@@ -314,7 +302,7 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Path) -> None:
     """The reference model has the plan's weights, and its pruned inputs are zeroed."""
-    model = stored(family, tmp_path)
+    model = stored(family, tmp_path / "parent")
     model_map = map_model(model)
     hidden, width = model.config.hidden_size, model_map.attention[0].heads * model_map.attention[0].head_dim
     draw = torch.Generator().manual_seed(0)
@@ -375,7 +363,7 @@ def test_an_emptied_layer_needs_to_be_meant() -> None:
 
 
 def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: Path) -> None:
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     cases = {
         "stock": (Plan("L*H0-1"), "LlamaForCausalLM"),
         "mistral": (Plan("L*H0", {"L0": "0", "L1": "4"}), "MistralForCausalLM"),
@@ -418,7 +406,7 @@ def test_a_model_whose_layers_differ_is_built_without_a_warning(tmp_path: Path) 
     set_verbosity_warning()
     logger.addHandler(handler)
     try:
-        cut_to(tmp_path / "cut", stored("llama", tmp_path), Plan("L0H0-1"))
+        cut_to(tmp_path / "cut", stored("llama", tmp_path / "parent"), Plan("L0H0-1"))
         for load in (load_pretrained, partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=True)):
             model = load(tmp_path / "cut")
             assert not [message for message in messages if "per-layer attribute" in message]
@@ -433,7 +421,7 @@ def test_a_model_whose_layers_differ_is_built_without_a_warning(tmp_path: Path) 
 @pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])
 def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_noted: bool, tmp_path: Path) -> None:
     """Qwen2 has no `head_dim`, so other engines divide; without removed heads there is no note."""
-    model = stored(family, tmp_path)
+    model = stored(family, tmp_path / "parent")
     actual = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
     assert "Pruned" not in actual.manifest["class"]
     assert any("--model-impl transformers" in note for note in actual.manifest["notes"]) == is_noted
@@ -445,7 +433,7 @@ def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_note
 @pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])
 def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_path: Path) -> None:
     """Llama's class has no such biases and would drop them silently."""
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     heads = "L0H1" if parts in ("fillers", "both") else ()
     biases = {"o_proj": ["o_proj"], "down": ["down"], "fillers": ["o_proj"], "both": ["o_proj", "down"]}[parts]
     plan = Plan(heads, compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in biases})
@@ -496,7 +484,7 @@ def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("plan", [Plan("L*H0-1"), Plan("L0H0-1")])
 def test_generation_settings_that_transformers_would_not_write_are_kept(plan: Plan, tmp_path: Path) -> None:
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     model.generation_config.temperature = 0.6  # and do_sample is false
     cut_to(tmp_path / "cut", model, plan)
     assert load_pretrained(tmp_path / "cut").generation_config.to_diff_dict() == model.generation_config.to_diff_dict()
@@ -580,7 +568,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     """
     if not exchange:
         monkeypatch.setattr(writing, "_exchange", lambda *_: False)
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     folder, missing = tmp_path / "written" / "cut", 0  # beside nothing else, so that what is read is not counted
     old = cut_to(folder, model, Plan("L*H0-1"))
     before, new = output(old.model, tokens()), output(cut(model, Plan("L0H0-1")).model, tokens())
@@ -608,7 +596,7 @@ def interrupted(*_: Any) -> None:
 
 def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On systems without atomic exchange, if the second rename fails."""
-    model, folder, replace = stored("llama", tmp_path), tmp_path / "cut", Path.replace
+    model, folder, replace = stored("llama", tmp_path / "parent"), tmp_path / "cut", Path.replace
 
     def full(path: Path, target: Path) -> Path:
         if path.parent.name.startswith(".lmeval-prune-"):
@@ -626,7 +614,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
 
 
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
-    model, real, link = stored("llama", tmp_path), tmp_path / "disk" / "real", tmp_path / "link"
+    model, real, link = stored("llama", tmp_path / "parent"), tmp_path / "disk" / "real", tmp_path / "link"
     link.symlink_to(real)
     for heads in ("L*H0-1", "L0H0-1"):
         cut_to(link, model, Plan(heads))
@@ -640,7 +628,11 @@ def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Pa
     """tokenizers raises no OSError; chat templates are in a folder that others can read."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
-    model, folder, limits = stored("llama", tmp_path), tmp_path / "cut", resource.getrlimit(resource.RLIMIT_FSIZE)
+    model, folder, limits = (
+        stored("llama", tmp_path / "parent"),
+        tmp_path / "cut",
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     cut_to(folder, model, Plan("L*H0-1"), tokenizer)
     modes = {path: path.stat().st_mode for path in folder.rglob("*")}
     assert {bool(mode & 0o111) for path, mode in modes.items() if path.is_dir()} == {True}
@@ -662,7 +654,7 @@ def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["weights", "manifest", "sync"])
 def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stored("llama", tmp_path)
+    model = stored("llama", tmp_path / "parent")
     folder = tmp_path / "cut"
     cut_to(folder, model, Plan("L*H0-1"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -692,7 +684,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
-    folder, model = tmp_path / "cut", stored("llama", tmp_path)
+    folder, model = tmp_path / "cut", stored("llama", tmp_path / "parent")
     cut_to(folder, model, Plan("L*H0-1"))
     for name in ("results/thesis.txt", ".git/HEAD", "model.finetune.safetensors", "empty/folder/x"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -720,7 +712,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, model = tmp_path / "cut", stored("llama", tmp_path)
+    folder, model = tmp_path / "cut", stored("llama", tmp_path / "parent")
     cut_to(folder, model, Plan("L*H0-1"))
     monkeypatch.setattr(writing, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
     with pytest.raises(InputError, match=r"notes\.txt"):

@@ -29,7 +29,7 @@ from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.sweep import Sweep
 from lmeval_prune.sprint.swept_task import SweptTask
-from tests.conftest import task_manager
+from tests.conftest import file_contents, task_manager
 from tests.kills import killing_after
 from tests.test_command_line import call
 
@@ -40,10 +40,6 @@ def sweep(folder: Path, output: Path, **options: Any) -> Any:
     arguments = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **options.pop("model_args", {})}
     settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
     return Sweep(SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), **settings)).run()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +95,7 @@ def test_killed_sweeps_resume_to_identical_files(tiny_folder: Path, whole: Path,
         states.append(len({record["key"] for record in read_answers(output)}))
     assert killed >= 8 and len(set(states)) > 3  # runs went on from where others were killed
     sweep(tiny_folder, output)
-    assert content(output) == content(whole)
+    assert file_contents(output) == file_contents(whole)
 
 
 class Stopped(Exception):
@@ -123,7 +119,7 @@ def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, 
     some = sweep(tiny_folder, tmp_path / "s", limit=2)
     assert some.observed.sum() == 2 * len(POOL) and len(some.questions) == 2
     sweep(tiny_folder, tmp_path / "s")
-    assert content(tmp_path / "s") == content(whole)
+    assert file_contents(tmp_path / "s") == file_contents(whole)
 
 
 def test_extended_sweep_decodes_nothing_twice(
@@ -135,7 +131,7 @@ def test_extended_sweep_decodes_nothing_twice(
     sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=3)
     sweep(tiny_folder, tmp_path / "s", heads="L0H*+L1H2", limit=3)
     sweep(tiny_folder, tmp_path / "s")
-    assert content(tmp_path / "s") == content(whole)
+    assert file_contents(tmp_path / "s") == file_contents(whole)
     assert len(run) == len(set(run)) == 30
     sweep(tiny_folder, tmp_path / "s")
     assert len(run) == 30
@@ -167,7 +163,7 @@ def test_two_ranks_write_the_same_files_as_one(tiny_folder: Path, whole: Path, t
     command += ["--heads", "L0H*+L1H2", "--limit", "5", "--gen_kwargs", "max_gen_toks=10"]
     done = call(*command, "--output", str(tmp_path / "two"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert content(tmp_path / "two") == content(whole)
+    assert file_contents(tmp_path / "two") == file_contents(whole)
 
 
 def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) -> None:
@@ -320,27 +316,27 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         other.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
-    before = content(whole)
+    before = file_contents(whole)
     with pytest.raises(InputError, match="another model"):
         sweep(tmp_path / "other", whole)
     with pytest.raises(InputError, match="generation"):
         sweep(tiny_folder, whole, gen_kwargs={"max_gen_toks": 11})
     with pytest.raises(InputError, match="system_instruction"):
         sweep(tiny_folder, whole, system_instruction="Be brief.")
-    assert content(whole) == before
+    assert file_contents(whole) == before
 
 
 def test_a_store_by_another_version_of_the_method_is_refused(
     tiny_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = content(whole)
+    before = file_contents(whole)
     monkeypatch.setattr(identity_module, "ANSWERING", 2)
     identity_module.code_versions.cache_clear()
     with pytest.raises(InputError, match=r"were made by version 1 of answering, this is version 2.*give a new folder"):
         sweep(tiny_folder, whole)
     monkeypatch.undo()
     identity_module.code_versions.cache_clear()
-    assert content(whole) == before
+    assert file_contents(whole) == before
 
 
 @pytest.mark.parametrize(

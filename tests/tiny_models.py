@@ -12,8 +12,10 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune.architectures import FAMILIES
+from lmeval_prune.checkpoints.loading import load_pretrained
 
 _HEADS = {
     "hidden_size": 32,
@@ -174,6 +176,24 @@ def tiny(
     return model
 
 
+def implementations(family: str) -> dict[str, str]:
+    """Return options of loading: not every family supports sdpa, or grouped products in float64."""
+    return {"attn_implementation": "eager" if family in EAGER_ONLY else "sdpa", "experts_implementation": "eager"}
+
+
+def saved(family: str, folder: Path, **changes: Any) -> Any:
+    """Save a tiny model in a folder, and return it."""
+    model: Any = tiny(family, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def stored(family: str, folder: Path, **changes: Any) -> Any:
+    """Save a tiny model in a folder, and return it as it is when loaded: some constants are rounded to float32 then."""
+    saved(family, folder, **changes)
+    return load_pretrained(folder, **implementations(family))
+
+
 def tiny_llava() -> Any:
     """A Llava: a vision tower beside a Llama, which only an auto class for images and texts builds."""
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -216,6 +236,21 @@ def output(model: nn.Module, tokens: torch.Tensor, **inputs: Any) -> torch.Tenso
     with torch.no_grad():
         result = model(tokens, **inputs)
     return result.logits if "logits" in result else result.last_hidden_state
+
+
+def weight_view(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear module as a writable view, (outputs, inputs)."""
+    return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(64 + token) for token in tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(letter) - 64 for letter in text]
 
 
 def tokens(rows: int = 3, length: int = 7, seed: int = 1) -> torch.Tensor:

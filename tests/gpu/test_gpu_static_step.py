@@ -21,7 +21,7 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
-from tests.tiny_models import VOCABULARY, tiny
+from tests.tiny_models import VOCABULARY, Letters, tiny
 
 DEVICE = os.environ.get("LMEVAL_PRUNE_TEST_DEVICE", "cuda")
 IS_GPU = DEVICE == "cuda"
@@ -32,16 +32,6 @@ pytestmark = [
 FAMILIES = {"llama": {}, "qwen3": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 5}}
 NEAR = 1e-3  # logits this close may fall in either order
 STATIC, EAGER = Schedule(static=True), Schedule(static=False)
-
-
-class Letters:
-    """A tokenizer whose token i is the i-th letter."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(64 + token) for token in tokens)
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(letter) - 64 for letter in text]
 
 
 def model_of(family: str, **changes: Any) -> Any:

@@ -30,11 +30,12 @@ from tests.athena_hosts import data_folder, document, encoder_folder, examples, 
 from tests.conftest import ROOT
 from tests.test_athena import collated, encoded
 from tests.test_athena_training import losses
-from tests.test_distillation import STILL, athena, dense, language, no_pictures  # noqa: F401 - fixtures
+from tests.test_distillation import STILL, athena, dense, language  # noqa: F401 - fixtures
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("no_pictures"),
 ]
 DEVICE = "cuda"
 

@@ -48,9 +48,9 @@ def commit() -> str:
             return ""
         return done.stdout.strip()
 
-    known = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
-    if known and not git("log", "-1", "--format=%h", known):
-        return known
+    copied_commit = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
+    if copied_commit and not git("log", "-1", "--format=%h", copied_commit):
+        return copied_commit
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     )

@@ -188,12 +188,12 @@ class Scorers:
     def _remember_comparisons() -> None:
         """Keep one pool of workers, and the verdict of each pair."""
         verifier = importlib.import_module(VERIFIER).Verifier
-        ask, known = verifier.verify_many, {}
+        ask, verdicts = verifier.verify_many, {}
 
         def verify_many(self: Any, pairs: list[tuple[str, str]]) -> list[str]:
-            new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
-            known.update(zip(new, ask(self, new), strict=True) if new else ())
-            return [known[pair] for pair in pairs]
+            new = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
+            verdicts.update(zip(new, ask(self, new), strict=True) if new else ())
+            return [verdicts[pair] for pair in pairs]
 
         verifier.verify_many = verify_many
 

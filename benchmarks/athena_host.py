@@ -38,9 +38,9 @@ def heads_drawn(encoder: Path, ratio: float, seed: int) -> str:
     return "+".join(random.Random(seed).sample(names, int(ratio * len(names))))
 
 
-def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, Any]:
+def tested(model: Path, fold: int, heads: str | None, answers_file: Path) -> dict[str, Any]:
     """Return the accuracy on a fold: of all, and of problems of one operator and of two; answers are kept in a file."""
-    if not kept.exists():
+    if not answers_file.exists():
         from lm_eval import simple_evaluate
 
         from lmeval_prune.plugin import registration
@@ -56,8 +56,8 @@ def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, A
              "steps": (problem := GroundedProblem.of(row["doc"])) and problem.steps(())}
             for row in results["samples"][TASK]
         ]  # fmt: skip
-        write_text(kept, json.dumps(rows, indent=0) + "\n")
-    rows = json.loads(kept.read_text(encoding="utf-8"))
+        write_text(answers_file, json.dumps(rows, indent=0) + "\n")
+    rows = json.loads(answers_file.read_text(encoding="utf-8"))
 
     def share(answers: list[dict[str, Any]]) -> float:
         return round(sum(answer["right"] for answer in answers) / len(answers), 4)

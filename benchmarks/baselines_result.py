@@ -177,8 +177,8 @@ Figure = Callable[[str, float], float | None]  # of a name and a ratio, calibrat
 
 def _random(figure: Figure, ratio: float) -> float | None:
     values = [figure(f"random, seed {seed}", ratio) for seed in range(SEEDS)]
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    figures = [value for value in values if value is not None]
+    return mean(figures) if figures else None
 
 
 # what was expected before anything was measured: a name, and the two figures of which the first is to be lower
@@ -209,32 +209,34 @@ def main() -> None:
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = Texts(tokenizer)
-    known = stored(options.tokens)
+    stored_rows = stored(options.tokens)
     if options.report:
-        report(*finish(machine, options.tokens, texts, known))
+        report(*finish(machine, options.tokens, texts, stored_rows))
         return
     model: Any = load_pretrained(folder, dtype=torch.float32)
     model.to(options.device)
     model_map = map_model(model)
     windows = {name: windows_of(tokenizer, name, options.tokens).to(options.device) for name in TEXTS}
-    if "dense" not in known:
+    if "dense" not in stored_rows:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
-        known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": machine}
-    waiting = [row for row in rows() if re.search(options.match, row.key) and row.key not in known][: options.rows]
+        stored_rows["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": machine}
+    waiting = [row for row in rows() if re.search(options.match, row.key) and row.key not in stored_rows][
+        : options.rows
+    ]
     for number, row in enumerate(waiting, 1):
         began = time.perf_counter()
         try:
-            known[row.key] = {
+            stored_rows[row.key] = {
                 **measured(row, model_map, texts, windows, options.work),
                 "environment": machine,
             }
         except ValueError as error:  # a share that would empty a layer
-            known[row.key] = {"refused": str(error), "environment": machine}
-        finish(machine, options.tokens, texts, known)
-        shown = known[row.key].get("perplexity") or known[row.key]["refused"]
+            stored_rows[row.key] = {"refused": str(error), "environment": machine}
+        finish(machine, options.tokens, texts, stored_rows)
+        shown = stored_rows[row.key].get("perplexity") or stored_rows[row.key]["refused"]
         print(f"{number} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
-    report(*finish(machine, options.tokens, texts, known))
+    report(*finish(machine, options.tokens, texts, stored_rows))
 
 
 def stored(tokens: int) -> dict[str, Any]:
@@ -394,17 +396,17 @@ def realised(result: dict[str, Any], dense: dict[str, Any]) -> float | None:
 
 
 def finish(
-    machine: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
+    machine: dict[str, Any], tokens: int, texts: Texts, stored_rows: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write the results file; return its rows and the checks of what was expected."""
     calibration = {name: texts.of(name).record() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
-    for key in ("dense", *(row.key for row in rows() if row.key in known)):
-        environment_of_row = known[key]["environment"]
+    for key in ("dense", *(row.key for row in rows() if row.key in stored_rows)):
+        environment_of_row = stored_rows[key]["environment"]
         if environment_of_row not in environments:
             environments.append(environment_of_row)
-        results[key] = {**known[key], "environment": environments.index(environment_of_row)}
+        results[key] = {**stored_rows[key], "environment": environments.index(environment_of_row)}
     checked = expectations(results)
     content = {"written": machine, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("baselines", {**content, "expectations": checked, "results": results})
@@ -514,7 +516,9 @@ def draw(results: dict[str, Any]) -> None:
                 if points:
                     axes.plot(*zip(*points, strict=True), color=colour, ls=line, marker="o", ms=4, label=label)
         seeds = [[results.get(Row(f"random, seed {s}", "", r).key, {}) for s in range(SEEDS)] for r in sorted(RATIOS)]
-        drawn = [[result["perplexity"][read] for result in known if "perplexity" in result] for known in seeds]
+        drawn = [
+            [result["perplexity"][read] for result in seed_results if "perplexity" in result] for seed_results in seeds
+        ]
         if all(drawn):
             shares, ends = [100 * ratio for ratio in sorted(RATIOS)], [(min(values), max(values)) for values in drawn]
             axes.fill_between(

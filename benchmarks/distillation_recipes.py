@@ -31,16 +31,16 @@ FOLDS = {"test": "fold1", "train": ("fold2", "fold3", "fold4")}
 
 def try_recipe(name: str, options: dict[str, Any], work: Path) -> dict[str, Any]:
     """Train and test a model by a recipe, unless that was done; return its accuracy and losses."""
-    kept = work / f"{name}.result"
-    if not kept.exists():
+    result_file = work / f"{name}.result"
+    if not result_file.exists():
         folder, answers = work / name, work / f"{name}.answers"
         distill(DistillOptions(**{**options, **FOLDS, "output": str(folder), "seed": 0}))
         tested_language(folder, 1, answers)
         right = [row["right"] for row in json.loads(answers.read_text(encoding="utf-8"))]
         log = json.loads((folder / "distillation.json").read_text(encoding="utf-8"))["stages"][-1]["log"]
         content = {"name": name, "accuracy": sum(right) / len(right), "given": options, "log": log}
-        write_text(kept, json.dumps({**content, "environment": environment()}) + "\n")
-    result: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        write_text(result_file, json.dumps({**content, "environment": environment()}) + "\n")
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     print(f"{name}: {result['accuracy']:.1%}", flush=True)
     return result
 

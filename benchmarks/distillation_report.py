@@ -153,13 +153,13 @@ class Variant:
     def fewer(self, name: str) -> float:
         """Return by how many % a figure is smaller than the dense host's; NaN if it was not measured."""
         pairs = [(row.get(name), other.get(name)) for row, other in zip(self.rows, self.dense, strict=True)]
-        known = [1 - own / dense for own, dense in pairs if own and dense]
-        return 100 * float(np.mean(known)) if known else float("nan")
+        savings = [1 - own / dense for own, dense in pairs if own and dense]
+        return 100 * float(np.mean(savings)) if savings else float("nan")
 
     def faster(self) -> float:
         """Return by how many % it is faster than the dense host that was timed beside it; NaN if it was not timed."""
-        known = [row["seconds"]["dense"] / row["seconds"]["own"] - 1 for row in self.rows if row.get("seconds")]
-        return 100 * float(np.mean(known)) if known else float("nan")
+        speedups = [row["seconds"]["dense"] / row["seconds"]["own"] - 1 for row in self.rows if row.get("seconds")]
+        return 100 * float(np.mean(speedups)) if speedups else float("nan")
 
 
 def _unit(row: dict[str, Any]) -> Unit:
@@ -325,14 +325,16 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
     """Return a table of variants, with Holm's correction over those tested; None of fewer than `least`."""
     variants, units = _comparable([variant for _, variant, _ in named])
     measured = [
-        (cells, variant, rest) for (cells, _, rest), variant in zip(named, variants, strict=True) if variant is not None
+        (cells, variant, last_cells)
+        for (cells, _, last_cells), variant in zip(named, variants, strict=True)
+        if variant is not None
     ]
     if len(measured) < least:
         return None
     tests = [variant.test() if not _is_dense(variant) else (float("nan"), float("nan")) for _, variant, _ in measured]
     corrected = holm([test[0] for test in tests])
     lines = []
-    for (cells, variant, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
+    for (cells, variant, last_cells), test, adjusted in zip(measured, tests, corrected, strict=True):
         change = "" if _is_dense(variant) else f" ({signed(variant.difference)})"
         costs = [
             _share(variant.fewer("parameters")),
@@ -348,7 +350,7 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
             p_value(adjusted),
             p_value(test[1]),
         ]
-        lines.append([*cells, variant.removed(), *tested, *costs, *rest])
+        lines.append([*cells, variant.removed(), *tested, *costs, *last_cells])
     costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
     return _table(
         lines, [head, "removed", "accuracy", "± splits", "p questions", "Holm", "p splits", *costs, *tail], units

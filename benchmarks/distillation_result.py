@@ -170,14 +170,14 @@ def _train_dense(row: Row, folder: Path) -> None:
 
 def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
     """Test a row's model and measure its costs; return what is stored of it."""
-    kept = work / "answers" / f"{row.folder}.json"
+    answers_file = work / "answers" / f"{row.folder}.json"
     if row.host == "athena":
-        tested(folder, row.fold, None, kept)
+        tested(folder, row.fold, None, answers_file)
         costs = athena_costs(folder, dense, row.fold)
     else:
-        tested_language(folder, row.fold, kept)
+        tested_language(folder, row.fold, answers_file)
         costs = language_costs(folder, dense)
-    answers = json.loads(kept.read_text(encoding="utf-8"))
+    answers = json.loads(answers_file.read_text(encoding="utf-8"))
     right = "".join(str(int(answer["right"])) for answer in answers)
     note = json.loads((folder / "distillation.json").read_text()) if (folder / "distillation.json").exists() else {}
     stages = note.get("stages", [])
@@ -218,9 +218,9 @@ def _removed_by(row: Row) -> str:
     )
 
 
-def tested_language(folder: Path, fold: int, kept: Path) -> None:
+def tested_language(folder: Path, fold: int, answers_file: Path) -> None:
     """Test a language model on a fold, and write its answers to a file; nothing if that is there."""
-    if kept.exists():
+    if answers_file.exists():
         return
     from lm_eval import simple_evaluate
 
@@ -236,7 +236,7 @@ def tested_language(folder: Path, fold: int, kept: Path) -> None:
         {"id": sample["doc"]["id"], "right": sample["exact_match"], "answer": sample["resps"][0][0]}
         for sample in results["samples"][TASK]
     ]
-    write_text(kept, json.dumps(samples, indent=0) + "\n")
+    write_text(answers_file, json.dumps(samples, indent=0) + "\n")
 
 
 def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
@@ -286,12 +286,12 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
 
     model_map = map_model(model)
     every_head = {layer.label: range(layer.heads) for layer in model_map.attention}
-    kept = row["stages"][-1]["heads"] if row["stages"] else every_head
+    remaining_heads = row["stages"][-1]["heads"] if row["stages"] else every_head
     removed = [
         f"{layer.label}H{head}"
         for layer in model_map.attention
         for head in range(layer.heads)
-        if head not in kept[layer.label]
+        if head not in remaining_heads[layer.label]
     ]
     blocks = list(model_map.channels())
     share, more = divmod(row["removed"]["channels"], len(blocks))
@@ -407,7 +407,7 @@ def _timed(models: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- rows in a file
 
 
-def known(work: Path) -> dict[str, dict[str, Any]]:
+def done_rows(work: Path) -> dict[str, dict[str, Any]]:
     """Return the rows that are done."""
     done = {}
     for row in rows():
@@ -419,7 +419,7 @@ def known(work: Path) -> dict[str, dict[str, Any]]:
 
 def finish(work: Path) -> None:
     """Write what is known, each row with the run that measured it."""
-    done = known(work)
+    done = done_rows(work)
     if not done:
         print("no row is done yet")
         return
@@ -460,7 +460,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     work = Path(options.work)
     selected = [row for row in rows() if re.search(options.match, row.key)]
-    done = known(work)
+    done = done_rows(work)
     if options.list:
         for row in selected:
             print(("done  " if row.key in done else "      ") + row.key)

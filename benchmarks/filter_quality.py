@@ -118,10 +118,10 @@ def main() -> None:
     model_map, windows = map_model(model), texts(tokenizer, options.tokens)
     manager = TaskManager()
     path = Path(options.work) / f"{options.tokens}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    stored_rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     planned = dict(variants(model_map))
     for number, (name, setting) in enumerate(planned.items(), 1):
-        if known.get(name, {}).get("setting") == setting:
+        if stored_rows.get(name, {}).get("setting") == setting:
             continue
         applied: AbstractContextManager[Any] = nullcontext()
         if "filter" in setting:
@@ -134,10 +134,10 @@ def main() -> None:
             if "filter" in setting:
                 row["skipped"] = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
             row["accuracy"] = accuracy(model, tokenizer, manager)
-        known[name] = row
-        write_text(path, json.dumps(known))
+        stored_rows[name] = row
+        write_text(path, json.dumps(stored_rows))
         print(f"{number} of {len(planned)}: {name}: {quality}, accuracy {row['accuracy']:.3f}", flush=True)
-    results = {name: known[name] for name in planned}
+    results = {name: stored_rows[name] for name in planned}
     work = arithmetic(model_map, WINDOW // 2)
     write("filter_quality", {"environment": machine, "tokens": options.tokens, "arithmetic": work, "results": results})
     report(results, work)

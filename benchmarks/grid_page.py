@@ -37,8 +37,10 @@ def write_grid(path: Path, questions: int, variants: int) -> int:
         rows = []
         for i, problem in enumerate(problems):
             words, other = problem["answer"].split(" "), problems[draws.integers(len(problems))]["answer"].split(" ")
-            kept = len(words) if not number else int(draws.integers(len(words) + 1))
-            answer = " ".join(words[:kept] + other[min(kept, len(other) // 2) :] * (kept < len(words)))
+            word_count = len(words) if not number else int(draws.integers(len(words) + 1))
+            answer = " ".join(
+                words[:word_count] + other[min(word_count, len(other) // 2) :] * (word_count < len(words))
+            )
             characters += len(answer)
             rows.append(row(i, problem, answer, float(draws.random() < 0.6 - 0.02 * number)))
         with folder.new_cell(f"c{number}") as cell:

@@ -43,13 +43,13 @@ def closure(requirements: list[str]) -> dict[str, Distribution]:
     """Return all installed distributions that requirements lead to, by name."""
     distributions: dict[str, Distribution] = {}
     todo = [Requirement(text) for text in requirements]
-    seen = set()
+    visited = set()
     while todo:
         requirement = todo.pop()
         name = name_of(str(requirement))
-        if (name, frozenset(requirement.extras)) in seen:
+        if (name, frozenset(requirement.extras)) in visited:
             continue
-        seen.add((name, frozenset(requirement.extras)))
+        visited.add((name, frozenset(requirement.extras)))
         try:
             distributions[name] = distribution(requirement.name)
         except PackageNotFoundError:

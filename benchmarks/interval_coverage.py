@@ -82,12 +82,12 @@ def of_differences(rng: np.random.Generator, n: int, draw: Draw, mean: float, un
 
 def powers_of(of_all: float, of_samples: list[float]) -> dict[str, float]:
     """Return the power at the difference that is called detectable: by the population, and by samples of it."""
-    known = [power for power in of_samples if not np.isnan(power)]
+    powers = [power for power in of_samples if not np.isnan(power)]
     return {
         "by the population": round(of_all, 3),
-        "by a sample, mean": round(float(np.mean(known)), 3),
-        "by a sample, a tenth is below": round(float(np.quantile(known, 0.1)), 3),
-        "samples with none": len(of_samples) - len(known),
+        "by a sample, mean": round(float(np.mean(powers)), 3),
+        "by a sample, a tenth is below": round(float(np.quantile(powers, 0.1)), 3),
+        "samples with none": len(of_samples) - len(powers),
     }
 
 

@@ -91,21 +91,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = read_calibration(tokenizer, None, "prune_gsm8k", windows=32, tokens=128, seed=0)
     path = Path(options.work) / f"{options.tokens}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    stored_rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.report:
-        finish(machine, options.tokens, text.record(), known)
+        finish(machine, options.tokens, text.record(), stored_rows)
         return
     model = load_pretrained(folder, dtype=torch.float32)
     model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
-    if "dense" not in known:
+    if "dense" not in stored_rows:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
-        known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": machine}
+        stored_rows["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": machine}
     scores: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     planned = list(rows())
     for number, (method, unit, ratio, channels) in enumerate(planned, 1):
         key = key_of(method, unit, ratio, channels)
-        if key in known:
+        if key in stored_rows:
             continue
         name, method_options = {**METHODS, **SEEDS}[method]
         pruner = make_pruner(name, method_options)
@@ -121,27 +121,27 @@ def main() -> None:
         row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
         saved = f"{key.replace(' ', '_').replace('%', '')}.json"
         plan.save(Path(options.work) / saved, model_map)
-        known[key] = {**row, "plan": saved, "environment": machine}
-        write_text(path, json.dumps(known))
+        stored_rows[key] = {**row, "plan": saved, "environment": machine}
+        write_text(path, json.dumps(stored_rows))
         print(f"{number} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
-    finish(machine, options.tokens, text.record(), known)
-    for row in [known[key_of(*settings)] for settings in planned if settings[0] == "norm + entropy"]:
+    finish(machine, options.tokens, text.record(), stored_rows)
+    for row in [stored_rows[key_of(*settings)] for settings in planned if settings[0] == "norm + entropy"]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
             counted = (*parameters(smaller), counted_flops(smaller, PROMPT))
             assert counted == (row["parameters"], row["without_embeddings"], row["flops"])
             row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
             row["speed_environment"] = machine
-            write_text(path, json.dumps(known))
+            write_text(path, json.dumps(stored_rows))
             print(f"{row['plan']}: {row['speed']}", flush=True)
-            finish(machine, options.tokens, text.record(), known)
+            finish(machine, options.tokens, text.record(), stored_rows)
 
 
-def finish(machine: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+def finish(machine: dict[str, Any], tokens: int, calibration: dict[str, Any], stored_rows: dict[str, Any]) -> None:
     """Write what is known, each row with the run that measured it."""
-    measured = [key_of(*row) for row in rows() if key_of(*row) in known]
+    measured = [key_of(*row) for row in rows() if key_of(*row) in stored_rows]
     environments: list[dict[str, Any]] = []
-    results = {key: _numbered(known[key], environments) for key in ("dense", *measured)}
+    results = {key: _numbered(stored_rows[key], environments) for key in ("dense", *measured)}
     content = {"written": machine, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("pruning", {**content, "workload": vars(WORK), "results": results})
     report(results)
@@ -163,8 +163,8 @@ def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:
     hidden = model_map.model.config.hidden_size
     pruned = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
     layers = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
-    heads = sum(kept.layer.heads - len(kept.heads) for kept in layers)
-    kv_heads = sum(kept.layer.kv_heads - len(kept.kv_heads) for kept in layers)
+    heads = sum(remaining.layer.heads - len(remaining.heads) for remaining in layers)
+    kv_heads = sum(remaining.layer.kv_heads - len(remaining.kv_heads) for remaining in layers)
     channels = sum(len(lost) for _, lost in plan.channels_by_layer(model_map))
     width = model_map.attention[0].head_dim
     fewer = hidden * (2 * width * (heads + kv_heads) + 3 * channels)

@@ -235,8 +235,8 @@ def main() -> None:
 
 def draw_forms(name: str) -> list[Case]:
     """Draw one case of each form of a part, always the same; but none of a class that is the number of a defect."""
-    whole = [case for case in cases(name) if not re.fullmatch(r"D\d+", case.category)]
-    return sample(whole, len({case.line for case in whole}))
+    all_cases = [case for case in cases(name) if not re.fullmatch(r"D\d+", case.category)]
+    return sample(all_cases, len({case.line for case in all_cases}))
 
 
 if __name__ == "__main__":

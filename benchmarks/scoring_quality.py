@@ -140,14 +140,14 @@ def scorers_of(name: str) -> list[str]:
 
 def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
     """Score a part of the corpus by every scorer that fits it."""
-    whole = cases(name)
+    all_cases = cases(name)
     entry: dict[str, Any] = {"target": TARGETS[name], "classes": {}, "wrong": {}, "cases": {}}
     by_class: dict[str, dict[str, Any]] = defaultdict(lambda: {"wrong": {}})
     for scorer in scorers_of(name):
         if scorer in skipped:
             continue
         few = name in SLOW or scorer == MATH_VERIFY
-        chosen = sample(whole, limit) if few else whole
+        chosen = sample(all_cases, limit) if few else all_cases
         judgements = verdicts(scorer, chosen, pool)
         wrong = [case for case, right in zip(chosen, judgements, strict=True) if right != case.expected]
         entry["wrong"][scorer] = round(rate(chosen, wrong), 5)
@@ -155,10 +155,10 @@ def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[s
         for category, of_class in class_rates(chosen, wrong).items():
             by_class[category]["wrong"][scorer] = of_class
     for category, part_of in by_class.items():
-        part_of["forms"] = len({case.line for case in whole if case.category == category})
+        part_of["forms"] = len({case.line for case in all_cases if case.category == category})
     entry["classes"] = dict(by_class)
-    entry["forms"] = len({case.line for case in whole})
-    entry["expected"] = sorted({int(case.expected) for case in whole})
+    entry["forms"] = len({case.line for case in all_cases})
+    entry["expected"] = sorted({int(case.expected) for case in all_cases})
     return entry
 
 

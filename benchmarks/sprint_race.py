@@ -85,12 +85,14 @@ def main() -> None:
             raise InputError(f"--folds={options.folds} must be whole numbers separated by commas, e.g. 0,1") from None
         if bad := [k for k in folds if k not in range(len(plan.folds))]:
             raise InputError(f"--folds: there is no fold {bad[0]}; the plan has {len(plan.folds)}, from 0")
-        whole = Race(plan, Path(options.plan), work, options.device)
-        whole.check_folds()
+        full_race = Race(plan, Path(options.plan), work, options.device)
+        full_race.check_folds()
         if options.estimate:
-            print(json.dumps(estimate(plan, read_json(options.rates), whole.counts(range(len(plan.folds)))), indent=1))
+            print(
+                json.dumps(estimate(plan, read_json(options.rates), full_race.counts(range(len(plan.folds)))), indent=1)
+            )
             return
-        race = whole
+        race = full_race
         if options.limit:
             settings = rehearsal(plan, options.limit)
             race = Race(settings, Path(options.plan), work, options.device, options.limit, probe=0)

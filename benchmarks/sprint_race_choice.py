@@ -102,10 +102,10 @@ def make_policy(order: str, training: Outcomes, fit: Fit) -> Policy:
         return fit(order.removeprefix(ROUTER), training.greedy())
     if order == PUBLISHED:
         return fit(PUBLISHED, published_pool(training))
-    known = {"best": policies.best, "cover": policies.cover}
-    if order not in known:
-        raise InputError(f"orders: {order!r} is not known; use {', '.join(known)} or {ROUTER}METHOD")
-    return known[order](training.greedy())
+    makers = {"best": policies.best, "cover": policies.cover}
+    if order not in makers:
+        raise InputError(f"orders: {order!r} is not known; use {', '.join(makers)} or {ROUTER}METHOD")
+    return makers[order](training.greedy())
 
 
 def published_pool(outcomes: Outcomes) -> Outcomes:
@@ -143,9 +143,9 @@ def cross_fitted_orders(orders: Sequence[str], training: Outcomes, parts: int, s
     result: Orders = {order: [[] for _ in range(count)] for order in orders}
     for part in range(parts):
         held_out = np.flatnonzero(number == part)
-        rest, texts = training.rows(np.flatnonzero(number != part)), training.rows(held_out).texts
+        other_parts, texts = training.rows(np.flatnonzero(number != part)), training.rows(held_out).texts
         for order in orders:
-            for row, names in zip(held_out, make_policy(order, rest, fit).order(texts), strict=True):
+            for row, names in zip(held_out, make_policy(order, other_parts, fit).order(texts), strict=True):
                 result[order][row] = names
     return result
 

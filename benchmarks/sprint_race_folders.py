@@ -142,7 +142,7 @@ class Folders:
         Those that are in both splits are divided by the seed: a share of one by the number of models chooses.
         """
         test, choosing, _ = self.splits(number)
-        tested, choosers = (self.kept(split) for split in (test, choosing))
+        tested, choosers = (self.questions_of(split) for split in (test, choosing))
         if self.limit:
             texts = tested if part == "test" else choosers
             return random.Random(self.plan.seed).sample(texts, min(self.limit, len(texts)))
@@ -153,7 +153,7 @@ class Folders:
             return [text for text in tested if text not in drawn]
         return [text for text in choosers if text in drawn or text not in both]
 
-    def kept(self, split: str) -> list[str]:
+    def questions_of(self, split: str) -> list[str]:
         """The questions of a split without those that are left out."""
         return [text for text in dict.fromkeys(data.load(DATA, split)["question"]) if text not in self.twins]
 
@@ -220,15 +220,15 @@ class Folders:
             print(f"{name}: done before", flush=True)
             return
         self.note_code(name)
-        is_whole = name not in self.seconds
+        is_uninterrupted = name not in self.seconds
         self.note_down("seconds", [name], None)
         if cost:
             print(f"{name}: {cost()}", flush=True)
         _, took = timed(run)
-        if is_whole:
+        if is_uninterrupted:
             self.note_down("seconds", [name], round(took, 1))
         write_text(marker, content)
-        print(f"{name}: {took:.1f} s" + ("" if is_whole else ", after an interruption"), flush=True)
+        print(f"{name}: {took:.1f} s" + ("" if is_uninterrupted else ", after an interruption"), flush=True)
 
     def require(self, name: str, stage: str) -> None:
         """Refuse a stage before one that it needs is done."""

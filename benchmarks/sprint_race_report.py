@@ -156,9 +156,9 @@ class Report:
                 part.columns([name for name in part.pool if is_of(Attempt.named(name))]).tokens
                 for part in (fold.outcomes for fold in self.folds)
             ]
-            known = np.concatenate([part[~np.isnan(part)] for part in tokens if part is not None] or [np.array([])])
-            if len(known):
-                shares[kind] = float((known >= self.plan.max_gen_toks).mean())
+            lengths = np.concatenate([part[~np.isnan(part)] for part in tokens if part is not None] or [np.array([])])
+            if len(lengths):
+                shares[kind] = float((lengths >= self.plan.max_gen_toks).mean())
         return shares
 
     def solved_only(self) -> dict[str, Any]:
@@ -263,8 +263,8 @@ def write_race_report(source: Any, folds: Sequence[int]) -> None:
         "without_model": without_model,
         "test_outcomes": {str(f.choice["fold"]): outcomes_digest(f.outcomes) for f in report.folds},
         "dense": dense,
-        "pass": {curve.name: known(curve.mean, 6) for curve in curves},
-        "tokens": {c.name: known(c.mean_tokens, 3) for c in curves if c.mean_tokens is not None},
+        "pass": {curve.name: rounded_values(curve.mean, 6) for curve in curves},
+        "tokens": {c.name: rounded_values(c.mean_tokens, 3) for c in curves if c.mean_tokens is not None},
         "without_gold": votes.to_dict("records"),
         "solved_only": only,
     }
@@ -312,7 +312,7 @@ def over_folds(by_fold: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     return {"mean": float(differences.mean()), "low": low, "high": high}
 
 
-def known(values: np.ndarray, digits: int) -> list[float]:
+def rounded_values(values: np.ndarray, digits: int) -> list[float]:
     """The known values of a curve, rounded."""
     return [round(float(value), digits) for value in values if not np.isnan(value)]
 

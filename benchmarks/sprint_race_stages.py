@@ -108,8 +108,8 @@ class Race(Folders):
         count = 48 if self.limit else sum(len(data.load(DATA, split)) for split in self.splits(number)[2])
         options = {**self.plan.finetune, **({"epochs": 2} if self.limit else {})}
         steps, rate = training_steps(count, options), self.rates.get("finetune")
-        whole = f", about {duration(steps * rate['seconds'] / rate['steps'])}" if rate else ""
-        return f"{options['epochs']} epochs, {steps} steps{whole}"
+        estimate = f", about {duration(steps * rate['seconds'] / rate['steps'])}" if rate else ""
+        return f"{options['epochs']} epochs, {steps} steps{estimate}"
 
     def plans(self, number: int) -> None:
         """Write the plans of a fold's model."""
@@ -191,9 +191,11 @@ class Race(Folders):
         entry = self.rates.get(part, {}).get(str(number))
         if not entry or not entry["answers"]:
             return f"{len(attempts)} questions"
-        whole = duration(len(attempts) * seconds_a_question(entry))
+        total_time = duration(len(attempts) * seconds_a_question(entry))
         count, took = entry["answers"], entry["seconds"]
-        return f"{len(attempts)} questions, about {whole} at the first ones' rate ({count} answers took {took:.0f} s)"
+        return (
+            f"{len(attempts)} questions, about {total_time} at the first ones' rate ({count} answers took {took:.0f} s)"
+        )
 
     # ------------------------------------------------------------------ orders and choices
 
@@ -267,7 +269,7 @@ class Race(Folders):
         }
         write_text(self.fold(number) / "orders.json", json.dumps(content) + "\n")
 
-    def known_orders(self, number: int) -> race.Orders:
+    def written_orders(self, number: int) -> race.Orders:
         """What `order` wrote."""
         path = self.fold(number) / "orders.json"
         if not path.exists():
@@ -283,7 +285,7 @@ class Race(Folders):
 
     def candidates_tries(self, number: int) -> Attempts:
         """The tries of all candidates at the choosing questions."""
-        orders, candidates = self.known_orders(number), self.candidates(number)
+        orders, candidates = self.written_orders(number), self.candidates(number)
         rows = race.attempts_of([(orders[candidate.order], candidate.mix, self.plan.n) for candidate in candidates])
         return dict(zip(self.training(number).texts, rows, strict=True))
 
@@ -293,7 +295,7 @@ class Race(Folders):
         committed = {} if self.note else {"plan": claims.plan_identity(self)}
         sampling = race.rivals(plan.sampling, plan.temperatures)
         for number in folds:
-            orders, training = self.known_orders(number), self.training(number)
+            orders, training = self.written_orders(number), self.training(number)
             self.require("choose", f"sampled {number}")
             choice = race.choose(self.candidates(number), orders, sampling, training, plan.n)
             shutil.rmtree(self.fold(number) / "routers", ignore_errors=True)  # fitted anew, from these outcomes

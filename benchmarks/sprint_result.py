@@ -107,11 +107,11 @@ def main() -> None:
         if done():
             print(f"{name}: done before", flush=True)
             return
-        whole = name not in seconds
+        is_uninterrupted = name not in seconds
         seconds[name] = None
         write_text(clock, json.dumps(seconds))
         _, took = timed(function)
-        if whole:
+        if is_uninterrupted:
             seconds[name] = round(took, 1)
             write_text(clock, json.dumps(seconds))
         print(f"{name}: {seconds[name]} s", flush=True)

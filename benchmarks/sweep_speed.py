@@ -279,9 +279,11 @@ def main() -> None:
         same = None
         if options.twice:
             second_engine = run.engine(schedule)
-            again, second = timed(lambda run=run, pairs=pairs, engine=second_engine: run.by_engine(pairs, engine))
+            second_texts, second = timed(
+                lambda run=run, pairs=pairs, engine=second_engine: run.by_engine(pairs, engine)
+            )
             times.append(second)
-            same = engine_texts == again
+            same = engine_texts == second_texts
         seconds = sum(times) / len(times)
         results[part] = {
             "texts": agreement,

@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: Sequence[str]) -> int:
     """Read and check the options of a command, lock its outputs, and call it."""
-    function, rest = resolve_name(COMMANDS[name]), with_packaged_recipes(words[len(name.split()) :])
+    function, command_words = resolve_name(COMMANDS[name]), with_packaged_recipes(words[len(name.split()) :])
     takes_words = bool(inspect.getfullargspec(function).varargs)
-    options = {} if takes_words else read_options(name, function, rest, COMMANDS)
+    options = {} if takes_words else read_options(name, function, command_words, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
     try:
         preflight.check(options)
@@ -98,7 +98,7 @@ def _run(name: str, words: Sequence[str]) -> int:
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))
             arguments = {option: value for option, value in options.items() if option != INCLUDE_PATH}
-            return int(function(*(rest if takes_words else ()), **arguments))
+            return int(function(*(command_words if takes_words else ()), **arguments))
     except InputError as error:
         raise InputError(as_typed(str(error), options)) from error
     except Exception as error:

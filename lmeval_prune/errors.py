@@ -165,28 +165,28 @@ def yaml_error_text(error: Exception) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to a misspelt one; None if none is similar."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean 'NAME'?` for the end of a message; empty if no known name is similar."""
-    match = closest_match(name, known, cutoff)
+    match = closest_match(name, candidates, cutoff)
     return f"; did you mean {match!r}?" if match is not None else ""
 
 
-def check_known(setting: str, name: str, known: Iterable[str]) -> None:
+def check_known(setting: str, name: str, valid_names: Iterable[str]) -> None:
     """Raise `InputError` for a value of a setting that is none of the known names."""
-    names = list(known)
+    names = list(valid_names)
     if name not in names:
         raise InputError(f"{setting}={name!r} is not known; use {', '.join(names)}{did_you_mean(name, names)}")
 
 
-def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError:
+def unknown_task_error(names: Iterable[str], task_names: Iterable[str]) -> InputError:
     """Return the error for tasks that do not exist."""
     names = list(names)
-    hint = did_you_mean(names[0], known) if len(names) == 1 else ""
+    hint = did_you_mean(names[0], task_names) if len(names) == 1 else ""
     return InputError(
         f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; of your own, name the YAML file, or its "
         f"folder by --include_path){hint}"

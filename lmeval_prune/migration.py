@@ -127,7 +127,7 @@ def _cell_key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in ("task", "split", "doc_id", "head"))
 
 
-def _unfinished(path: Path, known: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+def _unfinished(path: Path, stored_keys: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     """Yield the answers of a run that was interrupted: they are not scored, so their outcome is unknown."""
     from lmeval_prune.artefacts import parse_json
 
@@ -139,8 +139,8 @@ def _unfinished(path: Path, known: set[tuple[Any, ...]]) -> Iterator[dict[str, A
                 answer = {"text": record["text"], "tokens": record["tokens"]}
             except (InputError, KeyError, TypeError):  # truncated by a kill
                 continue
-            if key not in known:
-                known.add(key)
+            if key not in stored_keys:
+                stored_keys.add(key)
                 names = ("task", "split", "doc_id", "head")
                 yield {**dict(zip(names, key, strict=True)), "outcome": None, "extracted": None, **answer}
 

@@ -133,7 +133,7 @@ class Parser(ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.known: set[str] = set()
+        self.option_names: set[str] = set()
         self.types: dict[str, Any] = {}
         self.repeatable: set[str] = set()
         self.lists: set[str] = set()
@@ -144,7 +144,7 @@ class Parser(ArgumentParser):
         hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
         kind = union_members(hint)[0]
         name = names[-1].strip("-+").rstrip("_")
-        self.known.add(name)
+        self.option_names.add(name)
         self.types[name] = hint
         if get_origin(kind) is Sequence:
             self.repeatable.add(name)
@@ -174,7 +174,7 @@ def _help(settings: Mapping[str, Any]) -> str:
 
 def _first_option(parser: Parser, function: Callable[..., int]) -> str:
     """Return the option that a command's first words are values of; it may not exist."""
-    return getattr(function, "first_argument", "names" if "names" in parser.known else "name")
+    return getattr(function, "first_argument", "names" if "names" in parser.option_names else "name")
 
 
 def _first_words(parser: Parser, function: Callable[..., int]) -> str:
@@ -189,7 +189,7 @@ def _usage(parser: Parser, function: Callable[..., int]) -> str:
     """Return the line that shows how a command is written: its first words and required options."""
     name, first = _first_option(parser, function), ""
     required = {action.dest: action for action in parser._actions if action.required}
-    if name in parser.known:
+    if name in parser.option_names:
         words = _first_words(parser, function)
         first = f" {words}" if name in required else f" [{words}]"
     others = "".join(f" --{dest} {action.metavar}" for dest, action in required.items() if dest != name)
@@ -204,7 +204,7 @@ def _name_first_words(parser: Parser, function: Callable[..., int], words: Seque
     name = _first_option(parser, function)
     if name in parser.lists:
         return [f"--{name}", json.dumps(words[:count]), *words[count:]]
-    if name not in parser.known:
+    if name not in parser.option_names:
         raise InputError(f"{words[0]!r} follows no option; {parser.prog} --help lists them")
     return [f"--{name}", *words]
 
@@ -225,32 +225,35 @@ def _with_recipe(
     exclusive = getattr(function, "mutually_exclusive", ())
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     config_parser.add_argument("--config")
-    options, rest = config_parser.parse_known_args([_underscored(word) for word in words])
+    options, other_words = config_parser.parse_known_args([_underscored(word) for word in words])
     sections = list(dict.fromkeys(name.split()[0] for name in commands))
     recipe = _recipe_section(Path(options.config), sections) if options.config else {}
-    rest, taken_back = _take_back(rest) if options.config else (rest, [])
-    typed_names = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    other_words, taken_back = _take_back(other_words) if options.config else (other_words, [])
+    typed_names = [word[2:].partition("=")[0] for word in other_words if word.startswith("--")]
     _check_names(parser, command, recipe, exclusive, f"{options.config}: ")
     _check_names(parser, command, typed_names, exclusive, "")
     _check_names(parser, command, taken_back, (), "")
     overridden = {*typed_names, *taken_back, *(exclusive if set(exclusive) & set(typed_names) else ())}
     recipe = {name: value for name, value in recipe.items() if name not in overridden and value is not None}
-    rest = [*(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)), *rest]
-    _check_required(parser, command, {*typed_names, *recipe}, function, rest)
-    return rest
+    other_words = [
+        *(word for name, value in recipe.items() for word in _as_words(name, value, parser.repeatable)),
+        *other_words,
+    ]
+    _check_required(parser, command, {*typed_names, *recipe}, function, other_words)
+    return other_words
 
 
 def _take_back(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove the options with an empty value from words; return the other words, and the names of these options."""
-    rest, names = list[str](), list[str]()
+    other_words, names = list[str](), list[str]()
     for word in words:
-        if word == "" and rest and rest[-1].startswith("--") and "=" not in rest[-1]:
-            names.append(rest.pop()[2:])
+        if word == "" and other_words and other_words[-1].startswith("--") and "=" not in other_words[-1]:
+            names.append(other_words.pop()[2:])
         elif word.startswith("--") and word.endswith("=") and word.count("=") == 1:
             names.append(word[2:-1])
         else:
-            rest.append(word)
-    return rest, names
+            other_words.append(word)
+    return other_words, names
 
 
 def _check_required(
@@ -269,8 +272,8 @@ def _check_required(
 def _check_names(parser: Parser, command: str, names: Iterable[str], exclusive: Sequence[str], source: str) -> None:
     """Refuse unknown and mutually exclusive options."""
     for name in names:
-        if name not in parser.known or name in ("help", "config"):
-            raise InputError(f"{source}{command} has no option {name!r}{did_you_mean(str(name), parser.known)}")
+        if name not in parser.option_names or name in ("help", "config"):
+            raise InputError(f"{source}{command} has no option {name!r}{did_you_mean(str(name), parser.option_names)}")
     if len(set(exclusive) & set(names)) > 1:
         raise InputError(f"{source}give {' or '.join(exclusive)}, not both")
 

@@ -269,8 +269,8 @@ class _Part:
         """Count the documents in both: those at the same position of one split, or equal ones of two splits."""
         if self.split == other.split:
             return len(set(self.positions) & set(other.positions))
-        known = set(self.keys)
-        return sum(key in known for key in other.keys)
+        own_keys = set(self.keys)
+        return sum(key in own_keys for key in other.keys)
 
 
 def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> _Part:

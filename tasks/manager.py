@@ -42,27 +42,27 @@ class LazyTaskManager(TaskManager):
 
         lm-eval's command calls this before it loads the model, with the model_args in `metadata`.
         """
-        known = self._index.maps[0]
+        index = self._index.maps[0]
         for config in self._configs(task_list) if self.metadata is not None else ():
             if str(config.get("class")).endswith("WindowedTask"):
                 check_window(config, self.metadata)
-        if all(name in known for name in task_list):
+        if all(name in index for name in task_list):
             return sorted(set(task_list))
-        unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in known]
+        unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in index]
         if unknown:
-            raise unknown_task_error(unknown, known)
+            raise unknown_task_error(unknown, index)
         matches: list[str] = super().match_tasks(task_list)
         return matches
 
     def _configs(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Yield the configurations of named tasks and of the tasks in named groups; without those of lm-eval."""
-        waiting, seen = list(names), set[str]()
+        waiting, visited = list(names), set[str]()
         while waiting:
             name = waiting.pop()
             entry = self._index.maps[0].get(name)
-            if entry is None or entry.cfg is None or name in seen:
+            if entry is None or entry.cfg is None or name in visited:
                 continue
-            seen.add(name)
+            visited.add(name)
             members = entry.cfg.get("task")
             members = members if isinstance(members, list) else []
             yield from (entry.cfg, *(member for member in members if isinstance(member, dict)))

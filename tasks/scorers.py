@@ -66,8 +66,8 @@ KINDS = {
 def _kind(name: str) -> Kind:
     """Return a kind of answers by its name."""
     if name not in KINDS:
-        known = ", ".join(KINDS)
-        raise InputError(f"there is no kind of answers {name!r}; known: {known}{did_you_mean(str(name), KINDS)}")
+        kinds = ", ".join(KINDS)
+        raise InputError(f"there is no kind of answers {name!r}; known: {kinds}{did_you_mean(str(name), KINDS)}")
     if name == "mathematics":
         require_math_verify()
     return KINDS[name]
@@ -272,7 +272,9 @@ def _check_aggregation(k: int, metric: str, is_own: bool, repeats: int) -> None:
 
 def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:
     """Refuse arguments in a YAML file that a filter or metric does not have."""
-    known = [parameter for parameter in inspect.signature(function).parameters if parameter not in ("golds", "answers")]
+    valid_names = [
+        parameter for parameter in inspect.signature(function).parameters if parameter not in ("golds", "answers")
+    ]
     for argument in arguments:
-        if argument not in known:
-            raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(known)}")
+        if argument not in valid_names:
+            raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(valid_names)}")

@@ -212,7 +212,7 @@ WRITE = [
     for name in COMMANDS
     if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs and name not in SHARED
     for option in OUTPUTS
-    if option in options_of(name).known
+    if option in options_of(name).option_names
 ]
 
 

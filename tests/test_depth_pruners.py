@@ -339,7 +339,7 @@ def test_an_encoder_has_no_distribution_of_the_next_token() -> None:
 def brute_force(choices: list[Choice], limit: float, required: list[list[int]]) -> float:
     """The largest value of all combinations that fit."""
     best = -math.inf
-    for levels in itertools.product(*(range(len(choice.kept)) for choice in choices)):
+    for levels in itertools.product(*(range(len(choice.unit_counts)) for choice in choices)):
         cost = sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True))
         stay = all(any(levels[n] for n in group) for group in required)
         if cost <= limit * (1 + 1e-9) and stay:
@@ -397,12 +397,12 @@ def test_units_share_the_score_of_their_block() -> None:
     """S · Σ_k s / Σ s of the k best, from a shifted score; by number where all scores are equal."""
     pool = UnitPool("channels.L0", [(2,), (0,), (1,), (3,)], torch.tensor([-1.0, 0.0, 2.0, 4.0]).double(), 10.0)
     choice = choice_of(pool, 2.0, -1.0, 1, lambda pool, count: count * pool.cost)
-    assert choice.kept == (0, 1, 2, 3, 4) and choice.costs == (0, 10, 20, 30, 40)
+    assert choice.unit_counts == (0, 1, 2, 3, 4) and choice.costs == (0, 10, 20, 30, 40)
     assert choice.values == pytest.approx([0, 2 * 5 / 9, 2 * 8 / 9, 2.0, 2.0])
     equal = UnitPool("channels.L0", pool.units, torch.zeros(4).double(), 10.0)
     assert choice_of(equal, 2.0, 0.0, 2, lambda pool, count: count).values == pytest.approx([0, 1, 2])
     known = choice_of(pool, 2.0, 0.0, 1, lambda pool, count: 1.0 if count != 3 else None)
-    assert known.kept == (0, 1, 2, 4)
+    assert known.unit_counts == (0, 1, 2, 4)
 
 
 @pytest.mark.parametrize("method", ["magnitude", "llm_pruner", "random"])

@@ -234,8 +234,8 @@ def test_the_folds_of_asdiv_a_have_few_twins(
         trained = {text for split in tuned for text in data.load("asdiv_a", split)["question"]}
         assert not trained & (choosers | {*kept[number]})
     halves = [whole_race.texts(number, "train") for number in folds]
-    assert {text for half in halves for text in half} == {*whole_race.kept("fold2")}
-    assert sum(map(len, halves)) == len(whole_race.kept("fold2"))
+    assert {text for half in halves for text in half} == {*whole_race.questions_of("fold2")}
+    assert sum(map(len, halves)) == len(whole_race.questions_of("fold2"))
     assert whole_race.counts([0, 1])["test"] == len(kept[0]) + len(kept[1])
     trial = Race(rehearsal(whole_race.plan, 12), PLAN, tmp_path, "cpu", 12)
     assert all(trial.splits(k)[0] in trial.splits(k)[2] for k in folds)  # a rehearsal asks no test question

@@ -148,7 +148,7 @@ def input_device(model: nn.Module) -> torch.device:
     if device.type == "meta":
         hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
         devices = (getattr(part, "execution_device", None) for hook in hooks for part in getattr(hook, "hooks", [hook]))
-        device = torch.device(next((known for known in devices if known is not None), device))
+        device = torch.device(next((hook_device for hook_device in devices if hook_device is not None), device))
     return device
 
 

@@ -160,7 +160,7 @@ def _why_uncuttable(layer: AttentionLayer) -> str:
     query, key, value = (projection_in(module, name) for name in (family.query, family.key, family.value))
     if key is value and not family.fused and not family.key_value_pairs:
         return "its keys are its values, too"
-    known = {
+    projection_modules = {
         part
         for projection in (layer.o_proj, query, key, value)
         if projection is not None
@@ -168,7 +168,7 @@ def _why_uncuttable(layer: AttentionLayer) -> str:
     }
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        if owner not in known and not _is_cuttable(layer, name, parameter):
+        if owner not in projection_modules and not _is_cuttable(layer, name, parameter):
             return f"{name} of its attention is not known to surgery"
     return ""
 
@@ -190,8 +190,8 @@ def _has_channels(block: FeedForward) -> bool:
     rows = block.channels * (2 if block.gate is block.up else 1)
     if any(out_features(part) != rows for part in parts[:-1]):
         return False
-    known = {module for part in parts for module in part.modules()}
-    others = (module for module in block.module.modules() if module not in known) if block.name else ()
+    projection_modules = {module for part in parts for module in part.modules()}
+    others = (module for module in block.module.modules() if module not in projection_modules) if block.name else ()
     return not any(x.shape[:1] == (block.channels,) for module in others for x in module.parameters(recurse=False))
 
 

@@ -86,14 +86,14 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
             raise InputError(f"block {name}: the layers are {min(numbers)} to {max(numbers)}, counted from zero")
         if kind is None:
             layer_blocks = [sublayer for sublayer in model_map.sublayers if sublayer.layer == layer_blocks[0].layer]
-            _check_whole(name, layer_blocks, model_map)
+            _check_whole_layer(name, layer_blocks, model_map)
         selected += [sublayer for sublayer in layer_blocks if kind in (None, sublayer.kind)]
         if kind and not any(sublayer.kind == kind for sublayer in layer_blocks):
             raise InputError(f"block {name}: layer {layer_blocks[0].label} has no {kind} block that is known")
     return selected
 
 
-def _check_whole(name: str, blocks: Sequence[Sublayer], model_map: ModelMap) -> None:
+def _check_whole_layer(name: str, blocks: Sequence[Sublayer], model_map: ModelMap) -> None:
     """Refuse a layer of which only the attention is known, unless its feed-forward block was removed earlier."""
     layer = model_map.model.get_submodule(blocks[0].layer)
     if any(sublayer.kind == FEED_FORWARD for sublayer in blocks) or has_absent(layer):

@@ -49,5 +49,5 @@ def read_sublayers(
             experts = submodule_at(layer, paths)
             if experts and not is_absent(experts.module):
                 blocks.append((experts, FEED_FORWARD, experts.module, None))
-        for part, kind, output, known in blocks:
-            yield Sublayer(part.stack, part.index, part.name, part.module, kind, layer.name, output, known)
+        for part, kind, output, dense_block in blocks:
+            yield Sublayer(part.stack, part.index, part.name, part.module, kind, layer.name, output, dense_block)

@@ -80,16 +80,16 @@ def _constant(thought: Thought) -> Fraction | None:
 
 
 def _product(first: Equation, second: Equation) -> Equation:
-    for factor, rest in ((first, second), (second, first)):
+    for factor, other in ((first, second), (second, first)):
         match _constant(factor.root):
             case 1:
-                return rest
+                return other
             case -1:
-                return _transform("neg", rest)
+                return _transform("neg", other)
             case 2:
-                return _merge("add", rest, rest)
+                return _merge("add", other, other)
             case value if value == Fraction(1, 2):
-                return _transform("halve", rest)
+                return _transform("halve", other)
     return _merge("mul", first, second)
 
 
@@ -148,13 +148,13 @@ def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
 def _format_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
     """Write a sum with negated terms as differences, or a product with inverted terms as quotients."""
     opposite, sign, precedence = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
-    kept = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
+    plain_terms = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
     inverted = [part(term[1], precedence) for term in arguments if term[0] == opposite]
-    if not kept:
+    if not plain_terms:
         first, *inverted = inverted
-        kept = [f"-{first}" if operator == "add" else f"1 / {first}"]
+        plain_terms = [f"-{first}" if operator == "add" else f"1 / {first}"]
     plus = " + " if operator == "add" else " * "
-    text = plus.join(kept) + "".join(f" {sign} {term}" for term in inverted)
+    text = plus.join(plain_terms) + "".join(f" {sign} {term}" for term in inverted)
     return text, SUM if operator == "add" else PRODUCT
 
 

@@ -62,8 +62,8 @@ class Origin:
         object.__setattr__(self, "hub_id", _hub_id(self.hub_id))
         object.__setattr__(self, "ancestors", tuple(name for name in self.ancestors if _hub_id(name)))
         link = _license_link(self.license.get("license_link", ""), self.hub_id)
-        known = {**self.license, "license_link": link}
-        object.__setattr__(self, "license", {key: value for key, value in known.items() if value})
+        entries = {**self.license, "license_link": link}
+        object.__setattr__(self, "license", {key: value for key, value in entries.items() if value})
 
     @classmethod
     def of(cls, pretrained: str, revision: str | None = None) -> Origin:
@@ -96,14 +96,14 @@ class Origin:
     @classmethod
     def recorded(cls, name: str, record: OriginRecord) -> Origin:
         """Return the origin of a model of this short name from its record."""
-        known: dict[str, Any] = {key: value for key, value in record.items() if key in OriginRecord.__annotations__}
-        return cls(name, **{**known, "ancestors": tuple(known.get("ancestors", ()))})
+        entries: dict[str, Any] = {key: value for key, value in record.items() if key in OriginRecord.__annotations__}
+        return cls(name, **{**entries, "ancestors": tuple(entries.get("ancestors", ()))})
 
     @property
     def record(self) -> OriginRecord:
         """What an artefact stores; no path of this machine."""
-        known = {key: getattr(self, key) for key in OriginRecord.__annotations__ if getattr(self, key)}
-        return cast("OriginRecord", json.loads(json.dumps(known)))
+        entries = {key: getattr(self, key) for key in OriginRecord.__annotations__ if getattr(self, key)}
+        return cast("OriginRecord", json.loads(json.dumps(entries)))
 
     @property
     def base_model(self) -> str | list[str] | None:

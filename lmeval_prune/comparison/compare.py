@@ -116,16 +116,20 @@ def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
     named = list(dict.fromkeys(task for name in names for task in _named(name, base)))
     for task in named:
         if task not in base.tasks:
-            known = [*base.tasks, *base.groups]
-            hint = did_you_mean(task, known) or f"; it has {first_few(known)}"
+            available = [*base.tasks, *base.groups]
+            hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
             raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
     return named or base.tasks
 
 
 def _named(name: str, run: Run) -> list[str]:
     """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
-    known = [*run.groups, *run.tasks]
-    names = [name] if name in known else [full_name for full_name in known if full_name.endswith(f"::{name}")] or [name]
+    available = [*run.groups, *run.tasks]
+    names = (
+        [name]
+        if name in available
+        else [full_name for full_name in available if full_name.endswith(f"::{name}")] or [name]
+    )
     return [task for full_name in names for task in _leaves(full_name, run.groups)]
 
 
@@ -137,7 +141,7 @@ def _evaluations(
     evaluations = {
         task: {name: run.read(task, by) for name, run in runs.items() if task in run.tasks} for task in names
     }
-    if without := [task for task, by_run in evaluations.items() if not _known(by_run.values())]:
+    if without := [task for task, by_run in evaluations.items() if not _shared_metrics(by_run.values())]:
         notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
         evaluations = {task: by_run for task, by_run in evaluations.items() if task not in without}
     if not evaluations:
@@ -216,8 +220,8 @@ def _tables(
     groups, notes = _groups(tables, base.groups, variants)
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
-    whole = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
-    if len(whole) > 1:  # otherwise all tasks are those of a group
+    top_level = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
+    if len(top_level) > 1:  # otherwise all tasks are those of a group
         all_tasks, pooling_notes = pooled(tables, variants)
         groups |= all_tasks
         notes += pooling_notes
@@ -237,19 +241,19 @@ def _task_tables(
         has_metric |= named
         texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
         outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
-        known = {task: _known(runs.values())}
-        tables[task] = read_table(task, baseline, outcomes, known, texts, metric if named else None, ADVICE)
+        shared_metrics = {task: _shared_metrics(runs.values())}
+        tables[task] = read_table(task, baseline, outcomes, shared_metrics, texts, metric if named else None, ADVICE)
     if metric is not None and not has_metric:
-        columns = {name for runs in evaluations.values() for name in runs[baseline].known}
+        columns = {name for runs in evaluations.values() for name in runs[baseline].metrics}
         hint = did_you_mean(metric, columns) or f"; they have {first_few(sorted(columns))}"
         raise InputError(f"metric: no compared task has {metric!r}{hint}")
     return tables
 
 
-def _known(runs: Collection[Evaluation]) -> dict[str, Metric]:
+def _shared_metrics(runs: Collection[Evaluation]) -> dict[str, Metric]:
     """Return the metrics of a task that all runs have, the baseline first, as a function of a mean over questions."""
     first = next(iter(runs))
-    return {name: metric for name, metric in first.known.items() if all(name in run.known for run in runs)}
+    return {name: metric for name, metric in first.metrics.items() if all(name in run.metrics for run in runs)}
 
 
 def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list[tuple[str, Table]]:
@@ -283,11 +287,11 @@ def _groups(
     leaves = {name: [task for task in names if task in tables] for name, names in members.items()}
     ordered = sorted((name for name in groups if len(leaves[name]) > 1), key=lambda name: len(leaves[name]))
     merged_tables: dict[str, Table] = {}
-    notes, seen = list[str](), set()
+    notes, merged_sets = list[str](), set()
     for name in ordered:
-        if frozenset(leaves[name]) in seen:
+        if frozenset(leaves[name]) in merged_sets:
             continue
-        seen.add(frozenset(leaves[name]))
+        merged_sets.add(frozenset(leaves[name]))
         task_tables = [tables[task] for task in leaves[name]]
         if not can_be_averaged(task_tables):
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")

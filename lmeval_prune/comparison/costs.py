@@ -46,14 +46,16 @@ def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, fl
     fronts = {}
     for key, cost in COSTS.items():
         ranges = np.array([cost_range(costs[name], key) for name in gains], dtype=float)
-        known = ~np.isnan(ranges).any(1)
-        unranged = [name for name, is_known in zip(gains, known, strict=True) if not is_known and key in costs[name]]
+        has_range = ~np.isnan(ranges).any(1)
+        unranged = [
+            name for name, is_ranged in zip(gains, has_range, strict=True) if not is_ranged and key in costs[name]
+        ]
         machines = {
             (variant_costs.get("device"), variant_costs.get("threads"))
             for variant_costs in (costs[name] for name in gains)
             if key in variant_costs
         }
-        if not (cost.timed and (unranged or len(machines) > 1)) and (ranges[known] != ranges[known][:1]).any():
+        if not (cost.timed and (unranged or len(machines) > 1)) and (ranges[has_range] != ranges[has_range][:1]).any():
             front = pareto(ranges if cost.less_is_better else -ranges[:, ::-1], np.array(list(gains.values())))
             fronts[key] = [name for name, is_on in zip(gains, front, strict=True) if is_on]
     return fronts

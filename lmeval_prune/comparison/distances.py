@@ -42,13 +42,13 @@ def distances(base: Answers, compared: Answers | None = None) -> dict[str, float
         [_divergence(first.log_likelihoods, second.log_likelihoods) for first, second in question_pairs]
         for question_pairs in pairs
     ]
-    known = [float(np.mean(values)) for values in divergences if None not in values]  # type: ignore[arg-type]
+    mean_divergences = [float(np.mean(values)) for values in divergences if None not in values]  # type: ignore[arg-type]
     same = [
         float(np.mean([first.answer == second.answer for first, second in question_pairs])) for question_pairs in pairs
     ]
     return {
         **(_mean("same_answers", same) if has_answers else {}),
-        **(_mean("choice_kld", known) if len(known) == len(pairs) else {}),
+        **(_mean("choice_kld", mean_divergences) if len(mean_divergences) == len(pairs) else {}),
     }
 
 

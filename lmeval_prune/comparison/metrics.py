@@ -69,13 +69,13 @@ def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
         outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
         results: lm-eval's results.
     """
-    known = {}
+    metrics = {}
     for task, rows in outcomes.groupby("task", sort=False):
-        known[str(task)] = {
+        metrics[str(task)] = {
             column: Metric(column, aggregation, _is_lower_better(str(task), _name(column), aggregation, results))
             for column, aggregation in _aggregations(rows, str(task), results).items()
         }
-    return known
+    return metrics
 
 
 def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: Results) -> bool:
@@ -87,17 +87,19 @@ def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: 
     return aggregation.factor < 0 if higher is None else not higher
 
 
-def choose_metrics(outcomes: pd.DataFrame, known: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
+def choose_metrics(
+    outcomes: pd.DataFrame, metrics_by_task: KnownMetrics, name: str | None, advice: str
+) -> dict[str, Metric]:
     """Choose the compared metric of each task; refuse metrics that cannot be averaged.
 
     Args:
         outcomes: as for `known_metrics`.
-        known: see `known_metrics`.
+        metrics_by_task: see `known_metrics`.
         name: `METRIC` or `METRIC,FILTER`; None for the default (see `_preference`).
         advice: end of a message: how to name another metric.
     """
     chosen = {}
-    for task, metrics in known.items():
+    for task, metrics in metrics_by_task.items():
         chosen[task] = metrics[_choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)]
     if len({(metric.lower_is_better, metric.aggregation) for metric in chosen.values()}) > 1:
         names = ", ".join(f"{metric.column} of {task}" for task, metric in chosen.items())
@@ -113,25 +115,25 @@ def columns_of(outcomes: pd.DataFrame) -> list[str]:
     return [name for name in outcomes.columns if "," in name and not name.startswith(WEIGHT)]
 
 
-def _choose(task: str, name: str | None, rows: pd.DataFrame, known: Mapping[str, Any], advice: str) -> str:
+def _choose(task: str, name: str | None, rows: pd.DataFrame, metrics: Mapping[str, Any], advice: str) -> str:
     """Choose a metric that has a value for each question of a task: `name` (a metric or column), or the preferred."""
-    if candidates := [column for column in known if name is None or name in (column, _name(column))]:
+    if candidates := [column for column in metrics if name is None or name in (column, _name(column))]:
         return max(candidates, key=_preference)
-    if not known:
+    if not metrics:
         raise InputError(f"{task} has no metric with a value for each question, so it cannot be compared; {advice}")
     named = [column for column in columns_of(rows) if name in (column, _name(column)) and rows[column].notna().any()]
     if name and any(rows[column].notna().all() for column in named):
         missing = f"{name} of {task} is not computed by a mean over questions"
     else:
         missing = f"{name} is not known for all questions of {task}" if named else f"{task} has no metric {name}"
-    raise InputError(f"{missing}; it has {', '.join(known)}; {advice}")
+    raise InputError(f"{missing}; it has {', '.join(metrics)}; {advice}")
 
 
 def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
     """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
     declared = declared_aggregations(task, results)
     figures = results.get("results", {}).get(task, {})
-    known: dict[str, Aggregation] = {}
+    aggregations: dict[str, Aggregation] = {}
     for column in columns_of(rows):
         values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
         if not np.isfinite(values).all() or _name(column) == "bypass":  # of `--predict_only`
@@ -149,8 +151,8 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, 
                 aggregation for aggregation in fitting if _agrees(aggregate(aggregation, values, weights), figure)
             ]
         if fitting:
-            known[column] = fitting[0]
-    return known
+            aggregations[column] = fitting[0]
+    return aggregations
 
 
 def declared_aggregations(task: str, results: Results) -> dict[str, Any]:

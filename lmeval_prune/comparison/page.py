@@ -128,7 +128,7 @@ class _Questions:
             entry |= {key: shortened(gold[part, number][key]) for key in ("question", "target")}
         answers: dict[str, list[str]] = {}
         likelihoods: dict[str, list[str]] = {}
-        known: dict[str, str] = {}  # each text once in memory
+        unique_texts: dict[str, str] = {}  # each text once in memory
         for name in table.variants:
             if self.characters_left <= 0:
                 return result
@@ -137,8 +137,8 @@ class _Questions:
             likelihoods[name] = [row["likelihood"] for row in rows]
             answers[name] = []
             for text in (shortened(row["answer"]) for row in rows):
-                self.characters_left -= len(text) if text not in known else 0
-                answers[name].append(known.setdefault(text, text))
+                self.characters_left -= len(text) if text not in unique_texts else 0
+                answers[name].append(unique_texts.setdefault(text, text))
         if self.characters_left > 0:
             # All answers to a question stand together: they are much alike, so that they are compressed to less.
             texts = dict.fromkeys(chain.from_iterable(zip(*answers.values(), strict=True)))

@@ -245,7 +245,7 @@ def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
 
 def _spread(values: Sequence[float | None], timed: bool) -> float:
     """Return the ratio of the largest to the smallest value; costs that are not timed take precedence."""
-    known = [value for value in values if value]
-    if not known:
+    measured = [value for value in values if value]
+    if not measured:
         return 0.0
-    return max(known) / min(known) + 1e6 * (max(known) > min(known) and not timed)
+    return max(measured) / min(measured) + 1e6 * (max(measured) > min(measured) and not timed)

@@ -89,14 +89,14 @@ class ResultsFile:
         filters = _filters(self.results, task)
         is_rolling = self.results["configs"][task].get("output_type") == "loglikelihood_rolling"
         rows: list[dict[str, Any]] = []
-        seen: Counter[int] = Counter()
+        sample_counts: Counter[int] = Counter()
         for name, row in _rows(self.samples[task]):
             validate_json(row, Sample, name)
             if "filter" not in row:
-                if seen[row["doc_id"]] >= len(filters):
+                if sample_counts[row["doc_id"]] >= len(filters):
                     raise InputError(f"{name}: a second sample of question {row['doc_id']}; it was evaluated twice")
-                row["filter"] = filters[seen[row["doc_id"]]]
-                seen[row["doc_id"]] += 1
+                row["filter"] = filters[sample_counts[row["doc_id"]]]
+                sample_counts[row["doc_id"]] += 1
             row.setdefault("metrics", [key for key in row if key not in _SAMPLE_KEYS])
             if isinstance(row["arguments"], dict):
                 row["arguments"] = list(row["arguments"].values())

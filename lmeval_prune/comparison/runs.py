@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and columns of the documents
     answers: pd.DataFrame
     """See `samples.tables`; also `responses`, a list of `Response`, one for each results file (seed)."""
-    known: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
+    metrics: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
     fields: frozenset[str]  # of its first document
 
@@ -119,9 +119,9 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     """Read the outcomes and answers of a task in a results file."""
     rows = file.read_samples(task)
     outcomes, answers = tables({task: rows}, file.results["configs"])
-    known = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
+    metrics = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
     declared = declared_aggregations(task, file.results)  # type: ignore[arg-type]
-    if not known and AGGREGATIONS.keys() & declared.values():
+    if not metrics and AGGREGATIONS.keys() & declared.values():
         raise InputError(
             f"{file.samples[task]} does not give the figures of {task} in {file.path.name}: it is incomplete or was "
             f"changed; evaluate again"
@@ -137,7 +137,7 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     for column in ("question", "target", "answer"):
         answers[column] = answers[column].map(shortened)
     doc = ordered[0]["doc"]
-    return Evaluation(outcomes, answers, known, settings, frozenset(doc if isinstance(doc, dict) else ()))
+    return Evaluation(outcomes, answers, metrics, settings, frozenset(doc if isinstance(doc, dict) else ()))
 
 
 def _texts(arguments: list[Any]) -> list[Any]:
@@ -173,8 +173,10 @@ def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     answers["responses"] = repeats["responses"].agg(
         lambda lists: [response for responses in lists for response in responses]
     )
-    known = {column: metric for column, metric in first.known.items() if all(column in part.known for part in parts)}
-    return Evaluation(merged, answers.reset_index(), known, first.settings, first.fields)
+    shared_metrics = {
+        column: metric for column, metric in first.metrics.items() if all(column in part.metrics for part in parts)
+    }
+    return Evaluation(merged, answers.reset_index(), shared_metrics, first.settings, first.fields)
 
 
 def find_runs(words: Sequence[str]) -> list[Run]:

@@ -72,7 +72,7 @@ def read_table(
     task: str,
     baseline: str,
     outcomes: Mapping[str, Callable[[], pd.DataFrame]],
-    known: KnownMetrics,
+    metrics_by_task: KnownMetrics,
     texts: Mapping[tuple[str, int], str],
     metric: str | None,
     advice: str,
@@ -83,13 +83,13 @@ def read_table(
         task: name for messages.
         baseline: name of the variant that determines questions and metrics.
         outcomes: functions that read a variant's outcomes, by variant; see `samples.tables`.
-        known: metrics of the baseline; see `known_metrics`.
+        metrics_by_task: metrics of the baseline; see `known_metrics`.
         texts: digests of the questions' texts, by task and number.
         metric: `METRIC` or `METRIC,FILTER`; None for the default.
         advice: end of a message: how to name another metric.
     """
     base = outcomes[baseline]()
-    metrics = choose_metrics(base, known, metric, advice)
+    metrics = choose_metrics(base, metrics_by_task, metric, advice)
     questions = questions_of(base)
     position = {question: row for row, question in enumerate(questions)}
     values = np.empty((len(position), len(outcomes)))

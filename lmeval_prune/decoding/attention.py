@@ -132,7 +132,7 @@ class SlotAttention:
             out, lse = compiled_decode(*arguments, options.scaling, options.window)
             return out.to(query.dtype), lse
         outputs = [self._over_part(part, with_lse) for part in layout.parts]
-        if layout.parts[0].kept is None:
+        if layout.parts[0].unrepeated is None:
             if len(outputs) == 1:
                 return outputs[0]
             attended, sums = zip(*outputs, strict=True)
@@ -140,7 +140,7 @@ class SlotAttention:
         joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
         for part, columns in zip(layout.parts, outputs, strict=True):
             for target, source in zip(joined, columns, strict=True):
-                target[cast(torch.Tensor, part.queries)[part.kept]] = source[part.kept]
+                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
         return joined[0], joined[1]
 
     def _over_part(self, part: Part, with_lse: bool) -> Attention:

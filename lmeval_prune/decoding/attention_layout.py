@@ -24,7 +24,7 @@ class Part:
     tokens: int  # number of queries in each slot
     end: int  # end of the tokens of the longest slot
     queries: slice | torch.Tensor  # indices in the pass, (rows · tokens,)
-    kept: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
+    unrepeated: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
 
 
 def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
@@ -61,9 +61,9 @@ def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> 
         tokens = int(counts.max())
         offsets = torch.arange(tokens)
         queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
-        kept = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
-        slots, queries, kept = (indices.to(device) for indices in (slots, queries.flatten(), kept))
-        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, kept))
+        unrepeated = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
+        slots, queries, unrepeated = (indices.to(device) for indices in (slots, queries.flatten(), unrepeated))
+        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, unrepeated))
     return parts
 
 

@@ -43,8 +43,8 @@ class ComparisonRun(LikelihoodRun):
         """Run segments under all masks, reduce their logits, and yield the results that are complete."""
         dense, *others = variants
         with torch.inference_mode():
-            kept = self._forward(dense, segments, frozenset(other.first_layer for other in others))
-            outputs = [kept, *(self._forward(other, segments, frozenset(), kept) for other in others)]
+            layer_inputs = self._forward(dense, segments, frozenset(other.first_layer for other in others))
+            outputs = [layer_inputs, *(self._forward(other, segments, frozenset(), layer_inputs) for other in others)]
             self._reduce(variants, outputs)
         for variant in others:
             yield from self._complete(variant, segments)

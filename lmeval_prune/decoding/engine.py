@@ -341,18 +341,18 @@ class Engine:
         slot = length * self._token_bytes
         slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        kept = slot + length * self._element_size * self._width * first_layers if first_layers else 0
+        leader_bytes = slot + length * self._element_size * self._width * first_layers if first_layers else 0
         extra = (scratch + self.deterministic) * slot + prefixes
         memory = self._memory - extra
-        fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
+        fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))
         fewest = min(self.min_rows, sum(1 + len(group.followers) for group in waiting))
         if fitting < fewest:
-            needed = fewest * (slot + kept) + extra
+            needed = fewest * (slot + leader_bytes) + extra
             raise InsufficientMemoryError(
                 f"a batch of {fewest} with {length} tokens each needs {needed} bytes, more than memory={memory + extra}"
             )
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
-        return count, (memory - count * slot) // kept if kept else count
+        return count, (memory - count * slot) // leader_bytes if leader_bytes else count
 
     @property
     def _memory(self) -> int:

@@ -23,7 +23,7 @@ class PartialPass:
     start: int = 0  # the first layer to run
     hidden: torch.Tensor | None = None  # input of layer `start`, (1, tokens, width), if `start` > 0
     keep: frozenset[int] = frozenset()  # layers whose inputs are kept
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # these inputs, filled by the pass
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # these inputs, filled by the pass
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class _SkippableLayer(nn.Module):
             hidden_states = current.hidden
         if position.number >= current.start:
             if position.is_first and position.number in current.keep:
-                current.kept[position.number] = hidden_states
+                current.layer_inputs[position.number] = hidden_states
             out = self.layer(hidden_states, *args, **kwargs)
             self._tuple = isinstance(out, tuple)
         else:
             passed = current.hidden if position.is_last and skip.count == current.start else hidden_states
             out = (passed,) if self._tuple else passed
         if position.is_last and skip.count in current.keep:
-            current.kept[skip.count] = out[0] if self._tuple else out
+            current.layer_inputs[skip.count] = out[0] if self._tuple else out
         return out
 
 

@@ -216,13 +216,13 @@ class LikelihoodRun:
         """Run segments under each mask that needs them, and yield the results that are complete."""
         first, *others = variants
         with torch.inference_mode():
-            kept = self._forward(first, segments, frozenset(other.first_layer for other in others))
-            self._read(first, kept)
+            layer_inputs = self._forward(first, segments, frozenset(other.first_layer for other in others))
+            self._read(first, layer_inputs)
         yield from self._complete(first, segments)
         for variant in others:
             if needed := [segment for segment in segments if variant.needs[segment]]:
                 with torch.inference_mode():
-                    self._read(variant, self._forward(variant, needed, frozenset(), kept))
+                    self._read(variant, self._forward(variant, needed, frozenset(), layer_inputs))
                 yield from self._complete(variant, needed)
 
     def _forward(
@@ -230,12 +230,12 @@ class LikelihoodRun:
         variant: Variant,
         segments: Sequence[int],
         keep: frozenset[int],
-        kept: dict[int, dict[int, torch.Tensor]] | None = None,
+        layer_inputs: dict[int, dict[int, torch.Tensor]] | None = None,
     ) -> dict[int, dict[int, torch.Tensor]]:
         """Run segments under a mask; return the inputs of the layers `keep` and the last layer's outputs.
 
-        With `kept`, start at the mask's first pruned layer with these inputs. Results and `kept` are by segment and
-        layer; outputs of the last layer count as inputs of a further one.
+        With `layer_inputs`, start at the mask's first pruned layer with these inputs. Results and `layer_inputs` are by
+        segment and layer; outputs of the last layer count as inputs of a further one.
         """
         tree = self.texts.tree
         chunks = [
@@ -249,11 +249,13 @@ class LikelihoodRun:
             )
             for number in segments
         ]
-        if kept is None:
+        if layer_inputs is None:
             _, inputs = self.runner.forward(chunks)
         else:
             start = variant.first_layer
-            _, inputs = self.runner.forward(chunks, start, torch.cat([kept[number][start] for number in segments]))
+            _, inputs = self.runner.forward(
+                chunks, start, torch.cat([layer_inputs[number][start] for number in segments])
+            )
         return dict(zip(segments, inputs, strict=True))
 
     def _read(self, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]) -> None:

@@ -110,11 +110,11 @@ class ModelRunner:
             logits = self._logits(tokens, masks, layout.positions, with_logits)
         self.layer_tokens += len(tokens) * (self.layers - start)
         self.head_tokens += len(with_logits)
-        kept = [  # copies: a view would keep the whole batch in memory
-            {layer: current.kept[layer][0, slice(*ends)].clone() for layer in chunk.keep}
+        layer_inputs = [  # copies: a view would keep the whole batch in memory
+            {layer: current.layer_inputs[layer][0, slice(*ends)].clone() for layer in chunk.keep}
             for chunk, ends in zip(batch, pairwise(starts), strict=True)
         ]
-        return logits, kept
+        return logits, layer_inputs
 
     def head(self, hidden: torch.Tensor, mask: int) -> torch.Tensor:
         """Return the logits of outputs of the last layer, (tokens, vocabulary); `hidden` is (tokens, width)."""

@@ -68,11 +68,13 @@ class SharedPrefix:
             self._by_mask.clear()
             self._inputs.clear()
 
-    def size(self, layers: int, stored: int, kept: int) -> int:
-        """Return the bytes for all masks; a token has `stored` bytes in a layer, and `kept` bytes if it is an input."""
+    def size(self, layers: int, stored_bytes: int, input_bytes: int) -> int:
+        """Return the bytes for all masks; a token has `stored_bytes` in a layer, `input_bytes` if it is an input."""
         others = sorted(self.first_layers.values())[:-1]
         inputs = {*others} - {0, layers}
-        return len(self.tokens) * (stored * (layers + sum(layers - first for first in others)) + kept * len(inputs))
+        return len(self.tokens) * (
+            stored_bytes * (layers + sum(layers - first for first in others)) + input_bytes * len(inputs)
+        )
 
 
 @dataclass(frozen=True)

@@ -54,19 +54,19 @@ def near_tied_cut(logits: torch.Tensor, scores: torch.Tensor, params: SamplingPa
     multiply the error of a logit, which is that of `near_tied_draw`.
     """
     error = factor * float(_error_of_differences(logits))
-    kept = min(params.top_k or len(scores), len(scores))
-    ordered = scores.double().topk(min(kept + 1, len(scores))).values
-    edges = [kept]
+    candidate_count = min(params.top_k or len(scores), len(scores))
+    ordered = scores.double().topk(min(candidate_count + 1, len(scores))).values
+    edges = [candidate_count]
     distances = [math.inf]
     if params.top_p < 1:
-        cumulative = ordered[:kept].softmax(-1).cumsum(-1)
+        cumulative = ordered[:candidate_count].softmax(-1).cumsum(-1)
         # at least 1e-5, for `generate` adds up in float32
         share = params.top_p
         distances.append(float((cumulative - share).abs().amin()) / max(error * share * (1 - share), 1e-5))
-        kept = min(int((cumulative < share).sum()) + 1, kept)
-        edges.append(kept)
+        candidate_count = min(int((cumulative < share).sum()) + 1, candidate_count)
+        edges.append(candidate_count)
     if params.min_p:
-        distances.append(float((ordered[:kept] - ordered[0] - math.log(params.min_p)).abs().amin()) / error)
+        distances.append(float((ordered[:candidate_count] - ordered[0] - math.log(params.min_p)).abs().amin()) / error)
     distances += [float(ordered[edge - 1] - ordered[edge]) / error for edge in edges if edge < len(ordered)]
     return min(distances) < 1
 

@@ -341,9 +341,9 @@ class Scheduler:
             Chunk(row.slot, row.cached, row.mask, new, skip, row.kept_layers)
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
-        logits, kept = self.runner.forward(batch, *args)
+        logits, layer_inputs = self.runner.forward(batch, *args)
         refuse_nan(logits[:, 0])
-        for row, inputs in zip(rows, kept, strict=True):
+        for row, inputs in zip(rows, layer_inputs, strict=True):
             for layer, hidden in inputs.items():
                 row.group.layer_inputs.setdefault(layer, []).append(hidden)
         return logits

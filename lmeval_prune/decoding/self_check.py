@@ -127,7 +127,7 @@ def _check(model_map: ModelMap) -> None:
             run = partial(_run_span, runner, tokens, expected)
             # a token filter skips one token of the first pass, and the only token of the third
             try:
-                difference, kept = run(0, n - 4, keep=middle)
+                difference, layer_inputs = run(0, n - 4, keep=middle)
             except (UnsupportedAttention, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -137,7 +137,7 @@ def _check(model_map: ModelMap) -> None:
             if not cache.keys:
                 raise UnsupportedAttention("interface")
             differences = [difference, *(run(*span)[0] for span in ((n - 4, n - 2, 1), (n - 2, n - 1), (n - 1, n)))]
-            hidden = torch.cat([inputs[layer] for inputs in kept])
+            hidden = torch.cat([inputs[layer] for inputs in layer_inputs])
             differences.append(run(0, n - 4, 5, first_layer=layer, hidden=hidden)[0])
             if all(intervention.tokenwise for intervention in interventions_on(model)):
                 prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
@@ -197,8 +197,8 @@ def _run_span(
     The slots' first `prefix` tokens are a prefix; arguments are those of `Chunk` and `ModelRunner.forward`.
     """
     batch = [Chunk(slot, start - prefix, 0, tokens[start:stop], skip, keep) for slot in (0, 1)]
-    logits, kept = runner.forward(batch, first_layer, hidden)
-    return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max()), kept
+    logits, layer_inputs = runner.forward(batch, first_layer, hidden)
+    return float((logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]).abs().max()), layer_inputs
 
 
 def _compare(model: Any, differences: list[float], expected: list[torch.Tensor]) -> None:

@@ -288,13 +288,15 @@ class StaticStep(Store):
 
     def _kept_heads(self) -> dict[LayerKey, torch.Tensor]:
         """Return which heads each mask keeps, (masks, heads) by layer; nothing if no mask prunes."""
-        kept: dict[LayerKey, torch.Tensor] = {}
+        kept_heads: dict[LayerKey, torch.Tensor] = {}
         for layer in self.model_map.attention if self.masks.drops else ():
             key = (layer.stack, layer.index)
-            kept[key] = torch.ones(self.masks.count, layer.heads, dtype=torch.bool, device=self._device)
+            kept_heads[key] = torch.ones(self.masks.count, layer.heads, dtype=torch.bool, device=self._device)
             if key in self.masks.drops:
-                kept[key] = ~self.masks.drops[key].view(self.masks.count, layer.heads, -1)[..., 0].to(self._device)
-        return kept
+                kept_heads[key] = ~self.masks.drops[key].view(self.masks.count, layer.heads, -1)[..., 0].to(
+                    self._device
+                )
+        return kept_heads
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; prompt passes have created it."""

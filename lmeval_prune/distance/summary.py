@@ -58,7 +58,7 @@ def summarize_answers(texts: pd.DataFrame) -> Summary:
         token that differs (1 is the first token of an answer), of the answers that differ; `mean_tokens`; `cut_off`:
         share of answers that `max_gen_toks` ended. Standard errors (`…_se`) as in `summarize_tokens`.
     """
-    known = texts["first_difference"].dropna()
+    first_differences = texts["first_difference"].dropna()
     columns = pd.DataFrame(
         {
             "same_answers": texts["first_difference"].isna(),
@@ -69,7 +69,7 @@ def summarize_answers(texts: pd.DataFrame) -> Summary:
     documents = list(zip(texts["task"], texts["doc_id"], strict=True))
     means, errors = clustered_means(columns.to_numpy(float), documents)
     estimates = dict(zip(columns, zip(means, errors, strict=True), strict=True))
-    median = {"first_difference": known.median() if len(known) else np.nan}
+    median = {"first_difference": first_differences.median() if len(first_differences) else np.nan}
     return {"answers": len(texts), **_with_errors(estimates), **_plain(median)}
 
 

@@ -105,7 +105,7 @@ def read_corpus(
     counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0}
     if options.corpus_answers == "teacher":
         counts["repeated"] = 0
-    seen = set[str]()  # prompts that the teacher answers
+    answered_prompts = set[str]()  # prompts that the teacher answers
     for index in order:
         prompt, text = _fields(rows, index, options)
         rendered = as_prompt(prompt) if options.corpus_prompt else ""
@@ -116,12 +116,12 @@ def read_corpus(
             ids = encode(tokenizer, rendered)
             if not prompt.strip():
                 counts["empty"] += 1
-            elif (spaced := " ".join(prompt.split())) in seen:
+            elif (spaced := " ".join(prompt.split())) in answered_prompts:
                 counts["repeated"] += 1
             elif len(ids) >= max_length:
                 counts["too_long"] += 1
             else:
-                seen.add(spaced)
+                answered_prompts.add(spaced)
                 texts.append(Prompt(rendered, ids))
         elif options.corpus_prompt:
             answered = answered_text(tokenizer, encode(tokenizer, rendered), text)
@@ -156,8 +156,10 @@ def _reason_of_no_text(options: DistillOptions, counts: Mapping[str, int], max_l
     }
     parts = [f"{counts[name]} {reason}" for name, reason in reasons.items() if counts[name]]
     remedies = ["a larger max_length"] if counts["too_long"] else []
-    if rest := len(windows.ids):
-        parts.append(f"the {'others' if parts else 'whole'} with {rest} tokens, fewer than a text of {windows.tokens}")
+    if leftover_tokens := len(windows.ids):
+        parts.append(
+            f"the {'others' if parts else 'whole'} with {leftover_tokens} tokens, fewer than a text of {windows.tokens}"
+        )
         remedies.append("fewer corpus_tokens")
     documents = ", ".join([f"{counts['documents']} documents", *parts])
     remedy = " or ".join([*remedies, "another corpus"])
@@ -276,14 +278,14 @@ def _rows_of(file: Path, field: str) -> list[dict[str, Any]]:
 
 def _name_of(index: int, corpus: str) -> str:
     """Return where a document of a corpus is, for messages: its file and line, or its number in a data set."""
-    rest = index
+    index_in_file = index
     for file in _files(corpus):
         lines = [0]
         if file.suffix == ".jsonl":
             lines = [number for number, _ in numbered_lines(file)]
-        if rest < len(lines):
-            return f"line {lines[rest]} of {file}" if lines[rest] else str(file)
-        rest -= len(lines)
+        if index_in_file < len(lines):
+            return f"line {lines[index_in_file]} of {file}" if lines[index_in_file] else str(file)
+        index_in_file -= len(lines)
     return f"document {index + 1} of the corpus {corpus}"
 
 

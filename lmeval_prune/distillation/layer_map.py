@@ -33,13 +33,13 @@ class LayerMap:
         """Follow the manifest's stages from the teacher, the model before the first of them, to the student."""
         result = cls({}, {})
         for stage in stages:
-            kept = kept_layers(stage)
+            parents = kept_layers(stage)
             heads = {
                 child: [result.heads[parent][head] if parent in result.heads else head for head in kept_heads]
-                for child, parent in kept.items()
+                for child, parent in parents.items()
                 if (kept_heads := stage["kept_heads"].get(parent)) is not None
             }
-            result = cls({child: result.layers.get(parent, parent) for child, parent in kept.items()}, heads)
+            result = cls({child: result.layers.get(parent, parent) for child, parent in parents.items()}, heads)
         return result
 
 
@@ -68,12 +68,12 @@ def layers_of(model_map: ModelMap) -> dict[str, nn.Module]:
 def checked_layers(layers: Mapping[str, str], student: ModelMap, teacher: ModelMap) -> dict[str, str]:
     """Return a map of a student's layers to a teacher's; `InputError` if one of them does not exist."""
     for side, labels, model_map in (("student", layers.keys(), student), ("teacher", layers.values(), teacher)):
-        known = layers_of(model_map)
+        model_labels = layers_of(model_map)
         for label in labels:
-            if label not in known:
-                names = f"{next(iter(known))} to {list(known)[-1]}"
+            if label not in model_labels:
+                names = f"{next(iter(model_labels))} to {list(model_labels)[-1]}"
                 raise InputError(
-                    f"layer_map: the {side} has no layer {label}{did_you_mean(label, known)}; it has {names}"
+                    f"layer_map: the {side} has no layer {label}{did_you_mean(label, model_labels)}; it has {names}"
                 )
     return dict(layers)
 

@@ -110,7 +110,7 @@ def _of_problems(
         return [], {}
     questions = [problem.question for problem in problems]
     result = lessons_of(answerer, teacher, questions, options.keep_answers, options.answer_metric)
-    texts, too_long = _whole(result, [problem.ids[: problem.start] for problem in problems], longest)
+    texts, too_long = _texts_that_fit(result, [problem.ids[: problem.start] for problem in problems], longest)
     unsolved = [index for index, problem_texts in enumerate(texts) if not problem_texts]
     if options.unsolved == "target":
         for index in unsolved:
@@ -129,7 +129,7 @@ def _of_prompts(
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
     result = lessons_of(replace(answerer, source=CORPUS), teacher, questions, "unscored")
-    by_prompt, too_long = _whole(result, [prompt.ids for prompt in short], longest)
+    by_prompt, too_long = _texts_that_fit(result, [prompt.ids for prompt in short], longest)
     texts = [text for prompt_texts in by_prompt for text in prompt_texts]
     counts = {
         "questions": len(prompts),
@@ -142,7 +142,7 @@ def _of_prompts(
     return texts, counts
 
 
-def _whole(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:
+def _texts_that_fit(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:
     """Return the texts of each prompt that have `longest` tokens at most, and how many texts are too long.
 
     A prompt that left no room for an answer, of which the model therefore read the end alone, is too long, too.

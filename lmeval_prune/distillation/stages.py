@@ -174,7 +174,7 @@ def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> flo
     """Return what the budget counts in a model: parameters, or the measured seconds of its blocks."""
     pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning))
     costs, _ = block_costs(model_map, pruning, pools)
-    return costs.whole
+    return costs.total
 
 
 def _check_costs(model_map: ModelMap, pruning: PruneOptions) -> None:

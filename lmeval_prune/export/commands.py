@@ -56,13 +56,14 @@ def adapter(
     if not masks:
         raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
     export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-    written = kept = 0
+    written = existing = 0
     for name, is_new in export.run():
-        written, kept = written + is_new, kept + (not is_new)
+        written, existing = written + is_new, existing + (not is_new)
         if is_new:
             print(export.output / name, flush=True)
     print(
-        f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {export.dtype}; merged, all are exact"
+        f"{output}: {written} adapters written, {existing} kept; "
+        f"rank {export.rank}, {export.dtype}; merged, all are exact"
     )
     for line in adapter_lines(export, None if served else revision):
         print(f"\n{line}")

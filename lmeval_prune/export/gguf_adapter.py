@@ -45,9 +45,11 @@ def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: t
             raise InputError(f"{path} has no tensor {name} of shape {shape}: it is another model")
         kind = tensors[name].tensor_type
         if kind != GGUF_TYPES[dtype]:
-            known = [str(dtype).removeprefix("torch.") for dtype, known in GGUF_TYPES.items() if known == kind]
+            dtypes = [str(dtype).removeprefix("torch.") for dtype, gguf_type in GGUF_TYPES.items() if gguf_type == kind]
             hint = (
-                f"give --dtype {known[0]}" if known else "an adapter cannot cancel rounded weights; serve a plain file"
+                f"give --dtype {dtypes[0]}"
+                if dtypes
+                else "an adapter cannot cancel rounded weights; serve a plain file"
             )
             raise InputError(f"{path} has {name} in {kind.name}, not {GGUF_TYPES[dtype].name}: {hint}")
 

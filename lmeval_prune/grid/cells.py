@@ -305,12 +305,12 @@ def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) ->
         return {"lora": read_lora(variant.model_args["lora"])}
     if "adapters" not in variant.model_args:
         return {}
-    known = read_adapters(str(variant.model_args["adapters"]))
+    adapters = read_adapters(str(variant.model_args["adapters"]))
     heads = [
         str(head)
         for mask in arguments.interventions
         for head in mask.heads_of(checkpoint.map)  # type: ignore[attr-defined]
     ]
     variants = [adapter_name(heads), *heads] if heads else []
-    names = list(known) if arguments.router else variants
-    return {"adapters": {name: known[name]["hash"] for name in names if name in known}}
+    names = list(adapters) if arguments.router else variants
+    return {"adapters": {name: adapters[name]["hash"] for name in names if name in adapters}}

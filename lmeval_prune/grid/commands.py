@@ -69,10 +69,10 @@ def _check_selected(grid: Any) -> None:  # a `Grid`; importing it would slow dow
         return
     from lmeval_prune.tasks.loading import task_manager
 
-    known = task_manager()
+    manager = task_manager()
     for variant, name in others:
-        if name not in known._index:
-            hint = did_you_mean(name, {*names, *known.all_tasks})
+        if name not in manager._index:
+            hint = did_you_mean(name, {*names, *manager.all_tasks})
             raise InputError(f"variant {variant!r}: `selected_on:` has no task {name!r}{hint}")
         print(f"note: {variant} was selected on {name}, which is not in this grid; its questions are unknown")
 

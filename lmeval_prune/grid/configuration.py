@@ -217,10 +217,10 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 
 def _check_settings(block: Mapping[str, Any]) -> None:
     """Refuse unknown names of settings."""
-    known = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
+    valid_names = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
     for name in block:
-        if name not in known:
-            hint = did_you_mean(str(name), known) or "; neither pruned-hf nor pruned-server has this model_arg"
+        if name not in valid_names:
+            hint = did_you_mean(str(name), valid_names) or "; neither pruned-hf nor pruned-server has this model_arg"
             raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
 
 

@@ -225,8 +225,8 @@ def samples_file(cell: Path, task: str) -> Path:
     return cell / f"samples_{file_name(task)}.jsonl"
 
 
-def check_name(kind: str, name: str, known: list[str]) -> None:
+def check_name(kind: str, name: str, valid_names: list[str]) -> None:
     """Raise `InputError` for a name that the grid does not have; `kind` is used in the message, e.g. `task`."""
-    if name not in known:
-        hint = did_you_mean(name, known) or f"; it has {first_few(known)}"
+    if name not in valid_names:
+        hint = did_you_mean(name, valid_names) or f"; it has {first_few(valid_names)}"
         raise InputError(f"there is no {kind} {name!r} in the grid{hint}")

@@ -114,13 +114,13 @@ def _questions(path: Path) -> frozenset[str]:
     except InputError:
         return frozenset()
     artefacts = [content for content in contents if str(content.get("schema")).startswith("lmeval-prune/")]
-    return frozenset(_seen(artefacts))
+    return frozenset(_question_digests(artefacts))
 
 
-def _seen(content: Any) -> Iterator[str]:
+def _question_digests(content: Any) -> Iterator[str]:
     """Yield the entries of all lists `seen` in an artefact: of a router, of a mask's or plan's provenance, of cuts."""
     values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
     for value in values:
-        yield from _seen(value)
-    if isinstance(content, dict) and isinstance(seen := content.get("seen"), list):
-        yield from (key for key in seen if isinstance(key, str))
+        yield from _question_digests(value)
+    if isinstance(content, dict) and isinstance(digests := content.get("seen"), list):
+        yield from (key for key in digests if isinstance(key, str))

@@ -109,10 +109,12 @@ def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
     if filter_name and filters and filter_name not in filters:
         hint = did_you_mean(filter_name, filters)
         raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")
-    known = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
+    setting_names = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
     for setting in grid_task.gen_kwargs:
-        if setting not in known:
-            raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
+        if setting not in setting_names:
+            raise InputError(
+                f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, setting_names)}; leave it out"
+            )
     if isinstance(task, PassAtTask):
         task.check_score()
 

@@ -180,10 +180,10 @@ class FilteredAttention:
         if x.is_cuda or skipped.numel() <= SMALL_PASS:  # on a GPU, selecting rows would wait for the device
             out = project(x)
             return out if getattr(layer.o_proj, "bias", None) is None else out.masked_fill(skipped[..., None], 0)
-        kept = ~skipped
-        projected = project(x[kept])
+        is_computed = ~skipped
+        projected = project(x[is_computed])
         out = projected.new_zeros(*x.shape[:-1], projected.shape[-1])
-        out[kept] = projected
+        out[is_computed] = projected
         return out
 
     def _without_skipped(self, layer: AttentionLayer, output: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ class FilteredAttention:
         self.skipped[label] = self._unprojected[label] = absent & valid
         if valid.shape[1] == 1 and on_device(call.query) and _kernel_supports(call):
             return _decode(call, cache, absent[:, 0]), None
-        rows = [(row, kept.nonzero()[:, 0]) for row, kept in enumerate(~absent)]
+        rows = [(row, is_present.nonzero()[:, 0]) for row, is_present in enumerate(~absent)]
         outputs = [(row, chosen, _attend_row(call, attend, cache, row, chosen)) for row, chosen in rows if len(chosen)]
         shape = (*valid.shape, call.query.shape[1], call.value.shape[-1])
         out = (outputs[0][2] if outputs else call.value).new_zeros(shape)  # has autocast's dtype, too

@@ -95,10 +95,10 @@ class FilteredCacheLayer(CacheLayerMixin):
             self.memory = Memory.fresh(rows, key, value)
         return self.memory
 
-    def _append(self, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> None:
-        rows, tokens = kept.nonzero(as_tuple=True)
-        offsets = (kept.cumsum(1) - 1 + self.lengths[:, None])[rows, tokens]
-        self.lengths = self.lengths + kept.sum(1, dtype=torch.int32)
+    def _append(self, key: torch.Tensor, value: torch.Tensor, is_stored: torch.Tensor) -> None:
+        rows, tokens = is_stored.nonzero(as_tuple=True)
+        offsets = (is_stored.cumsum(1) - 1 + self.lengths[:, None])[rows, tokens]
+        self.lengths = self.lengths + is_stored.sum(1, dtype=torch.int32)
         self.longest = 0
         self._reserve(int(self.lengths.max()))
         self.keys[rows, :, offsets] = key[rows, :, tokens]

@@ -44,8 +44,8 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
 def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) -> Intervention:
     """Return an intervention with those of some allowances that are fields of it."""
     names = {field.name for field in fields(intervention)}
-    known: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
-    return replace(intervention, **known)
+    changes: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
+    return replace(intervention, **changes)
 
 
 def _json_example(name: str, missing: list[str]) -> str:

@@ -184,8 +184,8 @@ class Plan(Intervention):
         """Return the layers that lose key-value heads, those without query heads left, and their numbers."""
         lost = []
         for layer, heads in self.heads_by_layer(model_map):
-            kept = {layer.kv_head_of(head) for head in range(layer.heads) if head not in heads}
-            if numbers := [number for number in range(layer.kv_heads) if number not in kept]:
+            staying = {layer.kv_head_of(head) for head in range(layer.heads) if head not in heads}
+            if numbers := [number for number in range(layer.kv_heads) if number not in staying]:
                 lost.append((layer, numbers))
         return lost
 

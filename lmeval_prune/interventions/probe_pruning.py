@@ -257,9 +257,9 @@ class Chooser:
         layer = self._passes[block.label]
         if "down" not in layer.choices:
             assert layer.real is not None
-            whole = x.detach().reshape(*layer.real.shape, -1)
+            activations = x.detach().reshape(*layer.real.shape, -1)
             layer.choices["down"] = self._choose(
-                layer, f"{block.label}.down", lambda rows, positions: whole[rows[:, None], positions], whole
+                layer, f"{block.label}.down", lambda rows, positions: activations[rows[:, None], positions], activations
             )
         drop = layer.choices["down"]
         return x.reshape(len(drop), -1, x.shape[-1]).masked_fill(drop[:, None], 0).reshape(x.shape)
@@ -278,11 +278,11 @@ class Chooser:
                 target.count = count
                 self._targets[target.name] = target
 
-    def _choose(self, layer: _LayerPass, name: str, probe: Probe, whole: Tensor) -> Tensor:
+    def _choose(self, layer: _LayerPass, name: str, probe: Probe, activations: Tensor) -> Tensor:
         """Return the columns to mask in each row, (rows, columns).
 
-        `probe` computes activations of some rows at some positions, as if there were no others; `whole` holds the
-        activations of all tokens, (rows, tokens, …).
+        `probe` computes activations of some rows at some positions, as if there were no others; `activations` holds
+        those of all tokens, (rows, tokens, …).
         """
         assert layer.real is not None
         target, real = self._targets[name], layer.real
@@ -295,7 +295,7 @@ class Chooser:
                 remedy=FINITE_REMEDY,
             )
         if self.settings.state == "run":
-            return self._choose_for_batch(name, probe, whole.flatten(2), real, norms, tie).expand(len(real), -1)
+            return self._choose_for_batch(name, probe, activations.flatten(2), real, norms, tie).expand(len(real), -1)
         drops = []
         for row, is_real in enumerate(real):
             first = int(is_real.int().argmax())
@@ -305,28 +305,28 @@ class Chooser:
         return torch.stack(drops)
 
     def _choose_for_batch(
-        self, name: str, probe: Probe, whole: Tensor, real: Tensor, norms: Tensor, tie: float
+        self, name: str, probe: Probe, activations: Tensor, real: Tensor, norms: Tensor, tie: float
     ) -> Tensor:
         """Return the columns to mask in all rows, (columns,), by the probe and the history; update the history."""
         order = real.int().argsort(dim=1, descending=True, stable=True)  # a text's own tokens, then its padding
         real, norms = real.gather(1, order), norms.gather(1, order)
-        whole = whole.gather(1, order[..., None].expand(whole.shape))
+        activations = activations.gather(1, order[..., None].expand(activations.shape))
         positions = self._positions(norms.norm(dim=0), int(real.any(0).sum()), tie)
         rows = top_positions(norms[:, positions].norm(dim=1), math.ceil(self.settings.samples * len(real)), True, tie)
         probed = _mean_squares(probe(rows, order[rows][:, positions]), real[rows][:, positions])
-        history = self.history.get(name, probed.new_full((0, whole.shape[-1]), torch.nan))
+        history = self.history.get(name, probed.new_full((0, activations.shape[-1]), torch.nan))
         missing = max(0, real.shape[1] - len(history))
-        history = torch.cat([history, history.new_full((missing, whole.shape[-1]), torch.nan)])
+        history = torch.cat([history, history.new_full((missing, activations.shape[-1]), torch.nan)])
         # p and h each weighted by itself: (p² + h²) / (p + h)
         earlier = history[positions]
         total = probed + earlier
         fused = torch.where(total > 0, (probed.square() + earlier.square()) / total, 0.0)
         drop = self._targets[name].lowest(torch.where(earlier.isnan(), probed, fused).sum(0), tie)
 
-        squares, smoothing = _mean_squares(whole, real), self.settings.smoothing
-        old, rest = history[: len(squares)], history[len(squares) :]
+        squares, smoothing = _mean_squares(activations, real), self.settings.smoothing
+        old, later = history[: len(squares)], history[len(squares) :]
         new = torch.where(old.isnan(), squares, smoothing * old + (1 - smoothing) * squares)
-        self.history[name] = torch.cat([torch.where(real.any(0)[:, None] & ~drop, new, old), rest])
+        self.history[name] = torch.cat([torch.where(real.any(0)[:, None] & ~drop, new, old), later])
         return drop
 
     def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:

@@ -232,9 +232,9 @@ class Answering:
     def _generate(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
         """Generate texts, each by the engine or by `hf`, as `EngineChoice` decides."""
         texts = self._generate_by_engine(pending, disable_tqdm)
-        rest = [index for index in range(len(pending.requests)) if index not in texts]
-        if self.lm.any_rank(bool(rest)):  # `hf` synchronises the ranks, so all run it
-            part = rest or [0]
+        hf_indices = [index for index in range(len(pending.requests)) if index not in texts]
+        if self.lm.any_rank(bool(hf_indices)):  # `hf` synchronises the ranks, so all run it
+            part = hf_indices or [0]
             texts = dict(zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)) | texts
         return [texts[index] for index in range(len(pending.requests))]
 

@@ -210,7 +210,9 @@ def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
             raise InputError(f"{name}= is empty; give it a value, or leave it out")
 
 
-def unknown_argument(name: str, known: Iterable[str] = ()) -> InputError:
-    """Return the error for an unknown argument; `known` are valid arguments besides this package's."""
-    hint = did_you_mean(name, [*argument_names(), *known]) or "; leave it out, or install the package that has it"
+def unknown_argument(name: str, further_names: Iterable[str] = ()) -> InputError:
+    """Return the error for an unknown argument; `further_names` are valid arguments besides this package's."""
+    hint = (
+        did_you_mean(name, [*argument_names(), *further_names]) or "; leave it out, or install the package that has it"
+    )
     return InputError(f"unknown model_arg {name!r}{hint}")

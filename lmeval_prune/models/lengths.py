@@ -36,23 +36,23 @@ class Ending(NamedTuple):
 def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
     """Return `Lengths` of answers under one limit of tokens."""
     endings = list(endings)
-    known = [ending for ending in endings if ending is not None]
+    known_endings = [ending for ending in endings if ending is not None]
     return {
         "answers": len(endings),
-        "unknown": len(endings) - len(known),
-        "cut_off": sum(ending.cut_off for ending in known) / len(known) if known else None,
-        "mean_tokens": sum(ending.length for ending in known) / len(known) if known else None,
+        "unknown": len(endings) - len(known_endings),
+        "cut_off": sum(ending.cut_off for ending in known_endings) / len(known_endings) if known_endings else None,
+        "mean_tokens": sum(ending.length for ending in known_endings) / len(known_endings) if known_endings else None,
         "max_gen_toks": limit,
     }
 
 
 def merge_lengths(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge several `Lengths`."""
-    known = [part["answers"] - part["unknown"] for part in parts]
+    known_counts = [part["answers"] - part["unknown"] for part in parts]
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
     for name in ("cut_off", "mean_tokens"):
-        weighted = sum((part[name] or 0) * count for part, count in zip(parts, known, strict=True))
-        total[name] = weighted / sum(known) if sum(known) else None
+        weighted = sum((part[name] or 0) * count for part, count in zip(parts, known_counts, strict=True))
+        total[name] = weighted / sum(known_counts) if sum(known_counts) else None
     return {**total, "max_gen_toks": max((part["max_gen_toks"] or 0 for part in parts), default=0) or None}
 
 

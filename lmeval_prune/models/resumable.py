@@ -269,10 +269,10 @@ class StoredAnswering:
         """Yield the indices of each call of the model, and the seed of its random numbers, if it samples."""
         everything, kind = range(len(pending.requests)), pending.kind
         grouped = [i for i in everything if kind == "generate_until" and self._is_grouped(pending.requests[i])]
-        rest = sorted({*everything} - {*grouped})
-        size = max(len(rest), 1) if self._reports(kind) or self.lm.world_size > 1 else self.store_every
-        for start in range(0, len(rest), size):
-            yield rest[start : start + size], None
+        ungrouped = sorted({*everything} - {*grouped})
+        size = max(len(ungrouped), 1) if self._reports(kind) or self.lm.world_size > 1 else self.store_every
+        for start in range(0, len(ungrouped), size):
+            yield ungrouped[start : start + size], None
         for start in range(0, len(grouped), self._group_size):
             group = grouped[start : start + self._group_size]
             yield group, int(digest([self.seed, [pending.keys[i] for i in group]]), 16) >> 1

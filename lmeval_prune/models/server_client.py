@@ -165,11 +165,11 @@ class ServerClient:
         result = {name: value for name, value in result.items() if value not in (None, NO_EFFECT.get(name))}
         for name in result:
             if name not in kind.generation_settings:
-                known = sorted(kind.generation_settings)
+                accepted = sorted(kind.generation_settings)
                 source = "the model's own " if name not in settings else ""
                 raise InputError(
                     f"{source}generation setting {name}={result[name]} cannot be sent to server={kind.name}"
-                    f"{did_you_mean(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
+                    f"{did_you_mean(name, accepted)}; it takes {', '.join(accepted)}: change gen_kwargs"
                 )
         return result
 

@@ -52,15 +52,15 @@ class ServerRecord:
     def __init__(self, path: Path | None, identity: Any, dtype: str, is_empty: bool) -> None:
         self.path, self.key, self.tolerance = path, digest(identity), TOLERANCES.get(dtype, TOLERANCE)
         self._before = self._read().get(self.key)
-        self._known = None if is_empty else self._before
+        self._signature = None if is_empty else self._before
         self._source = f"the server that gave the answers in {path.parent}" if path else ""
-        self._is_new = self._known is None
+        self._is_new = self._signature is None
 
     def check(self, url: str, signature: Signature) -> None:
         """Refuse a signature that differs from the known one by more than rounding; remember the first."""
-        if self._known is None:
-            self._known, self._source = signature, url
-        elif (difference := distance(self._known, signature)) > self.tolerance:
+        if self._signature is None:
+            self._signature, self._source = signature, url
+        elif (difference := distance(self._signature, signature)) > self.tolerance:
             stored = "" if self._is_new else f", or delete {self.path} if no answers are stored"
             raise InputError(
                 f"{url} gives other log-probabilities than {self._source}: they differ by {difference:.2g}, more than "
@@ -70,13 +70,13 @@ class ServerRecord:
 
     def save(self) -> None:
         """Write a new signature, when all checks have passed; that of another process, if it was first, is compared."""
-        if not self.path or not self._is_new or self._known is None:
+        if not self.path or not self._is_new or self._signature is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(lock_path(self.path)):
-            stored, measured = self._read(), self._known
+            stored, measured = self._read(), self._signature
             if (other := stored.get(self.key)) != self._before:
-                self._known, self._is_new = other, False
+                self._signature, self._is_new = other, False
                 self.check(self._source, measured)
                 return
             pairs = {

@@ -324,11 +324,13 @@ def lessons_of(
     lessons, without = list[Lesson](), list[int]()
     for index, question_answers in enumerate(answers):
         passing = rights[index] if keep == "right" else [True] * len(question_answers)
-        kept = [
+        lesson_answers = [
             answer for answer, passes in zip(question_answers, passing, strict=True) if passes and not answer.cut_off
         ]
-        lessons += [Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in kept)]
-        without += [] if kept else [index]
+        lessons += [
+            Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in lesson_answers)
+        ]
+        without += [] if lesson_answers else [index]
     counts = {
         "questions": len(questions),
         "answers": sum(map(len, answers)),

@@ -234,8 +234,8 @@ def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     if removes_heads:
         return counts
     multiple = budget.options.ffn_multiple
-    kept = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]
-    return [pool.size - min(pool.size - pool.removed, width) for pool, width in zip(pools, kept, strict=True)]
+    widths = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]
+    return [pool.size - min(pool.size - pool.removed, width) for pool, width in zip(pools, widths, strict=True)]
 
 
 def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
@@ -308,12 +308,12 @@ def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     costs = torch.tensor([float(REFERENCE_COSTS[pool.kind]) for pool in pools], dtype=torch.float64)
     scores = torch.cat([pool.scores for pool in pools])
     ranked, order = scores.sort(descending=True, stable=True)
-    kept = costs.repeat_interleave(torch.tensor([len(pool.units) for pool in pools]))[order].cumsum(0)
+    cumulative_costs = costs.repeat_interleave(torch.tensor([len(pool.units) for pool in pools]))[order].cumsum(0)
     total = float((costs * torch.tensor([pool.size for pool in pools])).sum())
     target = (1 - budget.ratio) * total
-    if not len(kept) or kept[-1] <= target:
+    if not len(cumulative_costs) or cumulative_costs[-1] <= target:
         return [pool.removed for pool in pools]
-    threshold = ranked[(kept - target).abs().argmin()]
+    threshold = ranked[(cumulative_costs - target).abs().argmin()]
     counts = [pool.removed + int((pool.scores <= threshold).sum()) for pool in pools]
     return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
 

@@ -105,10 +105,12 @@ class _LayerParts:
                 if end not in streams:
                     left_out.update(self.outputs[end:])
                     try:
-                        again = module.forward(*map(_uncached, inputs), **{k: _uncached(v) for k, v in named.items()})
+                        new_output = module.forward(
+                            *map(_uncached, inputs), **{k: _uncached(v) for k, v in named.items()}
+                        )
                     finally:
                         left_out.clear()
-                    streams[end] = _first(again)
+                    streams[end] = _first(new_output)
             add(part, streams[number], streams[number + 1])
 
 

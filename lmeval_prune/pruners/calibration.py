@@ -211,10 +211,13 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     plain = text
     if _begins_with_bos(tokenizer, text):
         plain = text.removeprefix(tokenizer.decode(_bos_token_id(tokenizer)))
-    whole, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :] if plain == text else []
+    with_special_tokens, bare = (
+        encode(tokenizer, plain, add_bos_token),
+        tokenizer.encode(plain, add_special_tokens=False),
+    )
+    for start in range(len(with_special_tokens) - len(bare) + 1):
+        if with_special_tokens[start : start + len(bare)] == bare:
+            return with_special_tokens[:start], with_special_tokens[start + len(bare) :] if plain == text else []
     raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
 
 

@@ -30,11 +30,11 @@ def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) 
     weight = weight.double().cpu()
     is_removed = torch.zeros(len(second), dtype=torch.bool)
     is_removed[sorted(removed)] = True
-    kept = ~is_removed
-    factor = torch.linalg.cholesky(second[kept][:, kept])
+    is_kept = ~is_removed
+    factor = torch.linalg.cholesky(second[is_kept][:, is_kept])
     solved = torch.zeros_like(weight)
-    solved[:, kept] = (
-        weight[:, kept] + torch.cholesky_solve(second[kept][:, is_removed] @ weight[:, is_removed].T, factor).T
+    solved[:, is_kept] = (
+        weight[:, is_kept] + torch.cholesky_solve(second[is_kept][:, is_removed] @ weight[:, is_removed].T, factor).T
     )
     return solved
 

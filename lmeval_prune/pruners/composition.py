@@ -36,7 +36,7 @@ _SECONDS = 60  # limit of the solver
 class Choice:
     """Levels of one block: what stays of it, what that is worth, and what it costs."""
 
-    kept: tuple[int, ...]  # numbers of units, ascending; the first is 0
+    unit_counts: tuple[int, ...]  # numbers of units, ascending; the first is 0
     values: tuple[float, ...]
     costs: tuple[float, ...]
 
@@ -46,7 +46,7 @@ class BlockCosts:
     """Costs of blocks with some of their units: parameters, or measured seconds."""
 
     of: Callable[[UnitPool, int], float | None]  # of the units of a pool that stay, by their number; None: unknown
-    whole: float  # of all blocks, with what earlier steps removed
+    total: float  # of all blocks, with what earlier steps removed
 
 
 def block_costs(
@@ -106,8 +106,8 @@ def choice_of(
     share = kept_score / max(kept_score[-1], 1e-300)
     step = 1 if pool.kind == HEADS else multiple or max(1, pool.size // _LEVELS)
     levels = [(k, cost) for k in (*range(0, count, step), count) if (cost := cost_of(pool, k)) is not None]
-    kept, costs = zip(*levels, strict=True)
-    return Choice(kept, tuple(max(0.0, block_score) * float(share[k]) for k in kept), costs)
+    unit_counts, costs = zip(*levels, strict=True)
+    return Choice(unit_counts, tuple(max(0.0, block_score) * float(share[k]) for k in unit_counts), costs)
 
 
 def best_levels(
@@ -126,7 +126,7 @@ def best_levels(
     Raises:
         InputError: no choice fits.
     """
-    offsets = np.cumsum([0, *(len(choice.kept) for choice in choices)])
+    offsets = np.cumsum([0, *(len(choice.unit_counts) for choice in choices)])
     values = np.concatenate([choice.values for choice in choices])
     costs = np.concatenate([choice.costs for choice in choices])
     owners = np.repeat(np.arange(len(choices)), np.diff(offsets))
@@ -180,13 +180,13 @@ def compose(
         for stack in sorted(stacks)
     ]
     levels, gap = best_levels(choices, limit, required)
-    kept = [choice.kept[level] for choice, level in zip(choices, levels, strict=True)]
-    removed = removed_by(pools, [pool.size - count for pool, count in zip(pools, kept, strict=True)], before)
-    removed |= {_block(pool): {0} for pool, count in zip(pools, kept, strict=True) if not count}
+    unit_counts = [choice.unit_counts[level] for choice, level in zip(choices, levels, strict=True)]
+    removed = removed_by(pools, [pool.size - count for pool, count in zip(pools, unit_counts, strict=True)], before)
+    removed |= {_block(pool): {0} for pool, count in zip(pools, unit_counts, strict=True) if not count}
     cost = sum(choice.costs[level] for choice, level in zip(choices, levels, strict=True))
     value = sum(choice.values[level] for choice, level in zip(choices, levels, strict=True))
     total_value = sum(choice.values[-1] for choice in choices)
-    composition = {pool.key: [count, pool.size] for pool, count in zip(pools, kept, strict=True)}
+    composition = {pool.key: [count, pool.size] for pool, count in zip(pools, unit_counts, strict=True)}
     kept_score = value / total_value if total_value else 1.0
     return removed, {"composition": composition, "kept_score": kept_score, "kept_cost": cost, "mip_gap": gap}
 

@@ -124,8 +124,8 @@ class PruneOptions(Settings):
         skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
         layers = f" in all layers but {skipped}" if skipped else ""
         counted = "measured time" if self.budget == "latency" else "parameters"
-        whole = ", or of their blocks as a whole," if self.allocation == "composition" else ""
-        return f"{100 * self.ratio:.4g}% of the {counted} of {kinds}{whole}{layers}"
+        blocks = ", or of their blocks as a whole," if self.allocation == "composition" else ""
+        return f"{100 * self.ratio:.4g}% of the {counted} of {kinds}{blocks}{layers}"
 
     @property
     def kinds(self) -> tuple[str, ...]:

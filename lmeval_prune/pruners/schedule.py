@@ -151,7 +151,7 @@ def _composed(model_map: ModelMap, budget: Budget, scores: Scores, removed: Remo
     """Choose what stays of each block; return everything removed so far, and notes for the plan."""
     pools, options = unit_pools(model_map, budget, scores.values, removed), budget.options
     costs, notes = block_costs(model_map, options, pools)
-    limit = (1 - budget.ratio) * costs.whole
+    limit = (1 - budget.ratio) * costs.total
     # of a cut block, a 32nd is not among the sizes of a table: all of its sizes are levels
     multiple = options.ffn_multiple if options.ffn_multiple > 1 or options.costs else None
     after, composition = compose(pools, scores.values, limit, removed, multiple, costs.of)
@@ -160,7 +160,7 @@ def _composed(model_map: ModelMap, budget: Budget, scores: Scores, removed: Remo
     members = {pool.key: len(pool.units[0]) if pool.units else gone[pool.key] // pool.size for pool in pools}
     parameters = sum(pool.cost * gone[pool.key] / members[pool.key] for pool in pools)
     notes["parameters"] = {"removable": round(sum(pool.total for pool in pools)), "removed": round(parameters)}
-    return after, {**notes, **composition, "whole_cost": costs.whole}
+    return after, {**notes, **composition, "whole_cost": costs.total}
 
 
 def _record(

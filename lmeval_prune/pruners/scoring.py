@@ -49,8 +49,8 @@ def scored_questions(pruners: Mapping[str, Pruner], kinds: Collection[str]) -> d
     It is `seen`, their digests, as routers have it; nothing for methods that score by no outcomes.
     """
     methods = dict.fromkeys(pruners.get(kind, pruners[HEADS]) for kind in kinds)
-    seen = sorted({digest(text) for method in methods for text in method.questions()})
-    return {"seen": seen} if seen else {}
+    digests = sorted({digest(text) for method in methods for text in method.questions()})
+    return {"seen": digests} if digests else {}
 
 
 def score(
@@ -76,9 +76,9 @@ def score(
     for group in filter(None, (*groups, depth)):
         pruner = pruners.get(group[0], pruners[HEADS])
         name = _name_of(pruner, group, text, removed) if store else ""
-        known = store.load(name) if store else None
-        if known:
-            scores = Scores(*known)
+        stored_scores = store.load(name) if store else None
+        if stored_scores:
+            scores = Scores(*stored_scores)
         else:
             sums = store.sums(name) if store and {*group} <= {*DEPTH_KINDS} else None
             scores = _computed(pruner, model_map, group, text, removed, earlier, sums)

@@ -99,14 +99,14 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
     Returns:
         Two-sided p-values, at least 1 / (draws + 1), shape (tests,); NaN where a difference is NaN.
     """
-    known = ~np.isnan(differences).any(0)
-    ps = np.where(known, 1.0, np.nan)
-    if len(differences) > 1 and known.any():
-        kept = differences[:, known]
+    is_complete = ~np.isnan(differences).any(0)
+    ps = np.where(is_complete, 1.0, np.nan)
+    if len(differences) > 1 and is_complete.any():
+        complete = differences[:, is_complete]
         # SciPy flips the signs of a vector of ones; its product with the differences gives the sums of all tests.
         tested = stats.permutation_test(
             (np.ones(len(differences)),),
-            lambda signs, axis: np.abs(signs @ kept),
+            lambda signs, axis: np.abs(signs @ complete),
             permutation_type="samples",
             vectorized=True,
             n_resamples=draws,
@@ -114,7 +114,7 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
             alternative="greater",
             rng=np.random.default_rng(seed),
         )
-        ps[known] = tested.pvalue
+        ps[is_complete] = tested.pvalue
     return ps
 
 

@@ -156,13 +156,13 @@ class Prose:
         start, opener, depth = 0, "", 0
         for boundary in _BOUNDARY.finditer(self.outline):
             position = boundary.start()
-            seen = "#" in self.outline[start:position]
+            has_number = "#" in self.outline[start:position]
             if boundary["open"]:
-                ends = depth == 0 and seen and self._is_remark(position)
+                ends = depth == 0 and has_number and self._is_remark(position)
             elif boundary["close"]:
                 ends = depth <= 1 and opener == "("
             else:
-                ends = (depth == 0 or opener == "(") and (seen or bool(boundary["stop"]))
+                ends = (depth == 0 or opener == "(") and (has_number or bool(boundary["stop"]))
             depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
                 yield start, position, opener

@@ -56,10 +56,10 @@ def _letter(words: str) -> str:
 
 def _halved(time: re.Match[str], other: re.Match[str]) -> tuple[str, str | None]:
     """Return a time and its half of the day; beside one with its half, a time of 24 hours in the hours of 12."""
-    hour, _, rest = str(time[1]).partition(":")
+    hour, _, minutes = str(time[1]).partition(":")
     if time[2] or not other[2] or 1 <= int(hour) <= 12 or int(hour) > 23:
         return time[1], time[2]
-    return f"{int(hour) % 12 or 12}:{rest}", "p" if int(hour) > 12 else "a"
+    return f"{int(hour) % 12 or 12}:{minutes}", "p" if int(hour) > 12 else "a"
 
 
 def _words(text: str) -> str:

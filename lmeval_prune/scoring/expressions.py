@@ -31,8 +31,8 @@ _MIXED = re.compile(  # 3 1/2, 3(1/2)
 
 def _literal(mixed: re.Match[str]) -> str:
     """Return `a@b`, a fraction that nobody has to compute, for `3 1/2`; `2(6/3)` is a product."""
-    whole, _, top, bottom = mixed.groups()
-    return mixed[0] if int(top) >= int(bottom) else f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
+    integer, _, top, bottom = mixed.groups()
+    return mixed[0] if int(top) >= int(bottom) else f"({int(integer) * int(bottom) + int(top)}@{int(bottom)})"
 
 
 def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction | None:

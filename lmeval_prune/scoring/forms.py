@@ -22,12 +22,12 @@ class Form:
     Attributes:
         kind: base, ratio, matrix, determinant, equation, list, tuple, relation, words, or single.
         parts: forms, or texts of single expressions.
-        rest: delimiters, the size of a matrix, a base.
+        details: delimiters, the size of a matrix, a base.
     """
 
     kind: str
     parts: tuple[Form | str, ...]
-    rest: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 _Rule = Callable[[str, int], "Form | str | None"]
@@ -124,7 +124,7 @@ def _scaled_matrix(text: str, depth: int) -> Form | None:
     if not scaled or not isinstance(matrix, Form):
         return None
     factor = "-1" if scaled[1] == "-" else scaled[1]
-    return Form(matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in matrix.parts), matrix.rest)
+    return Form(matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in matrix.parts), matrix.details)
 
 
 def _assignment(text: str, depth: int) -> Form | None:

@@ -92,8 +92,8 @@ def _content(formula: re.Match[str]) -> str:
 def _result(formula: str) -> str:
     r"""Return what a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
     if _ROWS.search(formula):
-        kept = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
-        rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
+        masked = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+        rows = [row for row in _ROWS.sub(" ", masked).split("\\\\") if row.strip()]
         formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
         formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
     return _END.sub("", flat(formula))

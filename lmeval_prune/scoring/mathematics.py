@@ -30,9 +30,9 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
     if isinstance(answer, str) and isinstance(gold, str):
         return leaf(answer, gold)
     a, g = (form if isinstance(form, Form) else Form("single", (form,)) for form in (answer, gold))
-    if r"\langle" in (*a.rest, *g.rest):  # a vector is written as a tuple or a column, too
+    if r"\langle" in (*a.details, *g.details):  # a vector is written as a tuple or a column, too
         a, g = (Form("tuple", form.parts, ("(", ")")) if _is_vector(form) else form for form in (a, g))
-    if g.kind == "tuple" and g.rest == ("(", ")"):
+    if g.kind == "tuple" and g.details == ("(", ")"):
         a = _coordinates(a)
     same = next((same for kind, same in _COMPARISONS.items() if kind in (a.kind, g.kind)), _same_parts)
     return same(a, g, leaf)
@@ -40,7 +40,7 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
 
 def _same_parts(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """Compare part by part, in order."""
-    if answer.kind != gold.kind or answer.rest != gold.rest or len(answer.parts) != len(gold.parts):
+    if answer.kind != gold.kind or answer.details != gold.details or len(answer.parts) != len(gold.parts):
         return False
     return _every(compare(a, g, leaf) for a, g in zip(answer.parts, gold.parts, strict=True))
 
@@ -53,12 +53,12 @@ def _coordinates(form: Form) -> Form:
 
 
 def _is_vector(form: Form) -> bool:
-    return form.rest[:1] in ((r"\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.rest)
+    return form.details[:1] in ((r"\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.details)
 
 
 def _every(results: Iterable[bool | None]) -> bool | None:
-    known = list(results)
-    return False if False in known else None if None in known else True
+    part_results = list(results)
+    return False if False in part_results else None if None in part_results else True
 
 
 def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
@@ -66,7 +66,7 @@ def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
     return (
         answer.kind == gold.kind
         and answer.parts == gold.parts
-        and (answer.rest == gold.rest or ("",) in (answer.rest, gold.rest))
+        and (answer.details == gold.details or ("",) in (answer.details, gold.details))
     )
 
 
@@ -96,7 +96,7 @@ def _kind_of_name(name: str) -> str:
 
 def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """Compare in any order, or by names: a = 1, b = 2. A set is a list, but no tuple; one thing is a list of one."""
-    if {answer.kind, gold.kind} & _ORDERED and "union" not in (*answer.rest, *gold.rest):
+    if {answer.kind, gold.kind} & _ORDERED and "union" not in (*answer.details, *gold.details):
         return False
     members, left = _members(answer), _members(gold)
     if len(members) != len(left) or len(members) > MAX_PARTS:
@@ -130,7 +130,7 @@ def _members(form: Form) -> list[tuple[str, Form | str]]:
 def _same_bases(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare digits and bases; where the answer says no base, it is the gold one's, and 10 where the gold one says none."""
     digits = [re.sub(r"[\s,]", "", _text_of(form)).upper() for form in (answer, gold)]
-    base, gold_base = ((form.rest or ("",))[0] if form.kind == "base" else "" for form in (answer, gold))
+    base, gold_base = ((form.details or ("",))[0] if form.kind == "base" else "" for form in (answer, gold))
     return digits[0] == digits[1] and (not base or base == (gold_base or "10"))
 
 
@@ -220,13 +220,13 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
         easy = easy_verdict(expression, gold_expression)
         if easy is not None:
             return easy
-        known = _KNOWN.get((expression, gold_expression))
-        if known is None:
+        verdict = _KNOWN.get((expression, gold_expression))
+        if verdict is None:
             needed[expression, gold_expression] = None
             return None
-        if known in ("timeout", "crash"):
-            failed.append(known)
-        return known == "equal"
+        if verdict in ("timeout", "crash"):
+            failed.append(verdict)
+        return verdict == "equal"
 
     answer = _in_radians(answer) if "pi" in gold else answer
     answer = _once(answer) if "(" in answer else answer
@@ -249,8 +249,8 @@ def _same_numbers(answer: str, gold: str) -> bool | None:
 def _once(answer: str) -> str:
     """Return the first of two numbers of an answer that says one number twice: `49/5 (9.8)`."""
     twice = _TWICE.fullmatch(line(answer))
-    number, again = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
-    return str(twice[1]) if twice and number and again and same_number(number, again, exact=True) else answer
+    number, repetition = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
+    return str(twice[1]) if twice and number and repetition and same_number(number, repetition, exact=True) else answer
 
 
 def _in_radians(answer: str) -> str:

@@ -158,11 +158,13 @@ def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     return None if number is None or prose.is_part(number, start, stop) else number
 
 
-def _has_alternatives(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:
+def _has_alternatives(prose: Prose, clause: Clause, number: int, later_clauses: Sequence[Clause]) -> bool:
     """Return whether what follows makes a number one of several: a list, an alternative, or another name's value."""
-    if not rest or rest[0].opener not in _LIST_STOPS:
+    if not later_clauses or later_clauses[0].opener not in _LIST_STOPS:
         return False
-    following = next((c for c in rest if c.opener not in (",", "、") or _others(prose, c, number)), rest[-1])
+    following = next(
+        (c for c in later_clauses if c.opener not in (",", "、") or _others(prose, c, number)), later_clauses[-1]
+    )
     if len(following.sides) == 1:
         return _is_listed(prose, following, number)
     if len(clause.sides) == 1 or not clause.equates or prose.within(*clause.sides[0]):

@@ -167,8 +167,8 @@ def _following(text: str, start: int) -> tuple[int, str]:
     content = body[: display.end()] if display else line.rstrip(" |") if line.count("|") % 2 else line  # a cell, or |x|
     end = start + opened + len(content)
     if before.endswith(('"', "'")):  # quoted, or JSON
-        quoted, quote, rest = content.partition(before[-1])
-        content = quoted if quote and not rest.strip(" .,;!?}])`") else content
+        quoted, quote, after_quote = content.partition(before[-1])
+        content = quoted if quote and not after_quote.strip(" .,;!?}])`") else content
         content = content.replace("\\\\", "\\") if _KEY_END.search(text, max(0, start - 9), start) else content
     elif text[max(0, start - 2) : start].strip(": ") in ('"', "'"):
         content = re.split(r"\](?=\s*[,}])" if content.startswith("[") else r"\s*[,}](?!\d)", content, maxsplit=1)[0]
@@ -265,12 +265,14 @@ def _without_notes(text: str) -> str:
     notes = _NOTES.search(text, max(0, len(text) - MAX_END))
     if not notes:
         return text
-    rest, marks = text[: notes.start()], 0
+    before_notes, marks = text[: notes.start()], 0
     for mark in list(dict.fromkeys(re.findall(_NOTE_MARK, notes.group())))[:MAX_NOTES]:
         mark = re.escape(mark)
-        rest, count = re.subn(rf"(?m)^((?:(?!{mark}).)*[\w.,;%)!?]) ?{mark}(?=[\s.,;:!?]|$)", r"\1", rest)
+        before_notes, count = re.subn(
+            rf"(?m)^((?:(?!{mark}).)*[\w.,;%)!?]) ?{mark}(?=[\s.,;:!?]|$)", r"\1", before_notes
+        )
         marks += count
-    return rest if marks else text
+    return before_notes if marks else text
 
 
 def _without_options(text: str) -> str:
@@ -290,11 +292,11 @@ def _last_line(text: str) -> str:
 
 def _extract(text: str, reader: Reader) -> Extraction:
     stated = [s for s in statements(text)[-2 * MAX_STATEMENTS :] if not _REMARK.fullmatch(_sentence(s.content))]
-    rest = text  # in which the end of the response is looked for
+    remaining_text = text  # in which the end of the response is looked for
     ends = [statement.start for statement in stated[1:]] + [len(text)]
     for statement, until in reversed(list(zip(stated, ends, strict=False))[-MAX_STATEMENTS:]):
         if assumption := _assumption(text, statement):
-            rest = _blanked(rest, *assumption)
+            remaining_text = _blanked(remaining_text, *assumption)
             continue
         content, following = _stated(statement, reader)
         following += text[statement.end : until]
@@ -305,14 +307,14 @@ def _extract(text: str, reader: Reader) -> Extraction:
             later = reader.read_end(_after(following, back))
             if later is not None:
                 return Extraction(later, "end")
-            rest = _blanked(rest, 0, until)
+            remaining_text = _blanked(remaining_text, 0, until)
         elif following.lstrip(" *_\"')").startswith(("?", "？")):
-            rest = _blanked(rest, statement.start, statement.end)
+            remaining_text = _blanked(remaining_text, statement.start, statement.end)
         else:
             answer = reader.read(_concluding_bold(statement, following, reader) or content, statement.how)
             if answer is not None and not _begins_a_solution(statement, following, reader):
                 return Extraction(answer, statement.how)
-    return _end(rest, reader)
+    return _end(remaining_text, reader)
 
 
 def _concluding_bold(statement: Statement, following: str, reader: Reader) -> str:

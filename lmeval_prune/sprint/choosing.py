@@ -73,8 +73,8 @@ def equality_of(tasks: Mapping[str, Mapping[str, Any]]) -> Same:
 
 def extraction_note(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     """Return what a report says of answers that are extracted by the form of the gold answer; empty for others."""
-    known = {f"{function.__module__}:{function.__qualname__}" for function in GOLD_FORMS}
-    if not any(str(task.get("scoring")) in known for task in tasks.values()):
+    gold_forms = {f"{function.__module__}:{function.__qualname__}" for function in GOLD_FORMS}
+    if not any(str(task.get("scoring")) in gold_forms for task in tasks.values()):
         return ""
     return (
         "The scoring of this task extracts answers by the form of the gold answer (a number, a text, …), so these "
@@ -136,10 +136,10 @@ def accuracy_at(
     votes = _Votes(outcomes)
     tries = tries_of(policy, outcomes, max(ns), mix)
     weights = policy.vote_weights(outcomes.texts, tries)
-    known = {"weighted": weights is not None, "likelihood": votes.has_logprobs(tries)}
+    is_available = {"weighted": weights is not None, "likelihood": votes.has_logprobs(tries)}
     same = equality_of(outcomes.tasks)
     result = {}
-    for rule in (rule for rule in rules if known.get(rule, True)):
+    for rule in (rule for rule in rules if is_available.get(rule, True)):
         values, replicates = np.zeros((2, len(tries), len(ns))), []
         for column, n in enumerate(ns):
             count = min(votes.replicates(i, row[:n]) for i, row in enumerate(tries))
@@ -186,9 +186,9 @@ class _Votes:
     def replicates(self, row: int, tries: Sequence[Attempt]) -> int:
         """Return how many disjoint sets of samples a question has for some tries; 1 if all are greedy."""
         used = Counter(attempt.kind for attempt in tries if attempt.is_sampled)
-        sets = {kind: len(self.samples.known(row, kind)) // number for kind, number in used.items()}
+        sets = {kind: len(self.samples.known_columns(row, kind)) // number for kind, number in used.items()}
         if few := [kind for kind, number in sets.items() if not number]:
-            have, kind = len(self.samples.known(row, few[0])), Attempt(*few[0])
+            have, kind = len(self.samples.known_columns(row, few[0])), Attempt(*few[0])
             raise InputError(f"question {row} of the test store has {have} samples of {kind}, too few; sweep more")
         return min(sets.values(), default=1)
 
@@ -213,7 +213,7 @@ class _Votes:
             """Return the column of a try: sample n is the n-th that is known, after those of earlier replicates."""
             if not attempt.is_sampled:
                 return self.samples.columns[attempt.kind][0]
-            return self.samples.known(row, attempt.kind)[attempt.draw + replicate * used[attempt.kind]]
+            return self.samples.known_columns(row, attempt.kind)[attempt.draw + replicate * used[attempt.kind]]
 
         columns = [column(attempt) for attempt in tries]
         z = self.outcomes.z[row, columns]

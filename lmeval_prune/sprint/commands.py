@@ -114,8 +114,10 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
     if path.is_file():
         router = read_json(path)
         before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
-        known = {name: value for name, value in _by_option(json.loads(json.dumps(settings))).items() if name in before}
-        check_same_settings(known, before, Path(output), {})
+        shared_settings = {
+            name: value for name, value in _by_option(json.loads(json.dumps(settings))).items() if name in before
+        }
+        check_same_settings(shared_settings, before, Path(output), {})
 
 
 def _by_option(settings: dict[str, Any]) -> dict[str, Any]:

@@ -107,14 +107,14 @@ class Samples:
         attempts = [(Attempt.named(name), column) for column, name in enumerate(outcomes.pool)]
         for attempt, column in sorted(attempts, key=lambda pair: pair[0].draw):
             self.columns.setdefault(attempt.kind, []).append(column)
-        self.known = cache(self._known)
+        self.known_columns = cache(self._known_columns)
 
     def check(self, kinds: Iterable[Kind]) -> None:
         """Refuse kinds that the store lacks."""
         if missing := [str(Attempt(*kind)) for kind in kinds if kind not in self.columns]:
             raise UnknownOutcomeError(f"the test store has no {missing[0]}", "sweep it too")
 
-    def _known(self, row: int, kind: Kind) -> list[int]:
+    def _known_columns(self, row: int, kind: Kind) -> list[int]:
         """Return the columns of a kind whose outcome at a question is known."""
         return [column for column in self.columns.get(kind, ()) if not np.isnan(self.outcomes.z[row, column])]
 
@@ -122,13 +122,13 @@ class Samples:
         """Return the chance that some of m draws of each kind is right; `UnknownOutcomeError` if fewer are known."""
         groups = []
         for kind, m in drawn.items():
-            columns, known = self.columns[kind], self.known(row, kind)
+            columns, observed = self.columns[kind], self.known_columns(row, kind)
             if m > len(columns):
                 problem = f"the test store has only {len(columns)} of {m} samples of {Attempt(*kind)}"
                 raise UnknownOutcomeError(problem, "sweep more")
-            if m > len(known):
+            if m > len(observed):
                 raise unknown_outcomes(self.outcomes.z[:, columns], [str(Attempt(*kind))], row)
-            groups.append((len(known), int(self.outcomes.z[row, known].sum()), m))
+            groups.append((len(observed), int(self.outcomes.z[row, observed].sum()), m))
         return pass_mixed(groups)
 
     def tokens_of(self, row: int, drawn: Mapping[Kind, int]) -> float:
@@ -136,7 +136,7 @@ class Samples:
         tokens = self.outcomes.tokens
         if tokens is None:
             return float("nan")
-        return float(sum(m * tokens[row, self.known(row, kind)].mean() for kind, m in drawn.items()))
+        return float(sum(m * tokens[row, self.known_columns(row, kind)].mean() for kind, m in drawn.items()))
 
 
 def sampled_temperatures(outcomes: Outcomes, least: int) -> list[float]:
@@ -186,8 +186,8 @@ def random_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> 
     ks = [min(k, len(pool)) for k in range(1, n + 1)]
     values = np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts])
     part = outcomes.columns(pool).tokens
-    known = part is not None and bool(np.isfinite(part).all())
-    return Curve(name, "exact", values, tokens=part.mean(1)[:, None] * np.array(ks) if known else None)  # type: ignore
+    has_tokens = part is not None and bool(np.isfinite(part).all())
+    return Curve(name, "exact", values, tokens=part.mean(1)[:, None] * np.array(ks) if has_tokens else None)  # type: ignore
 
 
 def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:

@@ -55,14 +55,14 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
 
     Texts are embedded one at a time, so that rounding, which may decide a ranking, does not depend on other texts.
     """
-    known = _EMBEDDINGS.setdefault(encoder, {})
-    new = [text for text in dict.fromkeys(texts) if text not in known]
+    vectors_by_text = _EMBEDDINGS.setdefault(encoder, {})
+    new = [text for text in dict.fromkeys(texts) if text not in vectors_by_text]
     if new:
         embeddings = encoder.encode(new, batch_size=1, convert_to_tensor=True, show_progress_bar=len(new) > 500)
         vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()
         check_finite({"vectors": vectors}, "the sentence encoder")
-        known.update(zip(new, vectors, strict=True))
-    return torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
+        vectors_by_text.update(zip(new, vectors, strict=True))
+    return torch.stack([vectors_by_text[text] for text in texts]) if texts else torch.empty(0)
 
 
 def warn_of_long_texts(encoder: Any, texts: Sequence[str]) -> None:

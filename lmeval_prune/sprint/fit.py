@@ -199,8 +199,8 @@ def _calibrate(router: Router, examples: Examples) -> tuple[tuple[float, float],
     p = router.chances(x) if len(z) else None
     if p is None:
         return (1.0, 0.0), None
-    solved, known = (examples.z == 1).double().sum(0), (~examples.z.isnan()).double().sum(0)
-    rates = ((solved + 1) / (known + 2)).expand(len(z), -1)
+    solved, observed = (examples.z == 1).double().sum(0), (~examples.z.isnan()).double().sum(0)
+    rates = ((solved + 1) / (observed + 2)).expand(len(z), -1)
     scores = {**calibration.cross_fitted(p, z), "training_accuracy": calibration.scores(rates, z)}
     return calibration.platt(p, z), scores
 

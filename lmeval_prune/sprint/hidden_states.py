@@ -36,9 +36,9 @@ def add_hidden_states(lm: Any, tasks: Mapping[str, Any], folder: Path, model: di
         folder: the outcome store.
         model: identity of the model in the store.
     """
-    known = read_states(folder, model)
+    stored_states = read_states(folder, model)
     requests = {digest(request.args[0]): request for task in tasks.values() for request in task.instances}
-    missing = {prompt: request for prompt, request in requests.items() if prompt not in known}
+    missing = {prompt: request for prompt, request in requests.items() if prompt not in stored_states}
     path = folder / f"{PREFIX}{lm.rank}.safetensors"
     states = _read(path, model) if path.exists() else {}
     written = time.monotonic()

@@ -123,8 +123,8 @@ def greedy_cover(z: np.ndarray, size: int) -> list[int]:
     solved = z == 1
     unsolved, chosen = np.ones(len(z), bool), []
     for _ in range(size):
-        rest = [j for j in range(z.shape[1]) if j not in chosen]
-        column = max(rest, key=lambda j: (solved[unsolved, j].sum(), solved[:, j].sum(), -j))
+        unchosen = [j for j in range(z.shape[1]) if j not in chosen]
+        column = max(unchosen, key=lambda j: (solved[unsolved, j].sum(), solved[:, j].sum(), -j))
         chosen.append(column)
         unsolved &= ~solved[:, column]
     return chosen

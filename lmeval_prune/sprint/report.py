@@ -109,8 +109,8 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
 
 def complete(names: Sequence[str], outcomes: Outcomes) -> list[str]:
     """Return the columns among `names` whose outcomes are known at every question."""
-    known = {name for name, column in zip(outcomes.pool, outcomes.observed.T, strict=True) if column.all()}
-    return [name for name in names if name in known]
+    complete_names = {name for name, column in zip(outcomes.pool, outcomes.observed.T, strict=True) if column.all()}
+    return [name for name in names if name in complete_names]
 
 
 def _left_out(options: ReportOptions, test: Outcomes, router: Router | None, missing: Mapping[str, str]) -> str:
@@ -123,8 +123,8 @@ def _left_out(options: ReportOptions, test: Outcomes, router: Router | None, mis
         missing: by name of a curve that was not computed, what it lacks.
     """
     pool = _pool(test, router)
-    known = set(complete(test.pool, test))
-    partly = [name for name in dict.fromkeys([*pool, *test.greedy().pool]) if name not in known]
+    complete_names = set(complete(test.pool, test))
+    partly = [name for name in dict.fromkeys([*pool, *test.greedy().pool]) if name not in complete_names]
     parts = []
     for reason in dict.fromkeys(missing.values()):
         names = [repr(name) for name, own_reason in missing.items() if own_reason == reason]
@@ -395,8 +395,8 @@ def pass_table(curves: Sequence[Curve]) -> str:
 
 def cost_table(curves: Sequence[Curve]) -> str:
     """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
-    known = [(curve.name, curve.mean_tokens) for curve in curves if curve.mean_tokens is not None]
-    rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in known]
+    measured = [(curve.name, curve.mean_tokens) for curve in curves if curve.mean_tokens is not None]
+    rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in measured]
     if not rows:
         return ""
     return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])

@@ -52,7 +52,7 @@ class Routing(HeadRouter):
         self._reads_states = False
         self._states: dict[str, torch.Tensor] = {}  # last hidden states by question
         self._prompts: dict[str, str] = {}  # digests of their prompts
-        self._seen: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
+        self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
         self._settings: list[dict[str, Any]] = []  # of the tasks that these are from
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
@@ -79,7 +79,7 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self._reads_states, self._seen = router.reads_states, frozenset(router.about.get("seen", ()))
+        self._reads_states, self._training_questions = router.reads_states, frozenset(router.about.get("seen", ()))
         if self._reads_states:
             router = replace(
                 router, states=lambda questions: torch.stack([self._states[question] for question in questions])
@@ -103,7 +103,10 @@ class Routing(HeadRouter):
             policy = {"best": policies.best, "cover": policies.cover, "oracle": policies.oracle}[self.source](outcomes)
         self.policy, self.records = policy, outcomes.variants
         if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
-            self._seen, self._settings = frozenset(map(digest, outcomes.texts)), list(outcomes.tasks.values())
+            self._training_questions, self._settings = (
+                frozenset(map(digest, outcomes.texts)),
+                list(outcomes.tasks.values()),
+            )
             if outcomes.uneven:
                 logger.warning("%s: %s", arguments.router_store, outcomes.uneven)
         return question_field(outcomes.tasks)
@@ -142,8 +145,8 @@ class Routing(HeadRouter):
         tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
         new = [key for key in tasks if key not in self.tries]
         questions = list(dict.fromkeys(question for question, _ in new))
-        if self._seen:
-            self._warn_of_seen(questions, lm)
+        if self._training_questions:
+            self._warn_of_training_questions(questions, lm)
         if self._settings and lm.rank == 0:
             self._warn_of_settings(requests, lm.tokenizer)
         orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
@@ -156,11 +159,11 @@ class Routing(HeadRouter):
             names = list(map(str, attempts))
             self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
 
-    def _warn_of_seen(self, questions: Sequence[str], lm: Any) -> None:
+    def _warn_of_training_questions(self, questions: Sequence[str], lm: Any) -> None:
         """Warn of questions, of all processes, whose outcomes the policy was made from."""
         parts = lm.gather_from_ranks([digest(question) for question in questions])
         answered = {name for part in parts for name in part}
-        repeated = answered & self._seen - self._repeated
+        repeated = answered & self._training_questions - self._repeated
         self._repeated |= repeated
         if repeated and lm.rank == 0:
             logger.warning(
@@ -233,8 +236,8 @@ class Routing(HeadRouter):
         """Return the description of the policy for the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
-        seen = {"training_questions": len(self._repeated)} if self._repeated else {}
-        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note, **seen}
+        repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
+        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note, **repeated}
 
 
 def describe_interventions(interventions: list[Any]) -> str:

@@ -94,10 +94,10 @@ class SweepScores(Pruner):
     def _ordered(self, drops: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Fill in unknown drops, and order equal ones by norms: each rank adds less than the next drop."""
         flat, sizes = torch.cat([*drops.values()]).round(decimals=9), [len(values) for values in drops.values()]
-        known = flat[~flat.isnan()]
-        distinct = known.unique()
+        known_drops = flat[~flat.isnan()]
+        distinct = known_drops.unique()
         gap = float(distinct.diff().min()) if len(distinct) > 1 else 1.0
-        flat = flat.nan_to_num(float(distinct[-1]) + gap if self.unknown == "last" else float(known.mean()))
+        flat = flat.nan_to_num(float(distinct[-1]) + gap if self.unknown == "last" else float(known_drops.mean()))
         ranks = torch.cat([norms[key] for key in drops]).argsort(stable=True).argsort(stable=True)
         ordered = flat + 0.5 * gap * ranks / len(flat)
         return dict(zip(drops, ordered.split(sizes), strict=True))

@@ -79,9 +79,9 @@ def _plans(model_map: ModelMap, levels: int, layers: int) -> Iterator[tuple[tupl
     yield (ATTENTION, "0"), Plan(blocks=f"{last}.{ATTENTION}")
     counts = _spread(kv_heads, levels) if not uncuttable(model_map) else [kv_heads]
     for count in counts if kv_heads > 1 else _spread(heads, levels):
-        kept = count * group if kv_heads > 1 else count
-        plan = Plan(f"{last}H{kept}-{heads - 1}") if kept < heads else None
-        yield (ATTENTION, f"{kept}/{count if kv_heads > 1 else 1}"), plan
+        head_count = count * group if kv_heads > 1 else count
+        plan = Plan(f"{last}H{head_count}-{heads - 1}") if head_count < heads else None
+        yield (ATTENTION, f"{head_count}/{count if kv_heads > 1 else 1}"), plan
     yield (FEED_FORWARD, "0"), Plan(blocks=f"{last}.{FEED_FORWARD}")
     for count in _spread(block.channels, levels):
         lost = {f"L{index}": f"{count}-{block.channels - 1}" for index in range(1, layers + 1)}

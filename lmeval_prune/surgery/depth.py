@@ -60,15 +60,15 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
     if not removed:
         return Depth(earlier)
     affected = list(dict.fromkeys(sublayer.layer for sublayer in removed))
-    kept = [sublayer for sublayer in model_map.sublayers if sublayer not in removed]
-    norms = [module for layer in affected for module in _norms(model_map.model.get_submodule(layer), kept)]
+    staying = [sublayer for sublayer in model_map.sublayers if sublayer not in removed]
+    norms = [module for layer in affected for module in _norms(model_map.model.get_submodule(layer), staying)]
     parts = {module: role for sublayer in removed for module, role in _modules_of(sublayer)}
     traced = [*parts, *norms, *(model_map.model.get_submodule(layer) for layer in affected)]
     calls, logits, dead = _trace(model_map, plan, traced, norms)
     layers, absent = {}, dict(earlier)
     for layer in affected:
         call = calls[model_map.model.get_submodule(layer)]
-        if not any(sublayer.layer == layer for sublayer in kept) and call.returns_input and call.outputs:
+        if not any(sublayer.layer == layer for sublayer in staying) and call.returns_input and call.outputs:
             layers[layer] = call.outputs
     for module, role in (parts | dict.fromkeys(dead, _PASSES)).items():
         call, name = calls[module], names[module]
@@ -113,9 +113,9 @@ def _modules_of(sublayer: Sublayer) -> Iterator[tuple[nn.Module, str]]:
         yield sublayer.module, _COMPUTES
 
 
-def _norms(layer: nn.Module, kept: Sequence[Sublayer]) -> list[nn.Module]:
+def _norms(layer: nn.Module, staying: Sequence[Sublayer]) -> list[nn.Module]:
     """Return modules of a layer with vectors as parameters, outside of the blocks that stay."""
-    inside = {part for sublayer in kept if sublayer.module is not layer for part in sublayer.module.modules()}
+    inside = {part for sublayer in staying if sublayer.module is not layer for part in sublayer.module.modules()}
     modules = [module for module in layer.modules() if module not in inside and not any(module.children())]
     return [
         module

@@ -35,8 +35,8 @@ class KeptHeads:
         fillers: list[int] = []
         for g, heads in remaining.items():
             fillers += [head for head in groups[g] if head not in heads][: largest - len(heads)]
-        kept = sorted([*fillers, *(head for heads in remaining.values() for head in heads)])
-        return cls(layer, tuple(kept), tuple(remaining), tuple(fillers))
+        staying = sorted([*fillers, *(head for heads in remaining.values() for head in heads)])
+        return cls(layer, tuple(staying), tuple(remaining), tuple(fillers))
 
     @property
     def unchanged(self) -> bool:
@@ -147,7 +147,7 @@ class Kept:
         """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
         blocks = [block for block in self.model_map.feed_forward if block.label in self.channels]
         widths = {(block.stack, len(self.channels[block.label])) for block in blocks}
-        counts = {(len(kept.heads), len(kept.kv_heads)) for kept in self.heads}
+        counts = {(len(heads.heads), len(heads.kv_heads)) for heads in self.heads}
         return bool(self.depth.absent) or len(counts) > 1 or len(widths) > len({block.stack for block in blocks})
 
 
@@ -176,10 +176,10 @@ def _is_last_attention(sublayer: Sublayer, model_map: ModelMap, removed: Sequenc
     )
 
 
-def channel_rows(block: FeedForward, kept: Collection[int]) -> dict[nn.Module, list[int]]:
+def channel_rows(block: FeedForward, channels: Collection[int]) -> dict[nn.Module, list[int]]:
     """Return the rows that stay in each projection that computes channels."""
     rows: dict[nn.Module, list[int]] = {}
     for part, module in block.parts.items():
         start = block.rows(part).start
-        rows.setdefault(module, []).extend(start + channel for channel in kept)
+        rows.setdefault(module, []).extend(start + channel for channel in channels)
     return rows

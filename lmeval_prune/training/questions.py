@@ -49,14 +49,14 @@ def drop_test_questions(
         InputError: the rows have more than half of the test questions.
     """
     rows, test_keys = list(rows), question_keys(test)
-    kept = [row for row in rows if question_key(row) not in test_keys]
-    repeated = len(rows) - len(kept)
+    unrepeated = [row for row in rows if question_key(row) not in test_keys]
+    repeated = len(rows) - len(unrepeated)
     if repeated > len(test_keys) // 2:
         raise InputError(
             f"the training splits {names} have {repeated} of the {len(test_keys)} questions of the test split "
             f"{test_name}; leave them out of train"
         )
-    return kept, repeated
+    return unrepeated, repeated
 
 
 @dataclass(frozen=True)

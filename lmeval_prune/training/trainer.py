@@ -88,7 +88,7 @@ class Progress(TrainerCallback):
             )
             self.clocks = clocks
             losses = _format_row(row, self.LOSSES)
-            text = f"{self._position(args, state)}: {losses}, {row['seconds']:.0f} s; {self._rest(state)}"
+            text = f"{self._position(args, state)}: {losses}, {row['seconds']:.0f} s; {self._remaining_time(state)}"
         elif "eval_loss" in row:
             text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
             self.clocks = time.monotonic(), time.process_time()  # validation is no part of the next row
@@ -99,13 +99,13 @@ class Progress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Print a line if there was none for `SILENCE` seconds and there is no bar."""
         if args.disable_tqdm and time.monotonic() - self.printed > self.SILENCE:
-            self._print(f"{self._position(args, state)}; {self._rest(state)}", state)
+            self._print(f"{self._position(args, state)}; {self._remaining_time(state)}", state)
 
     def _position(self, args: Any, state: Any) -> str:
         """Return the part of the epochs that is done."""
         return f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
 
-    def _rest(self, state: Any) -> str:
+    def _remaining_time(self, state: Any) -> str:
         """Return an estimate of the remaining time."""
         steps = state.max_steps * (1 + self.following) - state.global_step
         per_step = (time.monotonic() - self.start) / max(1, state.global_step - self.first_step)

@@ -203,12 +203,12 @@ def by_coverage(weights: Tensor, success: Tensor) -> Tensor:
     """
     p = (weights[:, None] @ success)[:, 0].round(decimals=12)
     order = torch.empty_like(p, dtype=torch.long)
-    rest, rows = torch.ones_like(p, dtype=torch.bool), torch.arange(len(p))
+    is_unordered, rows = torch.ones_like(p, dtype=torch.bool), torch.arange(len(p))
     for step in range(p.shape[1]):
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
-        conditional = (weights[:, None] @ success)[:, 0].round(decimals=12).masked_fill(~rest, -1)
+        conditional = (weights[:, None] @ success)[:, 0].round(decimals=12).masked_fill(~is_unordered, -1)
         is_best = conditional == conditional.max(1, keepdim=True).values
         column = torch.where(is_best, p, -1).argmax(1)
-        order[:, step], rest[rows, column] = column, False
+        order[:, step], is_unordered[rows, column] = column, False
         weights = weights * (1 - (success[:, column].T if success.ndim == 2 else success[rows, :, column]))
     return order

@@ -10,7 +10,7 @@ from scipy.special import expit, logit
 from torch import Tensor
 
 
-def known(p: Tensor, z: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def known_cells(p: Tensor, z: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return probabilities and outcomes of the known cells, shape (cells,), in float64."""
     is_known = ~z.isnan()
     return p[is_known].double().numpy(), z[is_known].double().numpy()
@@ -18,20 +18,20 @@ def known(p: Tensor, z: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def log_loss(p: Tensor, z: Tensor) -> float:
     """Return the mean of −log P(outcome); probabilities are limited to 10⁻⁶ … 1 − 10⁻⁶."""
-    chance, outcome = known(p, z)
+    chance, outcome = known_cells(p, z)
     chance = chance.clip(1e-6, 1 - 1e-6)
     return float(-np.where(outcome == 1, np.log(chance), np.log1p(-chance)).mean())
 
 
 def brier(p: Tensor, z: Tensor) -> float:
     """Return the Brier score, the mean of (p − z)²."""
-    chance, outcome = known(p, z)
+    chance, outcome = known_cells(p, z)
     return float(np.square(chance - outcome).mean())
 
 
 def calibration_error(p: Tensor, z: Tensor, bins: int = 10) -> float:
     """Return the expected calibration error: Σ_b n_b/n |mean p in b − mean z in b| over bins of equal width."""
-    chance, outcome = known(p, z)
+    chance, outcome = known_cells(p, z)
     index = np.minimum((chance * bins).astype(int), bins - 1)
     gaps = np.bincount(index, weights=chance - outcome, minlength=bins)
     return float(np.abs(gaps).sum() / len(chance))
@@ -48,7 +48,7 @@ def platt(p: Tensor, z: Tensor) -> tuple[float, float]:
     The slope is positive, so that the order by probability stays. A weak penalty, 10⁻³ (log² slope + offset²), keeps
     both finite where all outcomes are equal.
     """
-    chance, outcome = known(p, z)
+    chance, outcome = known_cells(p, z)
     if not len(chance):
         return 1.0, 0.0
     x, sign = logit(chance.clip(1e-6, 1 - 1e-6)), 2 * outcome - 1

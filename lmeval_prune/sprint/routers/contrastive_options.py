@@ -39,5 +39,5 @@ class ContrastiveOptions(Settings):
     @classmethod
     def label(cls, message: str) -> str:
         """Begin a message with the option's name; those of `sizes` and `weights` are p and lambda."""
-        field_name, _, rest = message.partition("=")
-        return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), rest])
+        field_name, _, value_text = message.partition("=")
+        return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), value_text])

@@ -109,9 +109,9 @@ class OutcomeModel(Ranker):
         """
         mean, scale = standardisation(x)
         generator = torch.Generator().manual_seed(seed)
-        solved, known = (z == 1).double().sum(0), (~z.isnan()).double().sum(0)
+        solved, observed = (z == 1).double().sum(0), (~z.isnan()).double().sum(0)
         start = [
-            ((solved + 1) / (known + 2)).logit(),
+            ((solved + 1) / (observed + 2)).logit(),
             torch.randn(z.shape[1], rank, generator=generator).double() / 10,
             torch.randn(rank, x.shape[1], generator=generator).double() / 10,
             1 + torch.randn(z.shape[1], factors, generator=generator).double() / 10,

@@ -1007,8 +1007,8 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: Disti
     from transformers import AutoTokenizer
 
     tuning = replace(
-        language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, epochs=0
-    )  # what it sees is the same without epochs
+        language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, batch=24
+    )
     first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
     distill(first)
     second = replace(tuning, pretrained=first.output, train=("fold2",), output=str(tmp_path / "second"))
@@ -1034,13 +1034,13 @@ def test_training_questions_of_athena_are_refused_as_test(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
-    untrained = replace(athena, stages=1, epochs=0, validation=0.0)
+    short = replace(athena, stages=1, epochs=1, validation=0.0)
     about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
     model = checkpoint.read(dense.output)
     fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
     model.about = {**model.about, **about, "trained_on": sorted(fold1), "validated_on": []}
     checkpoint.write(model, tmp_path / "of1")
-    first = replace(untrained, pretrained=str(tmp_path / "of1"), train=("fold2",))
+    first = replace(short, pretrained=str(tmp_path / "of1"), train=("fold2",))
     distill(first)
     described = checkpoint.describe(first.output)
     assert fold1 < set(described["trained_on"])
@@ -1049,11 +1049,11 @@ def test_training_questions_of_athena_are_refused_as_test(
     changes = {"ratio": 0.25, "train": ("fold4",), "output": str(tmp_path / "second")}
     for test in ("fold1", "fold2"):
         with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
-            distill(replace(untrained, pretrained=first.output, test=test, **changes))
+            distill(replace(short, pretrained=first.output, test=test, **changes))
     with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
         distill(
             replace(
-                untrained,
+                short,
                 pretrained=str(tmp_path / "of1"),
                 teacher=first.output,
                 test="fold2",
@@ -1146,7 +1146,7 @@ def test_training_questions_are_refused_as_validation(
     for changes in ({"validation": 0.4}, {"limit": 12}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):
             distill(replace(athena, **changes))
-    tuned = replace(language, ratio=0.0, limit=None, output=str(tmp_path / "tuned"), epochs=0)
+    tuned = replace(language, ratio=0.0, limit=None, output=str(tmp_path / "tuned"), batch=24)
     distill(tuned)
     for changes in ({"seed": 1}, {"validation": 0.5}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):
@@ -1154,6 +1154,24 @@ def test_training_questions_are_refused_as_validation(
     material = make_host(replace(tuned, pretrained=tuned.output)).examples()
     assert material.note["validated_on"] == read_note(tuned.output)["material"]["validated_on"]
     assert len(material.note["validated_on"]) == len(material.validation) == 6
+
+
+def test_a_model_that_was_only_pruned_was_trained_on_nothing(language: DistillOptions, tmp_path: Path) -> None:
+    """Without epochs the pruner reads problems; a training afterwards may choose any of them for validation."""
+    pruned = replace(language, epochs=0, limit=None)
+    material = distill(pruned)["material"]
+    assert material["trained_on"] == material["validated_on"] == [] and material["train"] > material["validation"] > 0
+    assert (read_manifest(pruned.output) or {})["trained_on"] == []
+    card = Path(pruned.output, "README.md").read_text()
+    assert "Nothing was trained" in card and "trained further" not in card
+    later = replace(
+        pruned, pretrained=pruned.output, teacher=pruned.pretrained, ratio=0.0, epochs=1, seed=1, batch=24,
+        output=str(tmp_path / "later"),
+    )  # fmt: skip
+    trained = distill(later)["material"]
+    assert len(trained["trained_on"]) == trained["train"] + trained["validation"]
+    with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
+        distill(replace(later, pretrained=later.output, epochs=0, test="fold1", output=str(tmp_path / "test")))
 
 
 def test_models_with_fillers_are_refused(language: DistillOptions, tmp_path: Path) -> None:

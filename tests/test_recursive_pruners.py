@@ -458,7 +458,7 @@ def test_prompts_are_not_called_problems(
 ) -> None:
     """Neither where they are counted, nor where their answers are cut off."""
     changes = ALONE if alone else {"max_gen_toks": 3}
-    options = unlabelled(options, tmp_path, **changes, method="norm_entropy", stages=1, epochs=0)
+    options = unlabelled(options, tmp_path, **changes, method="norm_entropy", stages=1, epochs=1)
     distill(options)
     printed = capsys.readouterr().out
     assert ("problems: train 8, validation 2," in printed) == (not alone) and "problems: train 17" not in printed
@@ -518,11 +518,22 @@ def test_prompts_that_differ_in_spaces_alone_are_repeated(options: DistillOption
     assert corpus.note["repeated"] == 1 and len(corpus.texts) == 1
 
 
+@pytest.mark.parametrize("train_on", ["task", "teacher"])
+def test_the_teacher_of_no_training_is_not_asked(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: str
+) -> None:
+    """Without epochs nothing would learn its answers."""
+    monkeypatch.setattr(LanguageHost, "ask_teacher", lambda *_: pytest.fail("the teacher is asked"))
+    options = unlabelled(options, tmp_path, train_on=train_on, method="random", stages=1, epochs=0)
+    assert "lessons" not in distill(options)["material"]
+    assert not Path(f"{options.output}.lessons.jsonl").exists()
+
+
 @pytest.mark.parametrize("long", [2, 5])
 def test_few_prompts_that_are_learned_are_a_line(
     options: DistillOptions, tmp_path: Path, long: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512, method="random", stages=1, epochs=0)
+    options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512, method="random", stages=1, epochs=1)
     prompts = [*PROMPTS[:3], *("word " * (30 + n) for n in range(long))]  # these leave no room for an answer
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in prompts))
     counts = distill(options)["material"]["lessons"]["corpus_train"]

@@ -40,11 +40,13 @@ class Training:
         sections: Markdown by heading.
         has_teacher: whether the model learned the answers of another one.
         datasets: names on the Hub of the data sets.
+        is_trained: false without epochs: a model that was only pruned.
     """
 
     sections: Mapping[str, str]
     has_teacher: bool
     datasets: Sequence[str] = ()
+    is_trained: bool = True
 
     @property
     def tags(self) -> list[str]:
@@ -54,6 +56,8 @@ class Training:
     @property
     def words(self) -> str:
         """Continuation of a sentence about the model."""
+        if not self.is_trained:
+            return ""
         return ", trained to answer like it" if self.has_teacher else ", trained further"
 
 
@@ -87,7 +91,7 @@ def checkpoint_card(
             "How it was made": command_section(plans(manifest)),
             "How to load it": how_to_load(title, model, has_tokenizer),
             **(training.sections if training else {}),
-            "Limits": INHERITED if training else f"{UNTRAINED} {INHERITED}",
+            "Limits": INHERITED if training and training.is_trained else f"{UNTRAINED} {INHERITED}",
         },
         PIPELINES.get(auto_class(model).removeprefix("AutoModel")),
         training.datasets if training else (),

@@ -40,7 +40,10 @@ def training_of(
     is_trained = options.epochs > 0
     sections = {"Training": _training(options, note["material"], best_by)} if is_trained else {}
     return Training(
-        {**sections, "Results": _results(note, best_by, metric)}, is_trained and options.uses_teacher, datasets
+        {**sections, "Results": _results(note, best_by, metric)},
+        is_trained and options.uses_teacher,
+        datasets,
+        is_trained,
     )
 
 

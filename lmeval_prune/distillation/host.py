@@ -185,16 +185,18 @@ class Host(ABC):
     def all_questions(
         self, questions: TrainingQuestions, test: Iterable[Document], test_name: str
     ) -> TrainingQuestions:
-        """Return the questions of this training, of the model and of the teacher.
+        """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
         Raises:
             InputError: model or teacher were trained on the test or on validation problems, or the pruner's scores are
                 of these.
         """
+        is_trained = self.options.epochs > 0
+        questions = questions if is_trained else TrainingQuestions()
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
         self._check_scored(tested, validated, test_name)
-        for folder in filter(None, (self.options.pretrained, self.options.teacher)):
+        for folder in filter(None, (self.options.pretrained, self.options.teacher if is_trained else None)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(

@@ -179,7 +179,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
             print(f"corpus: {counts_text({**parts, **corpus})}", flush=True)
     if this_process().is_main_process:
         lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
-    if options.asks_teacher:
+    if options.asks_teacher and options.epochs:
         examples = _taught(host, examples, target, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained

@@ -1006,9 +1006,7 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: Disti
     """Also of a grandparent, of a cut copy, and of the teacher."""
     from transformers import AutoTokenizer
 
-    tuning = replace(
-        language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, batch=24
-    )
+    tuning = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, batch=24)
     first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
     distill(first)
     second = replace(tuning, pretrained=first.output, train=("fold2",), output=str(tmp_path / "second"))

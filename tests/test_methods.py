@@ -20,7 +20,8 @@ from transformers import DynamicCache
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import columns_of, is_transposed
+from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
@@ -305,6 +306,27 @@ def test_it_composes_with_a_head_mask(row: Row) -> None:
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-11)
     with applied(row, model), mask.applied_to(model):
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("row", ARGUMENTS, ids=str)
+def test_it_composes_with_the_masks_of_the_engines_requests(row: Row) -> None:
+    """Each request is answered by the method on a model without the heads of its mask."""
+    model, masks, params = tiny("llama"), (None, HeadMask("L1H0"), HeadMask("L0H2+L1H1")), SamplingParams(12, eos=())
+    prompts = [tuple(prompt.tolist()) for prompt in tokens(6, 9)]
+    expected = {}
+    for mask in masks:
+        without = copy.deepcopy(model)
+        for layer, heads in mask.by_layer(map_model(without)) if mask else ():
+            layer.o_proj.weight.data[:, columns_of(layer, heads)] = 0
+        with applied(row, without):
+            for prompt in prompts:
+                answer = without.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+                expected[prompt, mask] = answer[0, len(prompt) :].tolist()
+    requests = [Request(prompt, mask, params) for prompt in prompts for mask in masks]
+    with applied(row, model):
+        answers = {(request.prompt, request.mask): answer for request, answer in Engine(model).decode(requests)}
+    assert answers == expected
+    assert all(expected[prompt, masks[0]] != expected[prompt, masks[2]] for prompt in prompts)
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)

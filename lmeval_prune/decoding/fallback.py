@@ -15,6 +15,7 @@ from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.interventions.base import interventions_on
 from lmeval_prune.interventions.row_masks import RowMasks
 
 
@@ -46,19 +47,23 @@ class Fallback:
         """Yield requests and answers, batch by batch.
 
         The prompts of a batch have equal parameters and lengths: padding changes the answers of some families (bloom,
-        mpt).
+        mpt). They also have the same mask if a method on the model is not `tokenwise`: it may depend on which heads are
+        pruned, as Probe Pruning does, so the mask is an intervention beside it.
         """
+        model, masks = self.model_map.model, RowMasks()
+        is_tokenwise = all(intervention.tokenwise for intervention in interventions_on(model))
         batches: dict[Any, list[Request]] = {}
         for number, request in enumerate(requests):
             own_batch = number if request.params.do_sample else -1
-            batches.setdefault((request.params, len(request.prompt), own_batch), []).append(request)
-        model, masks = self.model_map.model, RowMasks()
+            common_mask = None if is_tokenwise else request.mask
+            batches.setdefault((request.params, len(request.prompt), own_batch, common_mask), []).append(request)
         plain = replaced(model, generation_config=GenerationConfig())  # not with settings of the model's own
         with lock_model(self.model_map), masks.applied_to(model, self.model_map), plain:
-            for (params, *_), group in batches.items():
+            for (params, *_, common_mask), group in batches.items():
                 for begin in range(0, len(group), self.rows):
                     batch = group[begin : begin + self.rows]
-                    with torch.inference_mode(), masks.using([request.mask for request in batch]):
+                    rows = masks.using([request.mask for request in batch])
+                    with torch.inference_mode(), common_mask.applied_to(model, self.model_map) if common_mask else rows:
                         answers = self._generate(batch, params)
                     yield from zip(batch, answers, strict=True)
 

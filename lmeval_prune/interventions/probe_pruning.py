@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from annotated_types import Interval
@@ -68,6 +68,7 @@ class ProbePruning(Intervention):
         chooser: the state of an applied intervention: hooks, counters and history.
     """
 
+    version: ClassVar[int] = 2  # 1 counted the heads of requests' masks among those that it masks
     ratio: ShareBelowOne
     positions: ProbeShare = 0.5
     samples: ProbeShare = 0.05

@@ -1,6 +1,7 @@
 """`--use_cache` and `responses=`: no answer of one mask for another, no collapsed repeats, nothing lost."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -493,6 +494,78 @@ def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, t
     with lm.model.disable_adapter():
         assert lm.generate_until(instances) != adapted
     assert lm.generate_until(instances) == adapted
+
+
+def test_weights_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    """A live model that is trained between two evaluations, by the answer store and by lm-eval's cache."""
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=1, responses=str(tmp_path / "s"))
+    cached = CachingLM(PrunedHFLM(network, tokenizer=tokenizer, batch_size=1), str(tmp_path / "cache.db"))
+    instances, before = requests("loglikelihood"), network.state_dict()
+    first = lm.loglikelihood(instances)
+    assert cached.loglikelihood(instances) == first
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    network(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    optimizer.step()
+    expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=1).loglikelihood(instances)
+    assert lm.loglikelihood(instances) == cached.loglikelihood(instances) == expected != first
+    network.load_state_dict(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "forward", None)
+        assert lm.loglikelihood(instances) == first  # from the store
+
+
+CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"split_special_tokens": True}, True),
+        ({"clean_up_tokenization_spaces": True, CLEANS_BPE: True}, True),
+        ({"clean_up_tokenization_spaces": True}, False),  # transformers ignores it for byte-pair encoding
+    ],
+)
+def test_a_tokenizer_with_other_settings_is_another(tiny_folder: Path, settings: dict, changes: bool) -> None:
+    tokenizers = [AutoTokenizer.from_pretrained(tiny_folder, **options) for options in ({}, settings)]
+    texts = [(tokenizer.encode("a</s>"), tokenizer.decode(tokenizer.encode("a , b ."))) for tokenizer in tokenizers]
+    fingerprints = set(map(identity.tokenizer_fingerprint, tokenizers))
+    assert (texts[0] != texts[1], len(fingerprints) == 2) == (changes, changes)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 1.0
+        return out
+"""
+
+
+def test_answers_of_other_code_of_the_checkpoint_are_not_used(tiny_folder: Path, tmp_path: Path) -> None:
+    folder, answers = shutil.copytree(tiny_folder, tmp_path / "own"), []
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_llama", "auto_map": classes}))
+    for factor in ("1.0", "2.0", "1.0"):
+        (folder / "own.py").write_text(CODE.replace("1.0", factor))
+        stored = model(folder, trust_remote_code=True, responses=str(tmp_path / "s"))
+        answers.append(stored.loglikelihood(requests("loglikelihood")))
+        expected = model(folder, trust_remote_code=True).loglikelihood(requests("loglikelihood"))
+        assert answers[-1] == expected
+        count = len(stored.answering.store.responses)
+        stored.close()
+    assert answers[0] == answers[2] != answers[1] and count == 2 * len(answers[0])
 
 
 # ---------------------------------------------------------------------- versions of what computes answers

@@ -88,6 +88,25 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
     return state.hexdigest()[:16]
 
 
+def weight_writes(model: nn.Module) -> list[tuple[int, int]]:
+    """Return what differs after parameters or saved buffers were written in place or replaced, without reading them.
+
+    What is written through `.data` is not noticed, nor what accelerate manages: it replaces offloaded weights itself.
+    """
+    if is_dispatched(model):
+        return []
+    tensors = [
+        *model.parameters(),
+        *(
+            buffer
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ),
+    ]
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
 def nonfinite_tensor(model: nn.Module) -> str | None:
     """Return the name and layer of the first parameter with NaN or infinite values, or None.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lmeval_prune.architectures import ModelMap, adapters_of, config_fingerprint
-from lmeval_prune.artefacts import CREATED_BY, content_digest, digest
+from lmeval_prune.artefacts import CREATED_BY, content_digest, digest, files_digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
@@ -29,6 +30,9 @@ IGNORED_ARGUMENTS = {
 }
 # Arguments whose value is a file or folder, except for the policies of a router.
 _PATH_ARGUMENTS = {"tokenizer", "peft", "delta", "router", "router_store"}
+
+# By this setting, transformers cleans up texts of byte-pair encoding, too.
+_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 # Raised whenever the decoding engine, or the way requests are sent to a model or a server, gives other answers than
 # before. (Methods have their own versions.)
@@ -48,6 +52,7 @@ class ModelIdentity:
     # fingerprint of the loaded weights, or digest of a checkpoint's files; None for a server
     weights: str | None = None
     adapters: str | None = None  # digest of PEFT adapters on a loaded model
+    code: str | None = None  # digest of code that came with the checkpoint (`trust_remote_code`)
     server: str | None = None  # kind of server
     checkpoint: str | None = None  # digest of the served checkpoint
     served: str | None = None  # what the server lists of its model, if that is more than a path
@@ -72,6 +77,7 @@ class ModelIdentity:
             | _truncation(lm.config, lm.tokenizer, lm.arguments.others),
             lm.weights,
             digest(adapters) if adapters else None,
+            _remote_code([*lm.model.modules(), lm.config, lm.tokenizer]),
         )
 
     @classmethod
@@ -132,6 +138,15 @@ def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> di
     return {"model_max_length": length} if is_tokenizers else {}
 
 
+def _remote_code(objects: Iterable[Any]) -> str | None:
+    """Return a digest of the files from which transformers loaded classes of objects; None if all are of packages."""
+    names = {type(item).__module__ for item in objects}
+    modules = [sys.modules[name] for name in sorted(names) if name.startswith("transformers_modules.")]
+    folders = {Path(str(module.__file__)).parent for module in modules}  # of one checkpoint and one version of its code
+    files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
+    return files_digest(files) if files else None
+
+
 def argument_identity(name: str, value: Any) -> Any:
     """Return an argument's value as JSON; files and folders are identified by their content."""
     is_path = name in _PATH_ARGUMENTS and value not in POLICIES
@@ -168,7 +183,12 @@ def interventions_report(model_map: ModelMap, weights: str | None) -> dict[str, 
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a digest of a tokenizer's vocabulary, rules and special tokens."""
+    """Return a digest of a tokenizer's vocabulary, rules, special tokens and settings that change texts or tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    return digest([content, str(tokenizer.special_tokens_map)])
+    settings = [name for name in ("split_special_tokens",) if getattr(tokenizer, name, False)]
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        is_bpe = fast is not None and type(fast.model).__name__ == "BPE"
+        if not is_bpe or getattr(tokenizer, _CLEANS_BPE, False):
+            settings.append("clean_up_tokenization_spaces")
+    return digest([content, str(tokenizer.special_tokens_map), *settings])

@@ -24,15 +24,16 @@ def separate_tables(database: Any, lm: Any) -> None:
             "use --model_args responses=FOLDER instead"
         )
     model = ref(lm)
-    digests: dict[str, str] = {}
+    digests: dict[tuple[str, str | None], str] = {}  # by interventions and weights
     tables: set[str] = set()
 
     def tablename(self: Any) -> str:
         lm: Any = model()
         interventions = digest(lm.answering.interventions())
-        if interventions not in digests:
-            digests[interventions] = digest([lm.identity, interventions, code_versions()])
-        table = f"lmeval_prune_{digests[interventions]}"
+        state = interventions, lm.weights
+        if state not in digests:
+            digests[state] = digest([lm.identity, interventions, code_versions()])
+        table = f"lmeval_prune_{digests[state]}"
         if table not in tables:
             self.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
             self.conn.commit()

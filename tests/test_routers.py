@@ -309,6 +309,22 @@ def test_a_fit_that_diverges_is_one_line() -> None:
         fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e30, epochs=2))
 
 
+@pytest.mark.parametrize("diversity", ["ball", "sphere", "unbounded"])
+@pytest.mark.parametrize(
+    "extremes", [{"decay": 100}, {"radius": 1e6}, {"weights": (1e6,)}, {"radius": 1e6, "weights": (1e6,)}]
+)
+def test_the_largest_options_leave_a_fit_finite(diversity: Any, extremes: dict[str, Any]) -> None:
+    """A fit that diverges does so by its learning rate, as the message says."""
+    options = FitOptions(diversity=diversity, epochs=8, **extremes)
+    router = fit_embeddings(*world(60, 4), POOL[:6], "none", options)
+    assert bool(router.ranker.theta.isfinite().all() and router.ranker.heads.isfinite().all())
+
+
+def test_a_weight_beyond_float32_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^lambda=\(1e\+40,\) must be"):
+        FitOptions(weights=(1e40,))
+
+
 def test_a_fit_that_diverges_later_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     fitted_router = fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(learning_rate=1e10, epochs=6))
     assert all(bool(tensor.isfinite().all()) for tensor in (fitted_router.ranker.theta, fitted_router.ranker.heads))

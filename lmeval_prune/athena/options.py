@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, LearningRate, Natural, NonNegative, Positive, Seed, Settings, ShareBelowOne
+from lmeval_prune.settings import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainOptions(Settings):
     accumulate: Count = 1
     encoder_rate: LearningRate = 1e-4
     head_rate: LearningRate = 3e-4
-    decay: NonNegative = 0.01
+    decay: Decay = 0.01
     warmup: ShareBelowOne = 0.06
     clip: Positive = 5.0
     dropout: ShareBelowOne = 0.2

@@ -11,11 +11,14 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import Allocation, Compensation, Parts, PruneOptions, Unit, check_samples
 from lmeval_prune.settings import (
     Count,
+    Decay,
     Divisor,
     LearningRate,
     Natural,
     NonNegative,
     Positive,
+    Scale,
+    ScaleOrZero,
     Seed,
     Settings,
     Share,
@@ -262,14 +265,14 @@ class DistillOptions(Settings):
     top_k: Natural = 0
     top_k_rest: Literal["bucket", "none"] = "bucket"
     feature: bool = True
-    feature_weight: Positive = 1.0
+    feature_weight: Scale = 1.0
     hidden: bool = False
-    hidden_weight: Positive = 1.0
+    hidden_weight: Scale = 1.0
     normalize: Literal["teacher", "none"] = "teacher"
     layer_map: dict[str, str] = field(default_factory=dict)
     temperature: Divisor = 2.0
-    distill_weight: NonNegative = 0.5
-    task_weight: NonNegative = 0.5
+    distill_weight: ScaleOrZero = 0.5
+    task_weight: ScaleOrZero = 0.5
     epochs: Natural = 4
     patience: Natural = 0
     batch: Count = 8
@@ -278,7 +281,7 @@ class DistillOptions(Settings):
     resumable: bool = True
     lora: dict[str, Any] = field(default_factory=dict)
     rate: LearningRate = 5e-5
-    decay: NonNegative = 0.01
+    decay: Decay = 0.01
     warmup: ShareBelowOne = 0.06
     clip: Positive = 5.0
     seed: Seed = 0

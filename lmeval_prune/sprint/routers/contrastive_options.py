@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from lmeval_prune.settings import Count, LearningRate, NonNegative, Positive, Settings
+from lmeval_prune.settings import Count, Decay, LearningRate, Scale, ScaleOrZero, Settings
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class ContrastiveOptions(Settings):
     """
 
     sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)
-    weights: Annotated[tuple[NonNegative, ...], MinLen(1)] = (0.0, 1e-4, 1e-3)
+    weights: Annotated[tuple[ScaleOrZero, ...], MinLen(1)] = (0.0, 1e-4, 1e-3)
     diversity: Literal["ball", "sphere", "unbounded"] = "ball"
-    radius: Positive = 1.0
+    radius: Scale = 1.0
     epochs: Count = 200
     patience: Count = 20
     batch: Count = 64
     learning_rate: LearningRate = 3e-3
-    decay: NonNegative = 1e-2
+    decay: Decay = 1e-2
 
     @classmethod
     def label(cls, message: str) -> str:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from lmeval_prune import HeadMask, InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.interventions import interventions_on
+from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
@@ -444,7 +445,8 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"until": None}, "until=None must be a text or a list of texts"),
         ({"temperature": -1}, "temperature=-1 must be a number, at least 0"),
-        ({"temperature": 1e-300}, "temperature=1e-300 must be a number, at least 1e-06"),
+        ({"do_sample": True, "temperature": 1e-300}, "temperature=1e-300 must be a number, at least 1e-06"),
+        ({"do_sample": None, "temperature": 1e-300}, "temperature=1e-300 must be a number, at least 1e-06"),
         ({"do_sample": "false", "temperature": 0.7}, "do_sample='false' must be true or false"),
         ({"max_gen_toks": 600}, "max_gen_toks=600 leaves no room for a prompt in max_length=512"),
         ({"stop": ["a"]}, "stop is no generation setting; give stop texts as until"),
@@ -461,6 +463,21 @@ def test_wrong_generation_settings_are_one_line(tiny_folder: Path, engine: str, 
     with pytest.raises(InputError, match=message) as error:
         model(tiny_folder, engine=engine).generate_until(instances)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 0.7])
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_the_temperature_of_a_greedy_answer_is_not_read(
+    tiny_folder: Path, tmp_path: Path, engine: str, temperature: float
+) -> None:
+    """It is greedy with do_sample=false; the stored answer is the one without a temperature, too."""
+    lm = model(tiny_folder, engine=engine, responses=str(tmp_path))
+    instances = [
+        request("generate_until", (prompt, {**GENERATE, "temperature": temperature}), i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert lm.generate_until(instances) == lm.generate_until(requests("generate_until"))
+    assert len([*read_answers(tmp_path)]) == len({*PROMPTS})
 
 
 def test_a_report_of_generate_instead_of_tokens_changes_nothing(tiny_folder: Path) -> None:
@@ -750,6 +767,9 @@ def test_nan_is_no_answer(tiny_folder: Path, arguments: dict, kind: str) -> None
     with pytest.raises(InputError, match=message) as error:
         getattr(lm, kind)(requests(kind))
     assert "\n" not in str(error.value)
+    unnamed = [replace(instance, metadata=(None, number, 1)) for number, instance in enumerate(requests(kind))]
+    with pytest.raises(InputError, match=r"logits are NaN, so they choose no tokens; give another dtype"):
+        getattr(lm, kind)(unnamed)
 
 
 def test_padding_that_eager_attention_cannot_read_is_no_answer(tiny_folder: Path) -> None:

@@ -423,8 +423,10 @@ def _naming_tasks(requests: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     except NaNError as error:
-        tasks = first_few(dict.fromkeys(request.task_name for request in requests), most=4)
-        raise NaNError(f"{error.problem} (at requests of {tasks})", remedy=FINITE_REMEDY) from error
+        names = dict.fromkeys(request.task_name for request in requests if request.task_name is not None)
+        if not names:
+            raise
+        raise NaNError(f"{error.problem} (at requests of {first_few(names, most=4)})", remedy=FINITE_REMEDY) from error
 
 
 def _is_sampled(request: Any) -> bool:

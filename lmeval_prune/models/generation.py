@@ -28,8 +28,9 @@ _SAMPLING = (
 
 
 def is_sampling(settings: dict[str, Any]) -> bool:
-    """Return whether lm-eval's generation settings sample tokens."""
-    return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
+    """Return whether lm-eval's generation settings sample tokens: without do_sample, if they have a temperature."""
+    do_sample = settings.get("do_sample")
+    return float(settings.get("temperature") or 0) > 0 if do_sample is None else bool(do_sample)
 
 
 def check_settings(settings: dict[str, Any]) -> None:
@@ -37,8 +38,7 @@ def check_settings(settings: dict[str, Any]) -> None:
     if name := next((name for name in _NO_SETTINGS if name in settings), None):
         remedy = "give stop texts as until" if name == "stop" else "leave it out"
         raise InputError(f"{name} is no generation setting", remedy)
-    if parse_value("temperature", settings.get("temperature"), NonNegative | None):
-        parse_value("temperature", settings["temperature"], Divisor)
+    temperature = parse_value("temperature", settings.get("temperature"), NonNegative | None)
     if (do_sample := settings.get("do_sample")) not in (None, True, False):  # `hf` samples by the text 'false'
         raise InputError(f"do_sample={do_sample!r} must be true or false")
     until = settings.get("until", [])
@@ -46,8 +46,10 @@ def check_settings(settings: dict[str, Any]) -> None:
         raise InputError(f"until={until!r} must be a text or a list of texts")
     for name in LIMITS:
         parse_value(name, settings.get(name), Count | None)
-    if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
+    if do_sample and not temperature:
         raise InputError("do_sample=true needs a temperature above 0", remedy="give both, e.g. temperature=0.7")
+    if is_sampling(settings):
+        parse_value("temperature", settings["temperature"], Divisor)
 
 
 def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import random
@@ -870,6 +871,9 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
     flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
     assert main(["importance", *model, "--method", "random", "--channels", "--output", drawn_by_chance]) == 0
+    refused = str(tmp_path / "refused.json")
+    content = json.loads(Path(drawn_by_chance).read_text())
+    Path(refused).write_text(json.dumps({**content, "made": {**content["made"], "seed": -1}}))
     about = provenance_of("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
     assert (about["calibration"]["text"], about["compensation_calibration"]["text"]) == ("file Ann.txt", "file Bob.txt")
     assert "ffn_calibration" not in about
@@ -882,6 +886,10 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
         (["--scores", flap, "--method", "flip"], "did you mean 'flap'"),
         (["--scores", flap, "--options", "metric=ifv"], "has scores of flap with its own options"),
         (["--scores", flap, "--options", "metrc=ifv"], "no setting 'metrc'"),
+        (
+            ["--scores", refused],
+            f"{refused} has scores by settings that cannot be read: seed=-1 must be a whole number",
+        ),
         (["--scores", drawn_by_chance, *first], "no text is read; leave out --task and --text"),
         (["--method", "flap", "--text", str(tmp_path / "none.txt")], f"error: no such file: {tmp_path / 'none.txt'}"),
         (["--method", "flap", "--text", str(tmp_path / "empty.txt")], "(file empty.txt) is empty; give another"),
@@ -1098,7 +1106,8 @@ def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[s
         settings = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
         resolved = resolve_options(PruneOptions(**settings, **options), RandomScores(seed), model_map)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmeval_prune.pruners.schedule._most_units", lambda *_: 1)
+            for check in ("most_units", "_can_remove"):
+                patch.setattr(f"lmeval_prune.pruners.schedule.{check}", lambda *_: 1)
             try:
                 list(stages(RandomScores(seed), model_map, resolved))
             except InputError:

@@ -276,7 +276,10 @@ def test_blocks_of_one_kind_or_of_both_are_compared(parts: Any, kinds: set[str])
         ("magnitude", {"budget": "latency", "allocation": "composition"}, "needs measured costs, and only it reads them"),
         ("magnitude", {"costs": "c.json"}, "needs measured costs, and only it reads them"),
         ("magnitude", {"parts": "layers", "allocation": "composition"}, "give --parts both, heads or channels"),
-        ("magnitude", {"allocation": "composition", "depth_method": "flap"}, "flap scores heads and channels"),
+        ("magnitude", {"allocation": "composition", "depth_method": "flap"},
+         "^depth_method=flap: flap scores heads and channels"),
+        ("magnitude", {"allocation": "composition", "depth_method": "slimgpt"},
+         "^depth_method=slimgpt: slimgpt scores heads and channels"),
         ("magnitude", {"depth_method": "random"}, "depth_method is for --allocation composition; give"),
         ("block_kl", {"parts": "layers", "depth_method": "blok_kl"}, "depth_method is for --allocation composition"),
         ("magnitude", {"allocation": "composition", "budget": "heads"}, "allocation=composition counts parameters"),
@@ -287,6 +290,15 @@ def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any]
     with pytest.raises(InputError, match=message) as error:
         list(stages(make_pruner(name, {}), map_model(tiny("llama")), PruneOptions(0.5, **options), text_of()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scores", [{}, {"heads.L0": torch.ones(4)}])
+def test_a_depth_method_that_scores_no_blocks_is_named(scores: dict[str, torch.Tensor]) -> None:
+    """Also beside a method of channels or stored scores, which have nothing to do with it."""
+    options = PruneOptions(0.5, allocation="composition", depth_method="slimgpt")
+    pruner, channel_pruner = make_pruner("magnitude", {}), make_pruner("random", {})
+    with pytest.raises(InputError, match=r"^depth_method=slimgpt: slimgpt scores heads and channels, not whole layers"):
+        list(stages(pruner, map_model(tiny("llama")), options, text_of(), channel_pruner, scores))
 
 
 @pytest.mark.parametrize(
@@ -308,6 +320,44 @@ def test_no_more_steps_than_units_that_go(kind: str, settings: dict[str, Any], r
         InputError, match=rf"^steps={most + 1}: the ratio removes at most {most} units \({kind}\), and each step"
     ):
         list(stages(pruner, model_map, replace(options, steps=most + 1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        ({"parts": "layers", "growth": 3.0, "steps": 2}, 1),  # of a quarter of a layer, then of two
+        ({"parts": "layers", "p_min": 0.5, "steps": 2}, 1),  # of two layers, then of none
+        ({"parts": "blocks", "growth": 2.0, "steps": 4}, 3),
+        ({"budget": "heads", "allocation": "uniform", "growth": 1.5, "steps": 4}, 2),
+        ({"parts": "heads", "allocation": "composition", "p_min": 0.5, "steps": 2, "depth_method": "random"}, 2),
+        ({"parts": "heads", "p_min": 0.5, "steps": 3, "compensation": "least_squares"}, 1),
+    ],
+)
+def test_a_step_that_can_remove_no_unit_is_not_scored(
+    settings: dict[str, Any], scored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is that of the steps that remove something; what comes after the last step comes all the same."""
+    calls, renewed, lines = list[str](), list[int](), list[str]()
+    for name in ("scores", "depth_scores"):
+        method = getattr(RandomScores, name)
+        monkeypatch.setattr(RandomScores, name, lambda *args, f=method, n=name: calls.append(n) or f(*args))
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), whole(rows=16, length=20)
+    options = PruneOptions(0.5, **settings)
+    *_, plan = stages(
+        RandomScores(), model_map, options, text, progress=lines.append, renew=lambda step: renewed.append(step)
+    )
+    history = plan.provenance["stages"]
+    assert len(calls) == scored and renewed == [*range(2, len(history) + 1)]
+    counts = [tuple(stage.get(kind, 0) for kind in ("heads", *DEPTH_KINDS)) for stage in history]
+    assert counts == sorted({*counts}) and any(counts[0])
+    skipped = [line for line in lines if line.endswith("can remove no unit and is skipped")]
+    assert len(skipped) == options.steps - len(history) > 0
+    assert any(name.endswith(".weight") for name in plan.compensation) == (options.compensation == "least_squares")
+    lines.clear()
+    at_once = replace(options, steps=1, p_min=0.0, growth=1.0)
+    if len(history) == 1:
+        (expected,) = stages(RandomScores(), model_map, at_once, text)
+        assert plan == expected and plan.tensors == expected.tensors
 
 
 @pytest.mark.parametrize("family", ["llama", "bart"])
@@ -563,10 +613,11 @@ def test_no_block_is_cheaper_than_a_smaller_one() -> None:
     ],
 )  # fmt: skip
 def test_tables_that_do_not_fit_are_one_line(table: CostTable, message: str, tmp_path: Path) -> None:
+    """Of the options alone, before any weights are read."""
     table.save(tmp_path / "costs.json")
     options = PruneOptions(0.5, allocation="composition", budget="latency", costs=str(tmp_path / "costs.json"))
     with pytest.raises(InputError, match=message) as error:
-        list(stages(RandomScores(), map_model(tiny("llama")), options, text_of()))
+        resolve_options(options, RandomScores(), map_model(tiny("llama")))
     assert "\n" not in str(error.value)
 
 

@@ -185,11 +185,48 @@ def test_other_outcomes_in_the_same_folder_are_another_plan(tmp_path: Path) -> N
     assert identities[0] == identities[1] != identities[2]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "times", "more", "message"),
+    [
+        ({}, {}, {}, ""),
+        ({"dtype": "bfloat16"}, {}, {}, ""),  # the dtype is that in which the model is loaded
+        ({"hidden_size": 64}, {}, {}, "costs.json has costs of other blocks (model_type llama, hidden_size 64,"),
+        ({}, {"feed_forward": {"0": [0.1], "32": [1.0]}}, {}, "lacks the cost of channels.L0 with 48 units"),
+        ({}, {"attention": {"4/2": [1.0]}}, {}, "costs.json is not complete"),
+        ({}, {}, {"depth_method": "block_kl"}, "depth_method=block_kl: block_kl needs a calibration text"),
+        ({}, {}, {"unit": "head"}, "give --unit group"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused_before_a_model_is_loaded(
+    shapes: dict[str, Any],
+    times: dict[str, Any],
+    more: dict[str, Any],
+    message: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
+    """And what does not suit the method under a budget of latency."""
+    costs = str(tmp_path / "costs.json")
+    blocks = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float32"}
+    workload = {"batch": 1, "prompt": 8, "new": 2, "clock": "wall", "layers": 1, "rounds": 1}
+    environment = {"device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
+    seconds = {"attention": {"0": [0.1], "4/2": [1.0]}, "feed_forward": {"0": [0.1], "48": [1.0]}}
+    CostTable(blocks | shapes, workload, environment, seconds | times).save(costs)  # type: ignore[arg-type]
+    composed = {"allocation": "composition", "costs": costs, "depth_method": "random", **more}
+    variants = {"v": {"prepare": {"prune": {"method": "random", "ratio": 0.3, "budget": "latency", "more": composed}}}}
+    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    if not message:
+        assert [*cells_of(Grid.of(content))]
+        return
+    with pytest.raises(InputError, match=rf"^variant 'v': .*{re.escape(message)}"):
+        cells_of(Grid.of(content))
+
+
 def test_other_training_problems_or_costs_of_the_same_name_are_another_plan(tiny_folder: Path, tmp_path: Path) -> None:
     """The same name of a task with other problems or prompts, and a file of costs that was measured again."""
     prunes: list[dict[str, Any]] = [{"method": "flap", "ratio": 0.3, "task": str(tmp_path / "sums.yaml")}]
     costs = tmp_path / "costs.json"
-    more = {"allocation": "composition", "costs": str(costs)}
+    more = {"allocation": "composition", "costs": str(costs), "depth_method": "random"}
     prunes.append({"method": "random", "ratio": 0.3, "budget": "latency", "more": more})
     shapes = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float32"}
     workload = {"batch": 1, "prompt": 8, "new": 2, "clock": "wall", "layers": 1, "rounds": 1}

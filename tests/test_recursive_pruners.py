@@ -22,6 +22,7 @@ from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
+from lmeval_prune.distillation.stages import check_pruning
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
@@ -604,6 +605,30 @@ def test_stages_remove_whole_layers_and_compositions(options: DistillOptions, tm
     dense = sum(parameter.numel() for parameter in load_pretrained(options.pretrained).parameters())
     sizes = [stage["parameters"] for stage in distill(together)["stages"]]
     assert dense > sizes[0] > sizes[1]
+
+
+def test_stages_whose_units_the_scores_decide_on(options: DistillOptions, capsys: pytest.CaptureFixture) -> None:
+    """Before scoring only what no scores could make work is refused: blocks are of two sizes, heads larger than channels."""
+    model_map = map_model(load_pretrained(options.pretrained))
+    random = replace(options, method="random")
+    check_pruning(replace(random, allocation="joint", ratio=0.7, stages=6, steps=4), model_map)
+    blocks = replace(random, parts="blocks")
+    for changes, message in (
+        (
+            {"stages": 4},
+            "the first 2 stages remove at most 1 units, and each of their 1 steps at least one; give fewer",
+        ),
+        ({"stages": 3, "steps": 2}, "stage 1 of 3 may remove only 1 units, .* give --steps 1 or fewer"),
+        ({"stages": 6}, "stage 1 of 6 has nothing left to remove: 0 of 16 heads"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}"):
+            check_pruning(replace(blocks, **changes), model_map)
+    with pytest.raises(InputError, match=r"^stage 2 of 3 has nothing left to remove; give fewer stages$"):
+        distill(replace(blocks, stages=3, options={"seed": 1}))
+    shutil.rmtree(f"{options.output}.distilling")
+    note = distill(replace(blocks, ratio=0.4, steps=2))
+    assert "stage 2 of 2 has 1 of its 2 steps, as each removes at least one unit\n" in capsys.readouterr().out
+    assert [len(stage["heads"]) for stage in note["stages"]]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from lmeval_prune.pruners.allocation import COMPOSITION, Budget, share_of, unit_
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import HEADS
-from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
+from lmeval_prune.pruners.parts import CHANNELS, HEADS
+from lmeval_prune.pruners.schedule import check_methods, most_units, resolve_options, smallest_removal, stages
 from lmeval_prune.pruners.scoring import kinds_read_for
 from lmeval_prune.pruners.sequential import count_removed
 from lmeval_prune.pruners.table import PRUNERS
@@ -55,12 +56,11 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         )
     if pruning.allocation == COMPOSITION:  # removes any share
         if pruning.costs:
-            _check_costs(model_map, pruning)
+            _check_costs(model_map)
         return
-    before = 0
-    pruners = {"heads": head_pruner, "channels": channel_pruner}
-    for stage, (removed, after) in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
-        if after == before:
+    before, pruners = 0, {HEADS: head_pruner, CHANNELS: channel_pruner}
+    for stage, (removed, most, fewest) in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
+        if most == before:
             counts = count_removed(removed)
             raise InputError(
                 f"stage {stage} of {pruning.steps} has nothing left to remove: {counts['heads']} of "
@@ -68,12 +68,17 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
                 f"channels are already removed; give fewer stages, a larger ratio, another unit, allocation global "
                 f"or a smaller ffn_multiple"
             )
-        if after - before < options.steps:
+        if most - before < options.steps:
             raise InputError(
-                f"stage {stage} of {pruning.steps} may remove only {after - before} units, and each of its "
-                f"{options.steps} steps at least one; give --steps {after - before} or fewer"
+                f"stage {stage} of {pruning.steps} may remove only {most - before} units, and each of its "
+                f"{options.steps} steps at least one; give --steps {most - before} or fewer"
             )
-        before = after
+        if most < stage * options.steps:
+            raise InputError(
+                f"the first {stage} stages remove at most {most} units, and each of their {options.steps} steps at "
+                f"least one; give fewer stages or --steps"
+            )
+        before = fewest
 
 
 def foreign_methods(options: DistillOptions) -> dict[str, str]:
@@ -127,12 +132,30 @@ def cut_stage(
     step = replace(step, steps=options.steps)
     plan = Plan()
     if step.ratio or step.ffn_ratio:  # 0: a composition of an earlier stage removed more than its share
+        step = _with_fewer_steps(
+            step, {HEADS: heads, CHANNELS: channels}, model_map, f"stage {stage} of {options.stages}"
+        )
         text = host.calibration(examples, model, answering)
         progress = partial(print, flush=True)
         *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
-        if not plan.heads and not plan.channels and not plan.blocks:
-            raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
     return cut(backbone, plan)
+
+
+def _with_fewer_steps(
+    pruning: PruneOptions, pruners: Mapping[str, Pruner], model_map: ModelMap, stage: str
+) -> PruneOptions:
+    """Return the options of a stage with no more steps than units that it can remove, and say so if those are fewer.
+
+    How many they are depends on what the earlier stages have removed.
+    """
+    if pruning.allocation == COMPOSITION:  # removes any share
+        return pruning
+    units = most_units(pruners, model_map, pruning)
+    if not units:
+        raise InputError(f"{stage} has nothing left to remove; give fewer stages")
+    if units < pruning.steps:
+        print(f"{stage} has {units} of its {pruning.steps} steps, as each removes at least one unit", flush=True)
+    return replace(pruning, steps=min(pruning.steps, units))
 
 
 def _within_stage(pruning: PruneOptions, options: DistillOptions) -> PruneOptions:
@@ -177,12 +200,11 @@ def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> flo
     return costs.total
 
 
-def _check_costs(model_map: ModelMap, pruning: PruneOptions) -> None:
-    """Raise an `InputError` if a table of costs lacks blocks of a model, or is of other weights than are distilled."""
+def _check_costs(model_map: ModelMap) -> None:
+    """Raise an `InputError` if a table of costs is of other weights than are distilled."""
     dtype = model_map.model.dtype
     if torch.promote_types(dtype, torch.float32) != dtype:
         raise InputError(
             f"weights are distilled and written in float32, and the costs of this model would be those of {dtype}; "
             f"save the model in float32 and measure that by `lmeval-prune costs`, or leave out --budget latency"
         )
-    _counted(model_map, pruning, COMPOSITION)

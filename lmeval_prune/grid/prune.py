@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, ClassVar
@@ -112,13 +112,15 @@ class Prune(Preparation):
 
     def check(self, model_map: Any) -> None:
         """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
+        from lmeval_prune.pruners.composition import check_costs
         from lmeval_prune.pruners.schedule import check_methods, resolve_options
         from lmeval_prune.surgery.cut import check_cuttable
 
         pruner, options = make_pruner(self.method, self.options), self.prune_options()
-        if options.costs:  # which are of blocks in the dtype that the model is loaded in
-            return
-        options = resolve_options(options, pruner, model_map)
+        costs, others = options.costs, replace(options, budget="parameters", costs=None) if options.costs else options
+        options = resolve_options(others, pruner, model_map)
+        if costs:  # which are of blocks in the dtype that the model is loaded in
+            check_costs(model_map, replace(options, budget="latency", costs=costs), any_dtype=True)
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         if self.cut:
             check_cuttable(model_map, HEADS in options.kinds)

@@ -358,7 +358,10 @@ def _method_of(
     stored = {
         field.name: provenance[field.name] for field in fields(PRUNERS.load(stored_method)) if field.name in provenance
     }
-    pruner = make_pruner(stored_method, stored)
+    try:
+        pruner = make_pruner(stored_method, stored)
+    except InputError as error:
+        raise InputError(f"{path} has scores by settings that cannot be read: {error}; score again") from None
     changed = [key for key in ("class", "version") if pruner.identity.get(key) != provenance.get(key)]
     if changed and "version" in provenance:
         raise InputError(

@@ -182,12 +182,33 @@ def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     if allocation == REFERENCE:
         return _below_threshold(pools, budget)
     counts = [0] * len(pools)
-    width = [(HEADS, CHANNELS)] if allocation in ("standardised", JOINT) else [(HEADS,), (CHANNELS,)]
-    for kinds in (*width, (LAYERS,), (ATTENTION, FEED_FORWARD)):
+    for kinds in _compared_kinds(allocation):
         indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
         for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):
             counts[index] = count
     return counts
+
+
+def _compared_kinds(allocation: str) -> list[tuple[str, ...]]:
+    """Return the kinds of parts whose units an allocation over all layers compares with each other."""
+    width: list[tuple[str, ...]] = [(HEADS,), (CHANNELS,)]
+    if allocation in ("standardised", JOINT):
+        width = [(HEADS, CHANNELS)]
+    return [*width, (LAYERS,), (ATTENTION, FEED_FORWARD)]
+
+
+def follows_costs(budget: Budget) -> bool:
+    """Return whether a budget that removes nothing if the smallest units have the lowest scores never does."""
+    channels_stay = budget.options.ffn_multiple > 1 and CHANNELS in budget.kinds and budget.allocation != "uniform"
+    return budget.allocation != REFERENCE and not channels_stay
+
+
+def is_count_fixed(pools: Sequence[UnitPool], budget: Budget) -> bool:
+    """Return whether a budget removes as many units by any scores: layer by layer, or of one cost."""
+    if budget.allocation in ("uniform", "log"):
+        return True
+    costs = [{pool.cost for pool in pools if pool.kind in kinds} for kinds in _compared_kinds(budget.allocation)]
+    return follows_costs(budget) and all(len(values) <= 1 for values in costs)
 
 
 def share_of(ratio: float, count: float) -> int:

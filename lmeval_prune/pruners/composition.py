@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.allocation import UnitPool, removed_by
+from lmeval_prune.pruners.allocation import COMPOSITION, Budget, UnitPool, removed_by, unit_pools
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import ATTENTION, CHANNELS, FEED_FORWARD, HEADS, Removed
@@ -49,10 +49,18 @@ class BlockCosts:
     total: float  # of all blocks, with what earlier steps removed
 
 
+def check_costs(model_map: ModelMap, options: PruneOptions, any_dtype: bool = False) -> None:
+    """Refuse a table of costs that lacks blocks of a model, which may have no weights; see `block_costs`."""
+    pools = unit_pools(model_map, Budget(options.kinds, options.ratio, COMPOSITION, options))
+    block_costs(model_map, options, pools, any_dtype)
+
+
 def block_costs(
-    model_map: ModelMap, options: PruneOptions, pools: Sequence[UnitPool]
+    model_map: ModelMap, options: PruneOptions, pools: Sequence[UnitPool], any_dtype: bool = False
 ) -> tuple[BlockCosts, dict[str, Any]]:
     """Return what blocks cost in the budget of some options, and notes on a table of measured costs.
+
+    `any_dtype` accepts costs in another dtype than that of a model without weights.
 
     Raises:
         InputError: the table is missing, is of other blocks, or lacks a block of the model.
@@ -60,7 +68,7 @@ def block_costs(
     if options.costs is None:
         return BlockCosts(lambda pool, count: count * pool.cost, sum(pool.total for pool in pools)), {}
     table = CostTable.load(options.costs)
-    table.check(model_map, options.costs)
+    table.check(model_map, options.costs, any_dtype)
     layers = {layer.label: layer for layer in model_map.attention}
 
     def cost_of(pool: UnitPool, count: int) -> float | None:

@@ -89,9 +89,11 @@ class CostTable:
         """Write the table."""
         write_artefact(path, SCHEMA, VERSION, dict(vars(self)))
 
-    def check(self, model_map: ModelMap, path: str) -> None:
-        """Refuse a table of other blocks than a model's, or an unfinished one."""
+    def check(self, model_map: ModelMap, path: str, any_dtype: bool = False) -> None:
+        """Refuse a table of other blocks than a model's, or an unfinished one; `any_dtype`: whatever their dtype."""
         shapes = block_shapes(model_map)
+        if any_dtype:
+            shapes["dtype"] = self.shapes["dtype"]
         if _comparable(shapes) != _comparable(self.shapes):
             raise InputError(
                 f"{path} has costs of other blocks ({_listed(self.shapes)}) than this model's ({_listed(shapes)}); "

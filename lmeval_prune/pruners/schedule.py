@@ -19,6 +19,8 @@ from lmeval_prune.pruners.allocation import (
     REFERENCE,
     Budget,
     allocate,
+    follows_costs,
+    is_count_fixed,
     parameter_counts,
     removed_by,
     standardised,
@@ -27,7 +29,7 @@ from lmeval_prune.pruners.allocation import (
 from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
-from lmeval_prune.pruners.composition import BLOCKS, block_costs, compose
+from lmeval_prune.pruners.composition import BLOCKS, block_costs, check_costs, compose
 from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
@@ -65,6 +67,8 @@ def stages(
 ) -> Iterator[Plan]:
     """Yield the plan of each step of Algorithm 1; a plan removes everything up to its step.
 
+    A step that can remove no unit, whatever the scores, is not scored and has no plan.
+
     Args:
         pruner: scores heads, and channels unless there is a `channel_pruner`.
         model_map: map of the model; the model is unchanged whenever a plan is yielded.
@@ -75,8 +79,8 @@ def stages(
         progress: receives progress messages.
         work: folder for what is finished, so that a killed run resumes: scores, or the layers of a method that prunes
             layer by layer. The caller deletes it after the plan is saved.
-        renew: called at each step after the first, with the earlier steps' plan applied; returns the text of this and
-            the following steps, or None if the text stays.
+        renew: called at each scored step after the first, with its number among them and the earlier steps' plan
+            applied; returns the text of this and the following steps, or None if the text stays.
 
     Raises:
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
@@ -92,41 +96,68 @@ def stages(
         yield plan
         return
     store = ScoreStore(work, _identity(record, model_map)) if work and text else None
-    removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
+    solves = options.compensation == "least_squares"
+    removed, scored, compensation, history = Removed(), Scores({}), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
-        stored = scores if step == 1 else NO_SCORES
+        budgets = _budgets(options, pruners, step)
         earlier = make_plan(removed, options.allow_empty_layer, compensation=compensation)
-        renewed = None
-        if renew and step > 1:
-            with earlier.applied_to(model_map.model, model_map):
-                renewed = renew(step)
-            text = text if renewed is None else renewed
-        task = f"step {step} of {options.steps}: scoring"
-        for kind in scored_kinds(options):
-            if not has_scores_of(stored, kind):
-                progress(f"{task} {kind.replace('_', '-')}")
-        read = replace(text, report=Estimate(task, progress, options.steps - step)) if text else None
-        with fast_products():
-            scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
-        removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
-        record |= notes
-        if step == options.steps and not any(removed.values()):
+        if removes := _can_remove(model_map, budgets, removed):
+            stored, renewed = NO_SCORES if history else scores, None
+            if renew and history:
+                with earlier.applied_to(model_map.model, model_map):
+                    renewed = renew(len(history) + 1)
+                text = text if renewed is None else renewed
+            task = f"step {step} of {options.steps}: scoring"
+            for kind in scored_kinds(options):
+                if not has_scores_of(stored, kind):
+                    progress(f"{task} {kind.replace('_', '-')}")
+            read = replace(text, report=Estimate(task, progress, options.steps - step)) if text else None
+            with fast_products():
+                scored = score(pruners, model_map, scored_kinds(options), read, removed, stored, earlier, store)
+            removed, notes = _remove_lowest(model_map, budgets, scored, removed)
+            record |= notes
+            shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
+            calibration = {} if renewed is None else {"calibration": renewed.record()}
+            history.append({"step": step, **shares, **count_removed(removed), **calibration})
+        else:
+            progress(f"step {step} of {options.steps} can remove no unit and is skipped")
+        is_last = step == options.steps
+        if is_last and not any(removed.values()):
             raise _nothing_removed(pruners, model_map, options)
-        means = scored.means if step == 1 else None
+        if not removes and not (is_last and solves):
+            continue
+        means = scored.means if len(history) == 1 else None
         # later steps score the original weights, so least squares replaces them after the last one
-        solves = options.compensation == "least_squares"
         added, notes = dict[str, Tensor](), dict[str, Any]()
-        if not solves or step == options.steps:
+        if not solves or is_last:
             with fast_products():
                 added, notes = _compensation(model_map, removed, text, options, means, progress)
         compensation = {**compensation, **added}
-        shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
-        calibration = {} if renewed is None else {"calibration": renewed.record()}
-        history.append({"step": step, **shares, **count_removed(removed), **calibration})
         values = {key: per_member(columns) for key, columns in scored.values.items()}
         provenance = {**record, **notes, "stages": list(history)}
         fields = {"compensation": compensation, "scores": values, "provenance": provenance}
         yield make_plan(removed, options.allow_empty_layer, **fields)
+
+
+def _can_remove(model_map: ModelMap, budgets: Sequence[Budget], removed: Removed) -> bool:
+    """Return whether a step can remove a unit beyond those of earlier steps; True if only the scores can tell."""
+    for budget in budgets:
+        pools = unit_pools(model_map, budget, None, removed)
+        if budget.allocation == COMPOSITION:
+            costs, _ = block_costs(model_map, budget.options, pools)
+            left = [costs.of(pool, len(pool.units)) for pool in pools]
+            if any(cost is None for cost in left) or sum(filter(None, left)) > (1 - budget.ratio) * costs.total:
+                return True
+        elif not follows_costs(budget):
+            return True
+        else:
+            try:
+                counts = allocate(pools, budget)
+            except InputError:  # of the smallest units alone
+                return True
+            if counts != [pool.removed for pool in pools]:
+                return True
+    return False
 
 
 def _remove_lowest(
@@ -190,19 +221,21 @@ def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) ->
 
 def smallest_removal(
     model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]
-) -> Iterator[tuple[Removed, int]]:
-    """Yield what is removed after each step, and in how many units, if the smallest units have the lowest scores.
+) -> Iterator[tuple[Removed, int, int]]:
+    """Yield what is removed after each step if the smallest units have the lowest scores, and numbers of units.
 
-    If these scores remove nothing, no other scores do. Raises `InputError` if a share would empty a layer.
+    These are the numbers of all units that are removed then, the largest that any scores lead to, and the smallest:
+    the same, or 0 if the scores decide on it. Raises `InputError` if a share would empty a layer.
     """
     removed: Removed = {}
     for step in range(1, options.steps + 1):
-        units = 0
+        most = fewest = 0
         for budget in _budgets(options, pruners, step):
             pools = unit_pools(model_map, budget, None, removed)
             counts = allocate(pools, budget)
-            removed, units = removed_by(pools, counts, removed), units + sum(counts)
-        yield removed, units
+            removed, most = removed_by(pools, counts, removed), most + sum(counts)
+            fewest += sum(counts) if is_count_fixed(pools, budget) else 0
+        yield removed, most, fewest
 
 
 def _compensation(
@@ -328,12 +361,12 @@ def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
         )
     if options.ratio and HEADS in options.kinds:
         check_unit(model_map, options.unit or "head")
+    if CHANNELS in options.kinds and not model_map.channels():
+        raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
     if options.allocation == COMPOSITION:
         _check_composition(options, model_map)
     elif set(options.kinds) & {*DEPTH_KINDS}:
         _check_depth(options, model_map)
-    if CHANNELS in options.kinds and not model_map.channels():
-        raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
 
 
 def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
@@ -367,7 +400,7 @@ def _check_composition(options: PruneOptions, model_map: ModelMap) -> None:
     if not {*options.kinds} <= {*KINDS}:
         raise InputError("a composition chooses heads, channels and blocks; give --parts both, heads or channels")
     if options.costs:
-        block_costs(model_map, options, [])
+        check_costs(model_map, options)
 
 
 def _check_depth(options: PruneOptions, model_map: ModelMap) -> None:
@@ -422,7 +455,7 @@ def check_methods(
 ) -> None:
     """Raise `InputError` if the methods cannot make a plan with resolved options; the model may have no weights."""
     pruners = pruners_by_kind(pruner, channel_pruner, options)
-    if any(isinstance(method, SequentialPruner) for method in pruners.values()):
+    if any(isinstance(method, SequentialPruner) for method in (pruner, channel_pruner)):
         if channel_pruner is not pruner:
             raise InputError("a method that prunes layer by layer scores heads and channels; leave out ffn_method")
         if scores:
@@ -430,8 +463,13 @@ def check_methods(
     for kind in scored_kinds(options):
         if options.steps > 1 or not has_scores_of(scores, kind):
             scorer = pruners.get(kind, pruner)
-            scorer.check([kind], has_text)
-            scorer.check_model(model_map)
+            try:
+                scorer.check([kind], has_text)
+                scorer.check_model(model_map)
+            except InputError as error:
+                if options.allocation == COMPOSITION and kind in DEPTH_KINDS:
+                    raise InputError(f"depth_method={options.depth_method}: {error}") from None
+                raise
     if options.compensation != "none":
         name = f"compensation={options.compensation}"
         check_not_quantised(model_map, name)
@@ -441,7 +479,7 @@ def check_methods(
             raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
     if options.allocation == COMPOSITION:  # removes any share
         return
-    count = _most_units(pruners, model_map, options)
+    count = most_units(pruners, model_map, options)
     if not count:
         raise _nothing_removed(pruners, model_map, options)
     if count < options.steps:
@@ -452,7 +490,7 @@ def check_methods(
         )
 
 
-def _most_units(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
+def most_units(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
     """Return how many units all steps remove at most; 0: no scores remove a unit."""
     at_once = replace(options, steps=1, p_min=0.0, growth=1.0)
     return next(smallest_removal(model_map, at_once, pruners))[1]
@@ -464,7 +502,7 @@ def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options
     def helps(**changes: Any) -> bool:
         try:
             changed = resolve_options(replace(options, **changes), pruners[HEADS], model_map, pruners[CHANNELS])
-            return changed.allocation == COMPOSITION or _most_units(pruners, model_map, changed) > 0
+            return changed.allocation == COMPOSITION or most_units(pruners, model_map, changed) > 0
         except InputError:
             return False
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.loading import load_task, task_manager
@@ -17,16 +19,53 @@ from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:
     """Return lm-eval's prompt of a training document, in the chat template of a tokenizer if given.
 
-    The document is not among its own exemplars, which lm-eval sees to for documents of the test alone.
+    The document is not among its own exemplars, which lm-eval sees to for documents of the test alone. They are drawn
+    by the document, so that it has the same prompt in every run and process.
     """
     shots = task.get_config("num_fewshot") or 0
+    if shots:
+        task.set_fewshot_seed(exemplar_seed(document))
     with _other_exemplars(task, document):
-        return str(_context(task, document, shots, tokenizer))
+        return _context(task, document, shots, tokenizer)
 
 
-def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any) -> Any:
+def exemplar_seed(document: Mapping[str, Any]) -> int:
+    """Return the seed by which the exemplars of a document's prompt are drawn."""
+    return int(digest(json.dumps(document, sort_keys=True, default=lambda value: without_addresses(str(value)))), 16)
+
+
+def question_of(task: Any, document: Mapping[str, Any]) -> str:
+    """Return lm-eval's prompt of a document without exemplars and chat template, by which other runs know it."""
+    return _of_right_choice(task, document, task.fewshot_context(document, 0))
+
+
+def text_of(task: Any, document: Mapping[str, Any]) -> str:
+    """Return the text of a document alone; where the choices are parts of the text, that with the right one."""
+    text = task.doc_to_text(document)
+    return str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
+
+
+def target_of(task: Any, document: Mapping[str, Any]) -> str:
+    """Return the target of a document, the first of several; empty for a document without one, also without a label."""
+    target = task.doc_to_target(document)
+    if isinstance(target, list):
+        target = target[0] if target else None
+    if isinstance(target, int) and task.get_config("doc_to_choice") is not None:
+        target = task.doc_to_choice(document)[target] if target >= 0 else None
+    return "" if target is None else str(target)
+
+
+def answer_delimiter(task: Any, document: Mapping[str, Any], is_chat: bool) -> str:
+    """Return what stands between a prompt and its answer: nothing at the begin of a turn, or after white space."""
+    prefix = task.doc_to_prefix(document)
+    begins_turn = is_chat and not prefix
+    return "" if begins_turn or (prefix and prefix[-1].isspace()) else str(task.get_config("target_delimiter"))
+
+
+def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any) -> str:
+    prefix = task.doc_to_prefix(document)
     if tokenizer is None:
-        return task.fewshot_context(document, shots)
+        return _of_right_choice(task, document, task.fewshot_context(document, shots, gen_prefix=prefix))
 
     def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -38,10 +77,17 @@ def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any)
             )
         )
 
+    turns = {"apply_chat_template": True, "fewshot_as_multiturn": True}  # the default of lm-eval's command
     try:
-        return task.fewshot_context(document, shots, apply_chat_template=True, chat_template=as_chat)
+        context = task.fewshot_context(document, shots, **turns, chat_template=as_chat, gen_prefix=prefix)
     except TemplateError as error:
         raise InputError(f"the chat template fails ({first_line(error)}); leave the chat template out") from error
+    return _of_right_choice(task, document, context)
+
+
+def _of_right_choice(task: Any, document: Mapping[str, Any], context: str | list[str]) -> str:
+    """Return a prompt; of a task whose choices are parts of the text, that with the right one."""
+    return context if isinstance(context, str) else context[task.doc_to_text(document)]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,16 @@ from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import Answerer, OwnText, Question, Sampling, calibration_text, lessons_of
+from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.pruners.options import TextOptions
-from lmeval_prune.tasks.prompts import prompt_of, training_documents
+from lmeval_prune.tasks.prompts import (
+    answer_delimiter,
+    exemplar_seed,
+    prompt_of,
+    question_of,
+    target_of,
+    training_documents,
+)
 from tests.kills import killing_after
 from tests.tiny_models import tiny
 
@@ -108,9 +117,7 @@ def test_a_training_question_is_not_its_own_exemplar(tmp_path: Path, sampler: st
     lm_eval_task, _ = training_documents(name)
     own, changed, equal = [], 0, 0
     for document in documents:
-        seed = len(own)
-        for loaded_task in (task, lm_eval_task):
-            loaded_task.sampler.set_rnd(seed)
+        lm_eval_task.set_fewshot_seed(exemplar_seed({**document, **further}))
         text, expected = prompt_of(task, {**document, **further}), lm_eval_task.fewshot_context(document, 4)
         own.append(text.count(document["question"]))
         assert text.count("Asked:") == 5
@@ -118,6 +125,93 @@ def test_a_training_question_is_not_its_own_exemplar(tmp_path: Path, sampler: st
         equal += text == expected
     assert set(own) == {1}
     assert changed and changed + equal == len(documents)
+
+
+def test_a_document_has_the_same_exemplars_in_every_run(tmp_path: Path) -> None:
+    """In any order, and by a task that is loaded again; other documents have others."""
+    name = task_file(tmp_path / "task", num_fewshot=2)
+    task, documents = training_documents(name)
+    prompts = [prompt_of(task, document) for document in documents]
+    assert prompts == [prompt_of(training_documents(name)[0], document) for document in documents]
+    assert prompts[::-1] == [prompt_of(task, document) for document in reversed(documents)]
+    assert len({prompt.rpartition("Asked")[0] for prompt in prompts}) > len(prompts) // 2
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("prefix", [None, "That is ", "Twice {{n}} is"])
+@pytest.mark.parametrize("shots", [0, 2])
+def test_prompts_are_those_of_an_evaluation(
+    tiny_folder: Path, tmp_path: Path, chat: bool, prefix: str | None, shots: int
+) -> None:
+    """With the begin of the answer, and exemplars as turns of their own, as by `lm_eval --apply_chat_template`."""
+    further = {"gen_prefix": prefix} if prefix else {}
+    more = {"num_fewshot": shots, "fewshot_config": {"sampler": "first_n"}, "description": "Add. ", **further}
+    task, documents = training_documents(task_file(tmp_path / "task", **more))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+
+    def as_chat(messages: Any, add_generation_prompt: bool = True) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=bool(prefix)))
+
+    settings = {"apply_chat_template": True, "fewshot_as_multiturn": True, "chat_template": as_chat} if chat else {}
+    task.build_all_requests(limit=None, rank=0, world_size=1, **settings)
+    expected = [instance.args[0] for instance in task.instances][5:]
+    prompts = [prompt_of(task, document, tokenizer if chat else None) for document in documents[5:]]
+    assert prompts == expected and prompts[0].count("Asked:") == 1 + shots
+    assert {answer_delimiter(task, document, chat) for document in documents} == {
+        "" if (chat and not prefix) or prefix == "That is " else " "
+    }
+
+
+def test_a_question_is_the_same_with_and_without_exemplars(tmp_path: Path) -> None:
+    task, documents = training_documents(task_file(tmp_path / "task", num_fewshot=2))
+    assert [question_of(task, document) for document in documents] == [
+        f"Asked: {document['question']}" for document in documents
+    ]
+
+
+def test_choices_in_the_text_of_a_document(tiny_folder: Path, tmp_path: Path) -> None:
+    """As of Winogrande: the text with the right choice, and what follows it, is what is learned and read."""
+    further = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{n % 2}}",
+        "doc_to_choice": "{{['Even ' ~ n, 'Odd ' ~ n]}}",
+        "doc_to_target": "is its kind",
+        "metric_list": [{"metric": "acc"}],
+        "generation_kwargs": None,
+    }
+    name = task_file(tmp_path / "task", **further)
+    task, documents = training_documents(name)
+    expected = [f"{'Odd' if n % 2 else 'Even'} {n}" for n in range(20)]
+    assert [prompt_of(task, document) for document in documents] == expected
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert prompt_of(task, documents[3], tokenizer) == "u: Odd 3\na:"
+    rows = [json.loads(line) for line in (tmp_path / "task" / "rows.jsonl").read_text().splitlines()]
+    (tmp_path / "task" / "rows.jsonl").write_text("\n".join(json.dumps({"n": row["n"], "answer": "1"}) for row in rows))
+    for chat in (False, True):
+        text = read_calibration(tokenizer, None, name, 2, 60, apply_chat_template=chat)
+        written = "".join(tokenizer.decode(ids[real.bool()]) for ids, real in text.batches)
+        pattern = r"u: (Odd \d*[13579]|Even \d*[02468])\na: is its kind" if chat else r"(Odd|Even) \d+ is its kind\n"
+        assert len(re.findall(pattern, written)) >= 2, written
+
+
+@pytest.mark.parametrize(
+    ("target", "choices", "text"),
+    [
+        (None, None, ""),
+        ([], None, ""),
+        (["7", "8"], None, "7"),
+        (5, None, "5"),
+        (1, ["no", "yes"], "yes"),
+        (-1, ["no", "yes"], ""),
+        ([1, 0], ["no", "yes"], "yes"),
+        ("no", ["no", "yes"], "no"),
+    ],
+)
+def test_the_target_of_a_document(target: Any, choices: Any, text: str) -> None:
+    """A document without a target or label has an empty one, which is not learned."""
+    config = {"doc_to_choice": choices}
+    task = SimpleNamespace(doc_to_target=lambda _: target, doc_to_choice=lambda _: choices, get_config=config.get)
+    assert target_of(task, {}) == text
 
 
 def test_too_few_exemplars_beside_the_question_are_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks import tries
 from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
-from lmeval_prune.tasks.prompts import exemplars_of, prompt_of
+from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
 from lmeval_prune.training.questions import (
     TrainingQuestions,
     documents_digest,
@@ -273,10 +273,11 @@ class LanguageHost(Host):
         return Rows(train, [dict(row) for row in test or ()], "train", datasets)
 
     def _with_questions(self, rows: Rows) -> Rows:
-        """Add the field `question` to documents without it: their prompt."""
+        """Add the field `question` to documents without it."""
         if "question" in (rows.train or [{}])[0]:
             return rows
-        train, test = ([{**row, "question": self.prompt(row)} for row in part] for part in (rows.train, rows.test))
+        parts = (rows.train, rows.test)
+        train, test = ([{**row, "question": question_of(self.task, row)} for row in part] for part in parts)
         return Rows(train, test, rows.names, rows.datasets)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
@@ -287,9 +288,8 @@ class LanguageHost(Host):
 
     def _problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenize a prompt and its answer."""
-        delimiter = "" if self.options.chat else self.task.get_config("target_delimiter")
         target, prompt = self.target(row), self.prompt(row)
-        answer = delimiter + self.options.answer.replace("{}", target)
+        answer = answer_delimiter(self.task, row, self.options.chat) + self.options.answer.replace("{}", target)
         text = answered_text(self.tokenizer, encode(self.tokenizer, prompt), answer)
         start = text.start if target.strip() else len(text.ids)  # nothing to learn, whatever is around it
         return Problem(Question(number, row, prompt), text.ids, start)
@@ -301,10 +301,7 @@ class LanguageHost(Host):
             if not isinstance(row.get(field), str):
                 raise InputError(f"the documents of {self.options.task} have no text in answer_field={field}")
             return str(row[field])
-        target = self.task.doc_to_target(row)
-        if isinstance(target, int):
-            target = self.task.doc_to_choice(row)[target]
-        return str(target[0] if isinstance(target, list) and target else target)
+        return target_of(self.task, row)
 
     @cached_property
     def answerer(self) -> Answerer:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import input_device, position_limit
 from lmeval_prune.artefacts import read_texts
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.prompts import training_documents
+from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
 
@@ -313,13 +313,15 @@ def _as_text(task: Any, doc: Any) -> str:
     solution = _solution(doc)
     if "question" in doc and solution:
         return f"Question: {doc['question']}\nAnswer: {solution}\n\n"
-    return f"{task.doc_to_text(doc)} {_target(task, doc)}\n\n"
+    return f"{text_of(task, doc)} {target_of(task, doc)}\n\n"
 
 
 def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
     """Write lm-eval's prompt as user turn, and the answer as assistant turn."""
-    turns = {"user": task.doc_to_text(doc), "assistant": _solution(doc) or _target(task, doc)}
-    messages = [{"role": role, "content": str(content)} for role, content in turns.items()]
+    turns = {"user": text_of(task, doc), "assistant": _solution(doc) or target_of(task, doc)}
+    if task.get_config("doc_to_choice") is not None:  # `answer` is a label
+        turns["assistant"] = target_of(task, doc)
+    messages = [{"role": role, "content": content} for role, content in turns.items()]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:
@@ -328,10 +330,3 @@ def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
 
 def _solution(doc: Any) -> str | None:
     return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
-
-
-def _target(task: Any, doc: Any) -> Any:
-    target = task.doc_to_target(doc)
-    if isinstance(target, int):
-        target = task.doc_to_choice(doc)[target]
-    return target[0] if isinstance(target, list) and target else target

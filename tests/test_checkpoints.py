@@ -160,6 +160,7 @@ def test_what_stays_beside_the_weights_goes_along(tmp_path: Path) -> None:
     texts = {
         **dict.fromkeys(("preprocessor_config.json", "processor_config.json", "1_Pooling/config.json"), "{}"),
         **{"modules.json": json.dumps(modules), "LICENSE": "as you like", "2_Dense/model.safetensors": "weights"},
+        "chat_template.json": json.dumps({"chat_template": "{{ messages }}"}),
     }
     for name, text in {**texts, "code.py": "", "pytorch_model.bin.old": "", "../other/config.json": "{}"}.items():
         (tmp_path / "parent" / name).parent.mkdir(exist_ok=True)

@@ -20,6 +20,7 @@ from lmeval_prune.checkpoints import embedded
 _MODULES = "modules.json"  # of sentence-transformers: the folder of each module, e.g. of the pooling
 _COMPANIONS = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",  # of a processor; that of a tokenizer is written with it
     *("audio_tokenizer_config.json", "sentence_bert_config.json", "config_sentence_transformers.json", _MODULES),
     *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt", "USE_POLICY.md"),
 )

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host
+from lmeval_prune.distillation import language_host, stages
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
-from lmeval_prune.distillation.corpus import QuestionSearch, answered_text, read_corpus
+from lmeval_prune.distillation.corpus import QuestionSearch, answered_text, corpus_identity, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
@@ -28,6 +29,7 @@ from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
+from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder
 from tests.kills import Killed
@@ -451,7 +453,7 @@ def test_default_lengths_are_at_most_the_positions(
         f"max_length: {middle} instead of 512, since {short} has no more positions"
     ]
     path, shorter = tmp_path / "a.jsonl", str(resized(Path(options.pretrained), tmp_path / "shorter", 50, family))
-    rows = [{"p": "prompt " * n, "text": "some text with words " * n} for n in (1, 1, 1, 9)]
+    rows = [{"p": "prompt " * n, "text": f"text {k} with words " * n} for k, n in enumerate((1, 1, 1, 9))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     alone = replace(task, **OF_TASK, pretrained=shorter, corpus=str(path))
     distill(replace(alone, output=str(tmp_path / "windows")))
@@ -537,6 +539,122 @@ def test_a_scorer_that_fails_at_written_answers_is_warned_of(
     host.check_scoring(host.examples())
     own = [record.getMessage() for record in caplog.records if record.name.startswith("lmeval_prune")]
     assert len(own) == bool(warning) and all(re.search(warning, line) for line in own)
+
+
+def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp_path: Path) -> None:
+    """Else the best epoch would be that of problems that are learned."""
+    name = sums_with_a_test(tmp_path / "own")
+    rows = [{"question": f"What is {n % 5} + {n % 5}?", "answer": str(n)} for n in range(20)]
+    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for seed in range(4):
+        own = replace(options, task=name, test=None, limit=None, validation=0.2, seed=seed)
+        examples = make_host(own).examples()
+        train, validation = (
+            {problem.question.prompt for problem in part} for part in (examples.train, examples.validation)
+        )
+        assert len(examples.validation) == 4 and len(examples.train) == 16
+        assert len(validation) == 1 and len(train) == 4 and not train & validation
+    with pytest.raises(InputError, match="are too few to train and validate"):
+        (tmp_path / "own" / "rows.jsonl").write_text("\n".join([json.dumps(rows[0])] * 20))
+        make_host(own).examples()
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"p": "Say.", "text": f"a {n % 4}"}) for n in range(12)))
+    corpus = make_host(replace(options, **OF_TASK, corpus=str(tmp_path / "a.jsonl"), corpus_prompt="p")).examples()
+    train, validation = ({tuple(text.ids) for text in part} for part in (corpus.train, corpus.validation))
+    assert len(validation) == 1 and len(train) == 3 and not train & validation
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
+@pytest.mark.parametrize(
+    "changes", [{"doc_to_text": "Now: {{question}}"}, {"doc_to_target": "{{n}}"}, {"gen_prefix": "So"}]
+)
+def test_the_file_of_a_task_may_not_change(
+    options: DistillOptions, tmp_path: Path, changes: dict[str, Any], ends: bool
+) -> None:
+    """Neither within a distillation nor after it; what nothing of it is learned from may."""
+    path = Path(sums_with_a_test(tmp_path / "own"))
+    own = replace(options, task=str(path), test=None, epochs=0)
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, stages, "cut", 1)
+        with pytest.raises(Killed):
+            distill(own)
+    if ends:
+        distill(own)
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps(before | changes))
+    with pytest.raises(
+        InputError, match=r"student\S* was made with other data \(the task's prompts or targets\); name"
+    ):
+        distill(own)
+    path.write_text(json.dumps(before | {"metadata": {"version": 2}}))
+    assert len(distill(own)["stages"]) == 1
+
+
+def test_a_corpus_of_files_of_one_name_is_known_by_all_of_them(tmp_path: Path) -> None:
+    paths = [tmp_path / "corpus" / name / "part.txt" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text(path.parent.name)
+    identities = {corpus_identity(str(tmp_path / "corpus"))}
+    for path in paths:
+        path.write_text("changed")
+        identities.add(corpus_identity(str(tmp_path / "corpus")))
+    assert len(identities) == 3
+
+
+def test_questions_that_differ_in_spaces_or_case_are_the_same(options: DistillOptions, tmp_path: Path) -> None:
+    name = sums_with_a_test(tmp_path / "own")
+    with (tmp_path / "own" / "rows.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"question": " what IS  1 + 2?\n", "answer": "3"}))
+    own = replace(options, task=name, test=None, limit=None)
+    host = make_host(own)
+    with pytest.raises(InputError, match="have 1 of the 1 questions of the test split"):
+        host.examples()
+    (tmp_path / "own" / "test.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"What is 1 + {n}?", "answer": "3"}) for n in range(2, 6))
+    )
+    examples = make_host(own).examples()
+    assert examples.note["repeated"] == 1 and examples.note["train"] + examples.note["validation"] == 20
+
+
+def test_a_question_without_a_field_is_the_same_in_a_chat(options: DistillOptions, tmp_path: Path) -> None:
+    """So that a model that was trained on it in a chat template is known to be, without one, too."""
+    folder = tmp_path / "own"
+    name = sums_with_a_test(folder)
+    settings = json.loads(Path(name).read_text()) | {"doc_to_text": "Asked: {{asked}}", "num_fewshot": 2}
+    Path(name).write_text(json.dumps(settings))
+    for path in (folder / "rows.jsonl", folder / "test.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [{"asked": row["question"], "answer": row["answer"]} for row in rows]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    keys = [
+        make_host(replace(options, task=name, test=None, limit=None, chat=chat)).examples().note["trained_on"]
+        for chat in (False, True)
+    ]
+    assert keys[0] == keys[1] and len(keys[0]) == 20
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "normalizer"])
+def test_an_answer_follows_its_prompt_without_a_further_space(tiny_folder: Path, scheme: str) -> None:
+    """Also by tokenizers that put a space before a text, as those of SentencePiece."""
+    text = "Question: What is 4 plus 2?\nAnswer: 42 43 a"
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    if scheme == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if scheme != "never" else []))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    backend.train_from_iterator([text] * 3, trainers.BpeTrainer(vocab_size=200, special_tokens=[*special.values()]))
+    spaced = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    for tokenizer in (spaced, AutoTokenizer.from_pretrained(tiny_folder)):
+        for prompt, answer in (
+            ("Question: What is 4 plus 2?\nAnswer:", " 42"),
+            ("Answer:\n", "42"),
+            ("plus 2?", "\n4"),
+        ):
+            answered = answered_text(tokenizer, encode(tokenizer, prompt), answer)
+            assert tokenizer.decode(answered.ids[:-1], clean_up_tokenization_spaces=False) == prompt + answer
 
 
 # ---------------------------------------------------------------- corpora

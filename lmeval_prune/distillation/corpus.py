@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines, read_texts
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import SHOWN, InputError, first_line, with_others
-from lmeval_prune.pruners.calibration import encode, end_token, special_tokens
+from lmeval_prune.pruners.calibration import encode, encode_continuation, end_token, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
 FILES = (*SUFFIXES, ".json", ".csv", ".parquet", ".gz", ".zst")  # endings of files, not of names of data sets
@@ -57,8 +57,11 @@ def counts_text(note: Mapping[str, Any]) -> str:
 
 def corpus_identity(corpus: str) -> str:
     """Return a digest of the files of a local corpus; the name of a data set."""
-    files = _files(corpus)
-    return digest({path.name: content_digest(path) for path in files}) if files else corpus
+    digests: dict[str, list[str]] = {}
+    for path in _files(corpus):
+        digests.setdefault(path.name, []).append(content_digest(path))
+    single = {name: contents if len(contents) > 1 else contents[0] for name, contents in digests.items()}
+    return digest(single) if single else corpus
 
 
 def check_corpus(options: DistillOptions) -> None:
@@ -173,7 +176,7 @@ def within(length: int, positions: int | None) -> int:
 
 def answered_text(tokenizer: Any, prompt: Sequence[int], answer: str) -> Text:
     """Return the token ids of a prompt with an answer and the end token; nothing predicts a first token."""
-    ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = encode_continuation(tokenizer, answer)
     return Text([*prompt, *ids, end_token(tokenizer)], max(1, len(prompt)))
 
 

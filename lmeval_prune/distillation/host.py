@@ -28,6 +28,7 @@ from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
+from lmeval_prune.training.resuming import PROBLEMS
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
@@ -177,6 +178,10 @@ class Host(ABC):
     @abstractmethod
     def problems_digest(self) -> str:
         """Return a digest of the documents of the training and validation problems, which are not tokenized for it."""
+
+    def contents(self) -> dict[str, Callable[[], str]]:
+        """Return functions that return digests of what is trained on, by their names in `CONTENTS`."""
+        return {PROBLEMS: self.problems_digest}
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lmeval_prune.architectures import input_device, position_limit, takes_logits_to_keep
+from lmeval_prune.artefacts import digest
 from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
 from lmeval_prune.cards.origin import Origin
@@ -59,7 +60,9 @@ from lmeval_prune.training.questions import (
     drop_test_questions,
     other_folds,
     question_keys,
+    split_by_question,
 )
+from lmeval_prune.training.resuming import PROMPTS
 
 logger = logging.getLogger(__name__)
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
@@ -174,6 +177,14 @@ class LanguageHost(Host):
         return documents_digest(rows.train, tested, *filter(None, [exemplars]))
 
     @override
+    def contents(self) -> dict[str, Callable[[], str]]:
+        return super().contents() | ({PROMPTS: self.prompts_digest} if self.options.task else {})
+
+    def prompts_digest(self) -> str:
+        """Return a digest of the prompts and targets of the problems, which the task's file and code make of them."""
+        return digest([[self.prompt(row), self.target(row)] for row in self.drawn_rows.train])
+
+    @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.drawn_rows
         drawn = rows.train
@@ -186,13 +197,14 @@ class LanguageHost(Host):
         others = corpus.texts if options.task else []
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
-        validation, train = first[:count], [*first[count:], *others]
-        if not options.task and (len(first) <= count or (share and not validation)):
+        validation, remaining = split_by_question(first, count, self._wording)
+        train = [*remaining, *others]
+        if not options.task and (not remaining or (share and not validation)):
             raise InputError(
                 f"{len(first)} texts of the corpus ({counts_text(corpus.note)}) are too few to train and "
                 f"validate; give more documents or corpus_texts, or another validation (0: none)"
             )
-        if len(first) <= count or (share and not validation):
+        if not remaining or (share and not validation):
             raise InputError(
                 f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate"
                 f"{_left_out(len(drawn) - len(answered), len(answered) - len(problems), max_length)}; raise "
@@ -214,6 +226,11 @@ class LanguageHost(Host):
         }
         lengths = [len(text.ids) for text in train]
         return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=learned)
+
+    def _wording(self, text: Any) -> Any:
+        """Return the text of a problem, in which those of training and validation differ; of others, all tokens."""
+        wording = text_of(self.task, text.question.document) if isinstance(text, Problem) else ""
+        return wording or tuple(text.ids)
 
     def _corpus(self, test: Sequence[Mapping[str, Any]]) -> Corpus:
         """Return the texts of the corpus without test questions; empty without a corpus."""

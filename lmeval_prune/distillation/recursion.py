@@ -39,7 +39,6 @@ from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
-    PROBLEMS,
     check_resumable,
     check_same_contents,
     check_same_settings,
@@ -95,7 +94,7 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
         check_same_settings(settings, stored, target, default_settings(DistillOptions))
-        check_same_contents({PROBLEMS: host.problems_digest}, stored, target)
+        check_same_contents(host.contents(), stored, target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -159,7 +158,7 @@ def check(host: Host) -> None:
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
     """Run the incomplete stages in order."""
     options = host.options
-    settings = {**settings, PROBLEMS: host.problems_digest()}
+    settings = {**settings, **{name: content() for name, content in host.contents().items()}}
     check_resumable(work, settings, default_settings(DistillOptions))
     examples = host.examples()
     if not examples.validation and (options.patience or options.best_by):  # an ATHENA's is that of its own training

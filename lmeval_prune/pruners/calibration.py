@@ -181,6 +181,17 @@ def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
 
 
+def encode_continuation(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise a text that follows another one: without the space that some tokenizers put before a text."""
+
+    def ids_of(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    line, after_line = ids_of("\n"), ids_of(f"\n{text}")
+    adds_space = ids_of("\na") != [*line, *ids_of("a")]
+    return after_line[len(line) :] if adds_space and after_line[: len(line)] == line else ids_of(text)
+
+
 def _begins_with_bos(tokenizer: Any, text: str) -> bool:
     bos = _bos_token_id(tokenizer)
     return bos is not None and text.startswith(tokenizer.decode(bos))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.errors import InputError
 
+T = TypeVar("T")
 Document = Mapping[str, Any]
 
 
@@ -45,18 +46,39 @@ def drop_test_questions(
 ) -> tuple[list[Any], int]:
     """Drop the training rows whose question is also in the test; return the other rows and the number of dropped rows.
 
+    Questions that differ in spaces or in upper and lower case alone are the same.
+
     Raises:
         InputError: the rows have more than half of the test questions.
     """
-    rows, test_keys = list(rows), question_keys(test)
-    unrepeated = [row for row in rows if question_key(row) not in test_keys]
+    rows, test_questions = list(rows), {_spaced(str(row["question"])) for row in test}
+    unrepeated = [row for row in rows if _spaced(str(row["question"])) not in test_questions]
     repeated = len(rows) - len(unrepeated)
-    if repeated > len(test_keys) // 2:
+    if repeated > len(test_questions) // 2:
         raise InputError(
-            f"the training splits {names} have {repeated} of the {len(test_keys)} questions of the test split "
+            f"the training splits {names} have {repeated} of the {len(test_questions)} questions of the test split "
             f"{test_name}; leave them out of train"
         )
     return unrepeated, repeated
+
+
+def _spaced(question: str) -> str:
+    """Return a question in lower case with single spaces."""
+    return " ".join(question.lower().split())
+
+
+def split_by_question(problems: Sequence[T], count: int, question: Callable[[T], Any]) -> tuple[list[T], list[T]]:
+    """Split problems into the first `count`, with all that ask the same, and the others.
+
+    Problems of one question stand together, where the first of them is. With `count` 0 all are others.
+    """
+    groups: dict[Any, list[T]] = {}
+    for problem in problems:
+        groups.setdefault(question(problem), []).append(problem)
+    first, others = list[T](), list[T]()
+    for group in groups.values():
+        (first if len(first) < count else others).extend(group)
+    return first, others
 
 
 @dataclass(frozen=True)

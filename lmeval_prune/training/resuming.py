@@ -21,13 +21,14 @@ from lmeval_prune.errors import InputError, disk_error
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS, ENCODER = "problems", "encoder_checkpoint"
+PROBLEMS, PROMPTS, ENCODER = "problems", "prompts", "encoder_checkpoint"
 # Settings that are digests of what was read, in the words of messages; those of files are by name. Folders of earlier
 # versions lack them.
 CONTENTS = {
     "pretrained_files": "the model's {}",
     "teacher_files": "the teacher's {}",
     PROBLEMS: "the problems",
+    PROMPTS: "the task's prompts or targets",
     ENCODER: "the encoder",
     "corpus": "the corpus",
 }
@@ -67,6 +68,7 @@ def check_same_settings(
     contents = {name: settings[name] for name in CONTENTS if name in settings}
     stored = {**contents, **defaults, **stored} if stored else {}
     differ = [name for name in settings if stored.get(name) != settings[name]]
+    differ = [name for name in differ if name != PROMPTS] or differ  # prompts follow from the other settings, too
     if values := [f"{name}={stored.get(name)}" for name in differ if name not in CONTENTS]:
         raise InputError(
             f"{folder} was made with other options ({', '.join(values[:3])}); name another output, or delete it"
@@ -83,7 +85,7 @@ def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mappi
     What cannot be read any more is not compared, with a warning: a result does not need it. Neither are contents that
     an earlier version did not store.
     """
-    for name in contents.keys() & stored.keys():
+    for name in filter(stored.__contains__, contents):  # in their order
         try:
             now = contents[name]()
         except InputError as error:

@@ -125,6 +125,16 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
     return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
 
 
+def test_activations_that_are_no_numbers_are_refused() -> None:
+    """They counted as those of a channel that is never active, whose entropy is 0."""
+    model: Any = tiny("llama")
+    spoil = partial(torch.index_fill, dim=-1, index=torch.tensor([3]), value=torch.nan)
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: spoil(output))
+    model_map, text = map_model(model), CalibrationText.from_windows("random", tokens(2, 9))
+    with pytest.raises(InputError, match=r"the calibration run has NaN or infinite values in L1\.down"):
+        NormEntropy().scores(model_map, text, parts_of(model_map), {})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> None:
     """Padded batches, grouped queries, sinks, soft caps and position biases."""

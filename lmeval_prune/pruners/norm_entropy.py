@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, Rows
 from lmeval_prune.architectures.blocks import weight_of
+from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -143,6 +144,7 @@ def activation_entropies(
         counts[part.key] += len(activations)
 
     read_inputs(model_map, text, blocks, collect)
+    check_finite({part.projection_name: sums[part.key] for part in blocks}, "the calibration run", NONFINITE_REMEDY)
     entropies = {}
     for key, (total, weighted) in sums.items():
         divisor = torch.where(total > 0, total, 1.0)  # no division by zero for channels that are never active

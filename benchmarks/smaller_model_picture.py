@@ -34,13 +34,17 @@ class Series:
     recipe: str
     seeds: Collection[int]
 
-    def differences(self) -> dict[str, Difference]:
-        """Return the differences to the dense models that were pruned, by split."""
-        records = {
+    def records(self) -> dict[Row, Any]:
+        """Return the records of the rows."""
+        return {
             Row(self.recipe, record["fold"], record["seed"]): record
             for record in read_json(RESULTS / f"smaller_model_{self.file}.json")["rows"].values()
             if record["recipe"] == self.recipe and record["seed"] in self.seeds
         }
+
+    def differences(self) -> dict[str, Difference]:
+        """Return the differences to the dense models that were pruned, by split."""
+        records = self.records()
         return {split: _difference(records, split) for split in SPLITS}
 
 

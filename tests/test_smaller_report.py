@@ -15,7 +15,9 @@ from _smaller_choice import change, choice
 from _smaller_plan import chosen_recipes, recipes_tested
 from _smaller_power import Spread, probability, seeds_needed, spread_of
 from _smaller_scores import Difference, Scored
+from smaller_model_picture import SERIES
 from smaller_model_report import front, write_report
+from smaller_model_table import HEADER, table_lines
 
 from tests.smaller_experiments import command, fill, problems, record
 
@@ -300,3 +302,21 @@ def test_a_recipe_that_removes_too_little_or_is_too_slow_is_not_chosen(experimen
     }
     (experiment.work / "speed.json").write_text(json.dumps(speed))
     assert "no other recipe removes enough and is fast enough" in choice(experiment, folds=[0])
+
+
+def test_the_page_has_the_rows_of_the_results_file() -> None:
+    """All rows of the page, and the means below them to a decimal place."""
+    page = Path(__file__).parents[1].joinpath("docs", "smaller-model.md").read_text(encoding="utf-8")
+    header, rule, *rows = table_lines(SERIES[-1])
+    assert header == f"| {' | '.join(HEADER)} |"
+    below = page.split(f"{header}\n{rule}\n")[1]
+    table, text = below.split("\n\n", 1)
+    assert table.splitlines() == rows
+    (greedy, (low, high)), (sampled, (lowest, highest)) = (
+        (difference.mean, difference.interval) for difference in SERIES[-1].differences().values()
+    )
+    for sentence in (
+        f"{greedy:+.1f} points, 95% {low:+.1f} to {high:+.1f}",
+        f"solves {sampled:+.1f} ({lowest:+.1f} to {highest:+.1f})",
+    ):
+        assert sentence.replace("-", "−") in " ".join(text.split())

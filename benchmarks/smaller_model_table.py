@@ -1,0 +1,62 @@
+"""Print the rows of the verdict of smaller_model.py, as docs/smaller-model.md has them, and their means.
+
+    python benchmarks/smaller_model_table.py
+
+Reads benchmarks/results/smaller_model_verdict.json, which `smaller_model.py report` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from _smaller import Row
+from smaller_model_picture import SERIES, SPLITS, Series
+
+HEADER = (
+    *("fold, seed", "dense solves", "`depth_greedy_prompts`", "won, lost", "dense, best of 8 samples"),
+    *("`depth_greedy_prompts`, best of 8", "KL divergence from dense", "response term, training texts"),
+    "validation problems",
+)
+
+
+def table_lines(series: Series) -> list[str]:
+    """Return the table of a series' rows as Markdown, by seed and fold."""
+    records = sorted(series.records().items(), key=lambda item: (item[0].seed, item[0].fold))
+    rows = (HEADER, ["---"] * len(HEADER), *itertools.starmap(_cells, records))
+    return ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def _cells(row: Row, record: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row: counts of solved validation problems, distance, and the response term at the end."""
+    pruned, dense = record["right"], record["dense"]
+    pairs = list(zip(dense["validation"], pruned["validation"], strict=True))
+    stage = record["stages"][-1]
+    terms = [[entry[name] for entry in stage["log"] if name in entry][-1] for name in ("response", "eval_response")]
+    return [
+        f"{row.fold}, {row.seed}",
+        f"{dense['validation'].count('1')} of {len(pairs)}",
+        str(pruned["validation"].count("1")),
+        f"{pairs.count(('0', '1'))}, {pairs.count(('1', '0'))}",
+        str(dense["sampled"].count("1")),
+        str(pruned["sampled"].count("1")),
+        *(f"{value:.3f}" for value in (stage["distance"]["mean_kld"], *terms)),
+    ]
+
+
+def mean_lines(series: Series) -> list[str]:
+    """Return the mean difference of a series to the dense models on each split, with its 95% interval over folds."""
+    return [
+        f"{SPLITS[split]}: {difference.mean:+.1f} ({difference.interval[0]:+.1f} to {difference.interval[1]:+.1f})"
+        for split, difference in series.differences().items()
+    ]
+
+
+def main() -> None:
+    """Print the table and the means."""
+    print("\n".join([*table_lines(SERIES[-1]), "", *mean_lines(SERIES[-1])]))
+
+
+if __name__ == "__main__":
+    main()

@@ -478,7 +478,7 @@ def test_lessons_are_at_most_as_long_as_the_positions(
     monkeypatch.setattr(Answerer, "outcomes", lambda self, questions, answers, metric: [[True] * 4] * len(questions))
     short = str(resized(Path(options.pretrained), tmp_path / "short", 250))
     taught = {"train_on": "teacher", "sample_temperature": 1.0, "max_gen_toks": 100, "samples": 4}
-    whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, epochs=0, **taught)
+    whole = replace(options, pretrained=short, teacher=options.pretrained, hidden=False, epochs=1, **taught)
     note = distill(whole)["material"]["lessons"]["train"]
     assert note["kept"] == 4 * note["questions"] and note["too_long"] == 2 * note["questions"] > 0
 

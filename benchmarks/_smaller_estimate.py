@@ -50,7 +50,7 @@ def removed_share(experiment: Experiment, recipe: str) -> float | None:
     if pruning.allocation == COMPOSITION:
         lost = pruning.ratio * sum(pool.total for pool in pools)
     else:
-        ((removed, _),) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
+        ((removed, *_),) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
         lost = sum(pool.cost * len(removed.get(pool.key, ())) / len(pool.units[0]) for pool in pools)
     return float(lost / parameters(model_map.model)[1])
 

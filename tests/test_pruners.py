@@ -425,7 +425,8 @@ def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settin
     model_map = map_model(tiny("llama"))
     actual = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
              for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
-    assert actual == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
+    counts = [(share_of(of_heads, 8), share_of(of_channels, 96)) for of_heads, of_channels in shares[1:]]
+    assert actual == [channels for _, channels in dict.fromkeys(counts)]  # steps that remove nothing more are skipped
 
 
 @dataclass(frozen=True)

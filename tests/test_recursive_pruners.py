@@ -160,7 +160,7 @@ def test_a_sweep_of_the_test_or_of_validation_problems_is_refused(options: Disti
 
     def check(part: str, **changes: Any) -> None:
         folder = drawn_outcomes(model_map, tmp_path / part, texts=["another", parts[part][0]])
-        swept = {"method": "sweep", "options": {"outcomes": str(folder)}, "stages": 1, "ratio": 0.25}
+        swept = {"method": "sweep", "options": {"outcomes": str(folder)}, "stages": 1, "ratio": 0.25, "epochs": 1}
         make_host(replace(options, **swept, **changes)).examples()
 
     with pytest.raises(

@@ -50,8 +50,8 @@ def removed_share(experiment: Experiment, recipe: str) -> float | None:
     if pruning.allocation == COMPOSITION:
         lost = pruning.ratio * sum(pool.total for pool in pools)
     else:
-        ((removed, *_),) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
-        lost = sum(pool.cost * len(removed.get(pool.key, ())) / len(pool.units[0]) for pool in pools)
+        (removal,) = smallest_removal(model_map, pruning, {"heads": heads, "channels": channels})
+        lost = sum(pool.cost * len(removal.removed.get(pool.key, ())) / len(pool.units[0]) for pool in pools)
     return float(lost / parameters(model_map.model)[1])
 
 

@@ -59,26 +59,26 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             _check_costs(model_map)
         return
     before, pruners = 0, {HEADS: head_pruner, CHANNELS: channel_pruner}
-    for stage, (removed, most, fewest) in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
-        if most == before:
-            counts = count_removed(removed)
+    for stage, removal in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
+        if removal.most == before:
+            counts = count_removed(removal.removed)
             raise InputError(
                 f"stage {stage} of {pruning.steps} has nothing left to remove: {counts['heads']} of "
                 f"{model_map.total_heads} heads and {counts['channels']} of {sum(model_map.channels().values())} "
                 f"channels are already removed; give fewer stages, a larger ratio, another unit, allocation global "
                 f"or a smaller ffn_multiple"
             )
-        if most - before < options.steps:
+        if removal.most - before < options.steps:
             raise InputError(
-                f"stage {stage} of {pruning.steps} may remove only {most - before} units, and each of its "
-                f"{options.steps} steps at least one; give --steps {most - before} or fewer"
+                f"stage {stage} of {pruning.steps} may remove only {removal.most - before} units, and each of its "
+                f"{options.steps} steps at least one; give --steps {removal.most - before} or fewer"
             )
-        if most < stage * options.steps:
+        if removal.most < stage * options.steps:
             raise InputError(
-                f"the first {stage} stages remove at most {most} units, and each of their {options.steps} steps at "
-                f"least one; give fewer stages or --steps"
+                f"the first {stage} stages remove at most {removal.most} units, and each of their {options.steps} steps "
+                f"at least one; give fewer stages or --steps"
             )
-        before = fewest
+        before = removal.fewest
 
 
 def foreign_methods(options: DistillOptions) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -219,13 +219,26 @@ def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) ->
     ]
 
 
+class SmallestRemoval(NamedTuple):
+    """Units that are removed after a step if the smallest have the lowest scores, and bounds for other scores.
+
+    Attributes:
+        removed: the units.
+        most: largest number of units that any scores remove up to this step.
+        fewest: smallest number: the same, or 0 if the scores decide on it.
+    """
+
+    removed: Removed
+    most: int
+    fewest: int
+
+
 def smallest_removal(
     model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]
-) -> Iterator[tuple[Removed, int, int]]:
-    """Yield what is removed after each step if the smallest units have the lowest scores, and numbers of units.
+) -> Iterator[SmallestRemoval]:
+    """Yield what is removed after each step if the smallest units have the lowest scores.
 
-    These are the numbers of all units that are removed then, the largest that any scores lead to, and the smallest:
-    the same, or 0 if the scores decide on it. Raises `InputError` if a share would empty a layer.
+    Raises `InputError` if a share would empty a layer.
     """
     removed: Removed = {}
     for step in range(1, options.steps + 1):
@@ -235,7 +248,7 @@ def smallest_removal(
             counts = allocate(pools, budget)
             removed, most = removed_by(pools, counts, removed), most + sum(counts)
             fewest += sum(counts) if is_count_fixed(pools, budget) else 0
-        yield removed, most, fewest
+        yield SmallestRemoval(removed, most, fewest)
 
 
 def _compensation(
@@ -493,7 +506,7 @@ def check_methods(
 def most_units(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> int:
     """Return how many units all steps remove at most; 0: no scores remove a unit."""
     at_once = replace(options, steps=1, p_min=0.0, growth=1.0)
-    return next(smallest_removal(model_map, at_once, pruners))[1]
+    return next(smallest_removal(model_map, at_once, pruners)).most
 
 
 def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:

@@ -75,8 +75,8 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             )
         if removal.most < stage * options.steps:
             raise InputError(
-                f"the first {stage} stages remove at most {removal.most} units, and each of their {options.steps} steps "
-                f"at least one; give fewer stages or --steps"
+                f"the first {stage} stages remove at most {removal.most} units, and each of their {options.steps} "
+                f"steps at least one; give fewer stages or --steps"
             )
         before = removal.fewest
 

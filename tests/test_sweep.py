@@ -345,7 +345,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
         ({"tasks": ("prune_tiny_choice",)}, "not generative"),
         ({"tasks": ("prune_tiny_words_pass4",)}, "repeats"),
         pytest.param({"tasks": ("nonsense",)}, "no task nonsense", marks=pytest.mark.long),  # lists all tasks
-        ({"gen_kwargs": {"temperature": 0.7}}, "samples"),
+        ({"gen_kwargs": {"do_sample": True, "temperature": 0.7}}, "samples"),
         ({"question_field": "problem"}, "question field 'problem'"),
         ({"limit": 0}, "limit=0 must be"),
         ({"metric": "acc"}, "acc is not a metric"),

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures.sublayer_names import block_names, compact_names
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
 from lmeval_prune.surgery import depth
@@ -420,6 +420,16 @@ def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPat
         InputError, match="blocks cannot be left out of this seed_oss model: a SeedOssDecoderLayer without"
     ):
         plan.fit_to(map_model(model))
+
+
+def test_blocks_of_several_cuts_have_their_names_in_the_first_model() -> None:
+    model = tiny("llama", num_hidden_layers=6)
+    smaller = cut(cut(model, Plan(blocks="L1+L3")).model, Plan(blocks="L1+L2.attention"))
+    names = removed_blocks(smaller.manifest["stages"])
+    assert [compact_names(blocks) for blocks in names] == ["L1+L3", "L2+L4.attention"]
+    assert removal_summary(smaller.manifest).endswith("in 2 stages; blocks: L1-3+L4.attention")
+    with Plan(blocks=removal_summary(smaller.manifest).rpartition(" ")[2]).applied_to(model):
+        torch.testing.assert_close(output(smaller.model, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,7 @@ def test_blocks_of_one_kind_or_of_both_are_compared(parts: Any, kinds: set[str])
         ("block_kl", {"parts": "layers", "depth_method": "blok_kl"}, "depth_method is for --allocation composition"),
         ("magnitude", {"allocation": "composition", "budget": "heads"}, "allocation=composition counts parameters"),
         ("slimgpt", {"allocation": "composition"}, "use allocation uniform or log"),
+        ("slimgpt", {"parts": "layers"}, "slimgpt scores heads and channels, not whole layers or blocks; use one of "),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_one_line(name: str, options: dict[str, Any], message: str) -> None:

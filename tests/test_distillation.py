@@ -18,10 +18,11 @@ from filelock import FileLock
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion, stages
 from lmeval_prune.distillation import trainer as trainer_module
@@ -1264,6 +1265,23 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
     assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
+
+
+def test_the_command_names_removed_layers(language: DistillOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each stage, as in the unpruned model; nothing is drawn of no training."""
+    shared = {name: getattr(language, name) for name in ("pretrained", "data_dir", "task", "test", "limit", "answer")}
+    options = {**shared, "output": language.output, "parts": "blocks", "budget": "parameters"}
+    options |= {"method": "random", "ratio": 0.5, "stages": 2}
+    assert main(["distill", *(f"--{name}={value}" for name, value in {**options, "epochs": 0}.items())]) == 0
+    stdout, manifest = capsys.readouterr().out, read_manifest(language.output)
+    assert manifest is not None
+    for stage, names in zip(
+        read_note(Path(language.output))["stages"], removed_blocks(manifest["stages"]), strict=True
+    ):
+        assert stage["removed_blocks"] == names and names
+        assert f"blocks ({compact_names(names)}) removed" in stdout
+    assert re.search(r"mean KLD [^\n]* on \d+ tokens of \d+ texts", stdout)
+    assert not list(Path(language.output).glob("distillation.[ps]*"))
 
 
 def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.pruned import kept_layers, read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, stages
 from lmeval_prune.distillation.attention_maps import turn_off_map_dropout
 from lmeval_prune.distillation.corpus import QuestionSearch, answered_text, corpus_identity, read_corpus
 from lmeval_prune.distillation.features import Features
 from lmeval_prune.distillation.host import read_note
-from lmeval_prune.distillation.layer_map import LayerMap, collected_states, kept_layers, layers_of
+from lmeval_prune.distillation.layer_map import LayerMap, collected_states, layers_of
 from lmeval_prune.distillation.lora import add_lora, check_lora, lora_config, merge
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host

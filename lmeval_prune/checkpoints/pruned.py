@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
+from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.companions import copy_companions
@@ -230,9 +231,29 @@ def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"parent": parent, "class": manifest["class"], "stages": len(stages), "removed": total}
 
 
+def kept_layers(stage: Mapping[str, Any]) -> dict[str, str]:
+    """Return the label before a cut of each layer after it, from a manifest's entry about the cut."""
+    layers: dict[str, str] = stage.get("kept_layers") or {label: label for label in stage["kept_heads"]}
+    return layers
+
+
+def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the blocks that each stage removed as a whole, by their names in the model before the first stage."""
+    first_labels, removed = dict[str, str](), list[list[str]]()
+    for stage in stages:
+        names = [name.rpartition(".") for name in stage["plan"].get("blocks", [])]
+        removed.append([f"{first_labels.get(label, label)}.{kind}" for label, _, kind in names])
+        first_labels = {child: first_labels.get(parent, parent) for child, parent in kept_layers(stage).items()}
+    return removed
+
+
 def removal_summary(manifest: dict[str, Any]) -> str:
     """Return one line about what was removed from a cut checkpoint."""
     columns = checkpoint_columns(manifest)
     counts = ", ".join(f"{count} {name}" for name, count in columns["removed"].items())
+    blocks = compact_names(name for names in removed_blocks(manifest["stages"]) for name in names)
     stages = columns["stages"]
-    return f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}"
+    return (
+        f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}"
+        f"{f'; blocks: {blocks}' if blocks else ''}"
+    )

@@ -41,6 +41,7 @@ class StageNote(TypedDict):
     stage: int
     heads: dict[str, list[int]]
     removed: dict[str, Any]
+    removed_blocks: NotRequired[list[str]]  # earlier versions did not note them
     parameters: int
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.layers import layers_in
+from lmeval_prune.checkpoints.pruned import kept_layers
 from lmeval_prune.errors import InputError, did_you_mean
 
 Stage = Mapping[str, Any]  # a manifest's entry about one cut
@@ -41,12 +42,6 @@ class LayerMap:
             }
             result = cls({child: result.layers.get(parent, parent) for child, parent in parents.items()}, heads)
         return result
-
-
-def kept_layers(stage: Stage) -> dict[str, str]:
-    """Return the label before a cut of each layer after it."""
-    layers: dict[str, str] = stage.get("kept_layers") or {label: label for label in stage["kept_heads"]}
-    return layers
 
 
 def stages_since(stages: Sequence[Stage], signature: Mapping[str, Any]) -> Sequence[Stage] | None:

@@ -21,7 +21,7 @@ from lmeval_prune.architectures import loadable_fingerprints, map_model, weights
 from lmeval_prune.artefacts import ENVELOPE, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
 from lmeval_prune.distance.summary import Summary, summarize
 from lmeval_prune.distance.tokens import logits_of, pass_distances
 from lmeval_prune.distance.variants import Distances
@@ -176,6 +176,8 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         if corpus:
             parts = {} if options.task else {name: counts[name] for name in ("train", "validation")}
             print(f"corpus: {counts_text({**parts, **corpus})}", flush=True)
+            if corpus["texts"] < options.corpus_texts:
+                print(f"the corpus gives {corpus['texts']} texts, not corpus_texts={options.corpus_texts}", flush=True)
     if this_process().is_main_process:
         lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
     if options.asks_teacher and options.epochs:
@@ -294,8 +296,9 @@ class Stage:
             "ratio": head_share,
             "ffn_ratio": channel_share,
             "removed": manifest["stages"][-1]["removed"],
-            # labels and head numbers of the unpruned model
+            # labels, head numbers and names of blocks of the unpruned model
             "heads": {unpruned.layers[label]: heads for label, heads in unpruned.heads.items()},
+            "removed_blocks": removed_blocks(manifest["stages"][-self.number :])[-1],
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **training,
         }
@@ -310,7 +313,8 @@ class Stage:
         def add_files(folder: Path) -> None:
             write_artefact(folder / NOTE, SCHEMA, VERSION, note)
             if self.number == self.host.options.stages:
-                draw(note["stages"], LINES, TITLE, folder / "distillation")
+                if self.host.options.epochs:
+                    draw(note["stages"], LINES, TITLE, folder / "distillation")
                 self.host.card(student, manifest, note).write(folder)
 
         self.host.write(student, manifest, self.folder, add_files)

@@ -62,7 +62,7 @@ def importance(
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.score_store import ScoreStore
     from lmeval_prune.pruners.scoring import scored_questions
-    from lmeval_prune.reporting.maps import draw_head_scores
+    from lmeval_prune.reporting.maps import draw_scores
 
     pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
@@ -83,33 +83,33 @@ def importance(
         sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
         depth = depth_parts_of(model_map)
         scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
-        rows, scored = _rows_of(scores), "layers and blocks"
+        (rows, columns), scored = _rows_of(scores), "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:
         parts = parts_of(model_map, kinds)
         scores = check_scores(pruner, pruner.scores(model_map, read, parts, {}), parts).values
         head_scores = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-        rows, scored = {label: values.tolist() for label, values in head_scores.items()}, "heads"
+        rows, columns, scored = {label: values.tolist() for label, values in head_scores.items()}, None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
     provenance = {**pruner.identity, **scored_questions({HEADS: pruner}, kinds), **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
-    columns = "; columns: layer, attention, feed-forward block" if pruner.depth_only else ""
-    draw_head_scores(rows, f"{method} of {model_map.name}{columns}", Path(output).with_suffix(""))
+    draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
     print("highest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:-7:-1]))
     return 0
 
 
-def _rows_of(scores: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the scores of each layer and its blocks by layer; a block that a layer lacks has none."""
+def _rows_of(scores: Mapping[str, Any]) -> tuple[dict[str, list[float]], list[str] | None]:
+    """Return the scores of each layer and its blocks by layer, and their kinds; a block that a layer lacks has NaN."""
     from lmeval_prune.pruners.parts import DEPTH_KINDS
 
     labels = dict.fromkeys(key.partition(".")[2] for key in scores)
     kinds = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
-    return {label: [float(scores.get(f"{kind}.{label}", float("nan"))) for kind in kinds] for label in labels}
+    rows = {label: [float(scores.get(f"{kind}.{label}", float("nan"))) for kind in kinds] for label in labels}
+    return rows, [kind.replace("_", "-") for kind in kinds]
 
 
 @takes_tasks

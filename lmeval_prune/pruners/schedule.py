@@ -366,7 +366,7 @@ def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
     else:
         _check_budget_of_heads(options, pruner, channel_pruner)
     if isinstance(pruner, SequentialPruner):
-        _check_sequential(options, pruner_name(pruner))
+        _check_sequential(options, pruner)
     if not options.ratio and not options.ffn_ratio:
         raise InputError(
             "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
@@ -427,7 +427,9 @@ def _check_depth(options: PruneOptions, model_map: ModelMap) -> None:
         raise InputError(f"compensation={options.compensation} is for heads and channels; leave it out, or --parts")
 
 
-def _check_sequential(options: PruneOptions, name: str) -> None:
+def _check_sequential(options: PruneOptions, pruner: SequentialPruner) -> None:
+    pruner.check([kind for kind in options.kinds if kind in DEPTH_KINDS], has_text=True)
+    name = pruner_name(pruner)
     if options.steps > 1:
         raise InputError(f"{name} goes through the layers once; leave out --steps")
     if options.allocation not in ("uniform", "log"):

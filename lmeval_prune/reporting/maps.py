@@ -48,13 +48,16 @@ def draw_skipped_tokens(
     save(figure, stem)
 
 
-def draw_head_scores(scores: Mapping[str, Sequence[float]], title: str, stem: Path) -> None:
-    """Draw layers × heads as `stem.png` and `stem.svg`; encoder and decoder get a panel each.
+def draw_scores(
+    scores: Mapping[str, Sequence[float]], title: str, stem: Path, columns: Sequence[str] | None = None
+) -> None:
+    """Draw layers × heads, or layers × columns, as `stem.png` and `stem.svg`; encoder and decoder get a panel each.
 
     Args:
-        scores: scores of the heads by layer, in order.
+        scores: scores by layer, in order; NaN where a layer has none.
         title: title of the figure.
         stem: path without its suffix.
+        columns: what each column is; None: heads.
     """
     stacks: dict[str, dict[str, Sequence[float]]] = {}
     for label, values in scores.items():
@@ -65,11 +68,11 @@ def draw_head_scores(scores: Mapping[str, Sequence[float]], title: str, stem: Pa
     flat = np.concatenate([np.asarray(values, dtype=float) for values in scores.values()])
     panels = figure.subplots(1, len(stacks), squeeze=False)[0]
     for axes, (stack, layers) in zip(panels, stacks.items(), strict=True):
-        mesh = _heatmap(axes, list(layers.values()), widest, cmap="viridis", vmin=flat.min(), vmax=flat.max())
+        mesh = _heatmap(axes, list(layers.values()), widest, cmap="viridis", vmin=np.nanmin(flat), vmax=np.nanmax(flat))
         axes.set_yticks(np.arange(len(layers)) + 0.5, list(layers), fontsize=6)
-        axes.set_xticks(np.arange(widest) + 0.5, [str(head) for head in range(widest)], fontsize=6)
+        axes.set_xticks(np.arange(widest) + 0.5, columns or [str(head) for head in range(widest)], fontsize=6)
         axes.invert_yaxis()
-        axes.set_xlabel("head", fontsize=8)
+        axes.set_xlabel("" if columns else "head", fontsize=8)
         axes.set_title(stack, fontsize=8)
     bar = figure.colorbar(mesh, ax=panels.tolist(), shrink=0.6)
     bar.ax.tick_params(labelsize=6)

@@ -29,7 +29,7 @@ def draw(stages: Sequence[dict[str, Any]], lines: Lines, title: str, stem: Path)
         end = start + max((row["epoch"] for row in stage["log"]), default=0.0)
         if "removed" in stage:
             axes.axvspan(start, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
-            text, position = f" −{stage['removed']['heads']} heads", (start, 0.98)
+            text, position = f" {_removal(stage['removed'])}", (start, 0.98)
             axes.annotate(text, position, xycoords=("data", "axes fraction"), fontsize=7, va="top")
         start = end
     axes.set_xlabel("epoch, over all stages" if len(stages) > 1 else "epoch")
@@ -41,6 +41,13 @@ def draw(stages: Sequence[dict[str, Any]], lines: Lines, title: str, stem: Path)
         right.set_ylim(0, 100)
         right.spines[["top"]].set_visible(False)
     save(picture, stem)
+
+
+def _removal(removed: Mapping[str, Any]) -> str:
+    """Return the number of removed layers, or of blocks if some layers keep one; of heads and channels without both."""
+    layers, blocks = removed.get("layers", 0), removed.get("blocks", 0)
+    names = ("blocks",) if blocks > 2 * layers else ("layers",) if layers else ("heads", "channels")
+    return ", ".join(f"−{removed[name]} {name}" for name in names if removed.get(name)) or "nothing removed"
 
 
 def _draw_loss(

@@ -126,7 +126,7 @@ class Parser(ArgumentParser):
     """Parses the notation of this module.
 
     Attributes:
-        known: names of its options.
+        option_names: names of its options.
         types: their annotations.
         repeatable: those that can be repeated.
         lists: those that are tuples.

@@ -38,7 +38,7 @@ Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 Divisor = Annotated[float, Interval(ge=1e-6, le=1e6)]  # of logits in float32: far beyond, quotients are infinite or 0
 _INT_LIMIT = 2**63  # of torch's and numpy's whole numbers
 LearningRate = Annotated[float, Interval(gt=0, le=1e37)]  # AdamW computes ten times of it in float32
-Decay = Annotated[float, Interval(ge=0, le=100)]  # times the learning rate: above 2, AdamW enlarges weights
+Decay = Annotated[float, Interval(ge=0, le=100)]  # a thousand times what is usual
 Scale = Annotated[float, Interval(gt=0, le=1e6)]  # of lengths and terms of a loss, whose squares float32 squares again
 ScaleOrZero = Annotated[float, Interval(ge=0, le=1e6)]
 

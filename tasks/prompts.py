@@ -56,10 +56,16 @@ def target_of(task: Any, document: Mapping[str, Any]) -> str:
 
 
 def answer_delimiter(task: Any, document: Mapping[str, Any], is_chat: bool) -> str:
-    """Return what stands between a prompt and its answer: nothing at the begin of a turn, or after white space."""
-    prefix = task.doc_to_prefix(document)
+    """Return what stands between a prompt and its answer: what lm-eval puts there where it scores answers.
+
+    A generated answer has none at the begin of a turn, or after white space.
+    """
+    delimiter, prefix = str(task.get_config("target_delimiter")), task.doc_to_prefix(document)
+    output_type = task.get_config("output_type")
+    if output_type == "loglikelihood" or (output_type == "multiple_choice" and not is_chat):
+        return "" if output_type == "loglikelihood" else delimiter
     begins_turn = is_chat and not prefix
-    return "" if begins_turn or (prefix and prefix[-1].isspace()) else str(task.get_config("target_delimiter"))
+    return "" if begins_turn or (prefix and prefix[-1].isspace()) else delimiter
 
 
 def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any) -> str:

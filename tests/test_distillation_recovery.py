@@ -31,6 +31,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.surgery.cut import cut, cut_to
+from lmeval_prune.training.questions import split_by_question
 from tests.athena_hosts import data_folder
 from tests.kills import Killed
 from tests.test_distillation import assert_same, killed_at, losses, plain_descent
@@ -554,9 +555,13 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
         )
         assert len(examples.validation) == 4 and len(examples.train) == 16
         assert len(validation) == 1 and len(train) == 4 and not train & validation
+    (tmp_path / "own" / "rows.jsonl").write_text("\n".join([json.dumps(rows[0])] * 20))
     with pytest.raises(InputError, match="are too few to train and validate"):
-        (tmp_path / "own" / "rows.jsonl").write_text("\n".join([json.dumps(rows[0])] * 20))
         make_host(own).examples()
+    rows = [{"question": "Say a number.", "answer": str(n)} for n in range(20)]
+    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = make_host(own).examples()
+    assert (len(examples.train), len(examples.validation)) == (16, 4)
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"p": "Say.", "text": f"a {n % 4}"}) for n in range(12)))
     corpus = make_host(replace(options, **OF_TASK, corpus=str(tmp_path / "a.jsonl"), corpus_prompt="p")).examples()
     train, validation = ({tuple(text.ids) for text in part} for part in (corpus.train, corpus.validation))
@@ -565,7 +570,13 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
 
 @pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
 @pytest.mark.parametrize(
-    "changes", [{"doc_to_text": "Now: {{question}}"}, {"doc_to_target": "{{n}}"}, {"gen_prefix": "So"}]
+    "changes",
+    [
+        {"doc_to_text": "Now: {{question}}"},
+        {"doc_to_target": "{{n}}"},
+        {"gen_prefix": "So"},
+        {"target_delimiter": "\n"},
+    ],
 )
 def test_the_file_of_a_task_may_not_change(
     options: DistillOptions, tmp_path: Path, changes: dict[str, Any], ends: bool
@@ -587,6 +598,46 @@ def test_the_file_of_a_task_may_not_change(
         distill(own)
     path.write_text(json.dumps(before | {"metadata": {"version": 2}}))
     assert len(distill(own)["stages"]) == 1
+
+
+def test_what_an_earlier_version_began_is_not_resumed(options: DistillOptions, tmp_path: Path) -> None:
+    """Earlier versions did not note the prompts, and wrote some otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, stages, "cut", 1)
+        with pytest.raises(Killed):
+            distill(options)
+    path = Path(f"{options.output}.distilling") / "options.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in stored.items() if name != "prompts"}))
+    with pytest.raises(
+        InputError, match=r"\.distilling was begun by an earlier version, whose prompts may differ; delete"
+    ):
+        distill(options)
+
+
+def test_a_teacher_may_have_other_settings_of_the_tokenizer(options: DistillOptions, tmp_path: Path) -> None:
+    """They change texts, which only the student's tokenizer writes."""
+    shutil.copytree(options.pretrained, tmp_path / "teacher")
+    path = tmp_path / "teacher" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
+    host = make_host(replace(options, teacher=str(tmp_path / "teacher")))
+    host.check_teacher(str(tmp_path / "teacher"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "teacher").split_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("questions", "count", "first"),
+    [
+        ("aabcd", 2, [0, 1]),
+        ("abbbc", 2, [0, 4]),  # three of one question are more than are left
+        ("aaabb", 1, [3, 4]),  # each question has more
+        ("aaa", 1, [0, 1, 2]),
+        ("abc", 0, []),
+    ],
+)
+def test_problems_of_a_question_that_are_more_than_are_split_off(questions: str, count: int, first: list[int]) -> None:
+    split, others = split_by_question(range(len(questions)), questions, count)
+    assert split == first and sorted(others + split) == [*range(len(questions))]
 
 
 def test_a_corpus_of_files_of_one_name_is_known_by_all_of_them(tmp_path: Path) -> None:

@@ -162,6 +162,23 @@ def test_prompts_are_those_of_an_evaluation(
     }
 
 
+@pytest.mark.parametrize("prefix", [None, "That is ", "It is"])
+@pytest.mark.parametrize(
+    ("kind", "chat"), [("multiple_choice", False), ("multiple_choice", True), ("loglikelihood", False)]
+)
+def test_answers_stand_where_an_evaluation_scores_them(
+    tmp_path: Path, kind: str, prefix: str | None, chat: bool
+) -> None:
+    further: dict[str, Any] = {"gen_prefix": prefix} if prefix else {}
+    if kind == "multiple_choice":
+        further |= {"doc_to_choice": ["no", "yes"], "doc_to_target": 1}
+    further |= {"output_type": kind, "generation_kwargs": None, "metric_list": [{"metric": "acc"}]}
+    task, documents = training_documents(task_file(tmp_path / "task", **further))
+    scored = task.construct_requests(documents[0], "", apply_chat_template=chat, doc_id=0, metadata=("task", 0, 1))
+    last = scored[-1] if isinstance(scored, list) else scored
+    assert answer_delimiter(task, documents[0], chat) + target_of(task, documents[0]) == last.args[1]
+
+
 def test_a_question_is_the_same_with_and_without_exemplars(tmp_path: Path) -> None:
     task, documents = training_documents(task_file(tmp_path / "task", num_fewshot=2))
     assert [question_of(task, document) for document in documents] == [

@@ -516,6 +516,19 @@ def test_weights_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tm
         assert lm.loglikelihood(instances) == first  # from the store
 
 
+def test_artefacts_of_weights_before_a_training_are_refused_after_it(tiny_folder: Path, tmp_path: Path) -> None:
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer)
+    Plan(("L0H1",)).save(tmp_path / "before.json", lm.model_map)
+    lm.reconfigure(tokenizer=tokenizer, plan=str(tmp_path / "before.json"))
+    with torch.no_grad():
+        network.lm_head.weight += 1
+    with pytest.raises(InputError, match="other weights"):
+        lm.reconfigure(tokenizer=tokenizer, plan=str(tmp_path / "before.json"))
+    Plan(("L0H1",)).save(tmp_path / "after.json", lm.model_map)
+    PrunedHFLM(network, tokenizer=tokenizer, plan=str(tmp_path / "after.json"))
+
+
 CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 

@@ -53,9 +53,12 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
     (folder / "rolling.yaml").write_text(yaml.safe_dump(ROLLING))
     manager = TaskManager(include_path=[str(ROOT / "tasks"), str(folder)], include_defaults=False)
 
-    def run(name: str, tasks: Any = TASKS, limit: int = LIMIT, **arguments: Any) -> dict:
+    def run(name: str, tasks: Any = TASKS, limit: int = LIMIT, gen_kwargs: Any = (), **arguments: Any) -> dict:
         settings: dict = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0, "device": "cpu"}
-        settings |= {"gen_kwargs": {"max_gen_toks": 6}, "batch_size": 1 if "base_url" in arguments else 3}
+        settings |= {
+            "gen_kwargs": {"max_gen_toks": 6, **dict(gen_kwargs)},
+            "batch_size": 1 if "base_url" in arguments else 3,
+        }
         out = simple_evaluate(model=name, model_args=arguments, tasks=list(tasks), **settings)
         return dict(out["results"])
 
@@ -133,13 +136,14 @@ def test_greedy_tables_are_those_of_the_model_itself(
         )
 
 
+@pytest.mark.parametrize("settings", [{}, {"do_sample": False, "temperature": 0.7}], ids=["do_sample", "temperature"])
 def test_repeats_on_a_server_have_seeds_of_their_own(
-    evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
+    evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
+    """Also with do_sample=false, which lm-eval's client does not send beside the temperature."""
     arguments = arguments_of("local-completions 1", tiny_folder, server)
-    evaluate(
-        "resumable", ["prune_tiny_words_pass4"], lm="local-completions", responses=str(tmp_path / "s"), **arguments
-    )
+    arguments |= {"lm": "local-completions", "responses": str(tmp_path / "s"), "gen_kwargs": settings}
+    evaluate("resumable", ["prune_tiny_words_pass4"], **arguments)
     seeds: dict[str, list[int]] = {}
     for payload in server.payloads:
         seeds.setdefault(str(payload["prompt"]), []).append(payload["seed"])

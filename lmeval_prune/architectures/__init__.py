@@ -14,7 +14,6 @@ from lmeval_prune.architectures.identity import (
     nonfinite_tensor,
     tensor_in_layer,
     text_config,
-    weight_writes,
     weights_fingerprint,
 )
 from lmeval_prune.architectures.model_map import (
@@ -34,5 +33,5 @@ __all__ = [
     "adapters_of", "cache_argument", "check_unit", "config_fingerprint", "head_names", "input_device", "is_dispatched",
     "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise",
     "takes_logits_to_keep", "tensor_in_layer", "text_config", "tiny_model", "uncuttable", "units_of",
-    "weight_writes", "weights_fingerprint",
+    "weights_fingerprint",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from lmeval_prune.errors import InputError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.utils.weak import WeakIdRef
 
 _CHUNK = 2**22  # numbers of a tensor that are read at a time; a fingerprint depends on it
 _CACHED = 2**16  # numbers whose checksum is computed in a processor's cache
@@ -88,11 +89,13 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
     return state.hexdigest()[:16]
 
 
-def weight_writes(model: nn.Module) -> list[tuple[int, int]]:
+def weight_writes(model: nn.Module) -> list[tuple[WeakIdRef, int]]:
     """Return what differs after parameters or saved buffers were written in place or replaced, without reading them.
 
     What is written through `.data` is not noticed, nor what accelerate manages: it replaces offloaded weights itself.
     """
+    from torch.utils.weak import WeakIdRef
+
     if is_dispatched(model):
         return []
     tensors = [
@@ -104,7 +107,7 @@ def weight_writes(model: nn.Module) -> list[tuple[int, int]]:
             if buffer is not None and name not in module._non_persistent_buffers_set
         ),
     ]
-    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return [(WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def nonfinite_tensor(model: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward
-from lmeval_prune.architectures.identity import model_name, text_config, weights_fingerprint
+from lmeval_prune.architectures.identity import model_name, text_config, weight_writes, weights_fingerprint
 from lmeval_prune.architectures.layers import read_blocks
 from lmeval_prune.architectures.proof import refute_depth
 from lmeval_prune.architectures.structure import recognise
@@ -43,6 +43,7 @@ class ModelMap:
     revision: str
     feed_forward: tuple[FeedForward, ...] = ()
     _results: dict[Any, Any] = field(default_factory=dict, init=False)
+    _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # after these writes
 
     def once(self, key: Any, compute: Callable[[], T]) -> T:
         """Return the cached result for `key`, or compute it; the key must name everything the result depends on."""
@@ -51,10 +52,13 @@ class ModelMap:
         result: T = self._results[key]
         return result
 
-    @cached_property
+    @property
     def weights(self) -> str | None:
-        """`weights_fingerprint` of the model, computed at first use."""
-        return weights_fingerprint(self.model)
+        """`weights_fingerprint` of the model, computed at first use and after weights were written."""
+        writes = weight_writes(self.model)
+        if self._fingerprint is None or self._fingerprint[0] != writes:
+            self._fingerprint = writes, weights_fingerprint(self.model)
+        return self._fingerprint[1]
 
     @cached_property
     def sublayers(self) -> tuple[Sublayer, ...]:

@@ -42,7 +42,7 @@ def training_of(
     return Training(
         {**sections, "Results": _results(note, best_by, metric)},
         is_trained and options.uses_teacher,
-        datasets,
+        datasets if is_trained else (),
         is_trained,
     )
 
@@ -86,5 +86,5 @@ def _results(note: Mapping[str, Any], best_by: BestBy, metric: str) -> str:
         if any("mean KLD" in row for row in rows)
         else ""
     )
-    where = "Measured on the validation texts of the training (on training texts, if there are none), on no benchmark."
+    where = "Measured on validation texts (on the others, if there are none), on no benchmark."
     return f"{table(rows, 'stage')}\n\n{where}{explained}"

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lesson
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.models.identity import tokenizer_fingerprint
+from lmeval_prune.models.identity import vocabulary_digest
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
@@ -58,6 +58,7 @@ from lmeval_prune.training.questions import (
     TrainingQuestions,
     documents_digest,
     drop_test_questions,
+    normalised_question,
     other_folds,
     question_keys,
     split_by_question,
@@ -123,7 +124,7 @@ class LanguageHost(Host):
         parent = self.options.pretrained
         sizes = {skeleton_of(name).config.get_text_config().vocab_size for name in (folder, parent)}
         tokenizers = (self.tokenizer_of(folder), self.tokenizer)
-        if len(sizes) > 1 or len({tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers}) > 1:
+        if len(sizes) > 1 or len({vocabulary_digest(tokenizer) for tokenizer in tokenizers}) > 1:
             raise InputError(
                 f"the teacher {folder} has another vocabulary than {parent}; use a teacher with the same tokenizer"
             )
@@ -182,13 +183,26 @@ class LanguageHost(Host):
 
     def prompts_digest(self) -> str:
         """Return a digest of the prompts and targets of the problems, which the task's file and code make of them."""
-        return digest([[self.prompt(row), self.target(row)] for row in self.drawn_rows.train])
+        return digest(self.drawn_texts)
+
+    @cached_property
+    def drawn_texts(self) -> list[tuple[str, str, str]]:
+        """Prompt, delimiter and target of each document of the training."""
+        rows = self.drawn_rows.train
+        with as_input_error(f"the prompts of {self.options.task} cannot be written"):
+            return [
+                (self.prompt(row), answer_delimiter(self.task, row, self.options.chat), self.target(row))
+                for row in rows
+            ]
 
     @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.drawn_rows
         drawn = rows.train
-        problems = [self._problem(number, row) for number, row in enumerate(drawn)]
+        problems = [
+            self._problem(number, row, *texts)
+            for number, (row, texts) in enumerate(zip(drawn, self.drawn_texts, strict=True))
+        ]
         answered = [problem for problem in problems if has_answer(problem)]
         max_length = within(options.max_length, self.positions)
         problems = [problem for problem in answered if len(problem.ids) <= max_length]
@@ -197,7 +211,7 @@ class LanguageHost(Host):
         others = corpus.texts if options.task else []
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
-        validation, remaining = split_by_question(first, count, self._wording)
+        validation, remaining = split_by_question(first, self._wordings(first), count)
         train = [*remaining, *others]
         if not options.task and (not remaining or (share and not validation)):
             raise InputError(
@@ -227,10 +241,19 @@ class LanguageHost(Host):
         lengths = [len(text.ids) for text in train]
         return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=learned)
 
-    def _wording(self, text: Any) -> Any:
-        """Return the text of a problem, in which those of training and validation differ; of others, all tokens."""
-        wording = text_of(self.task, text.question.document) if isinstance(text, Problem) else ""
-        return wording or tuple(text.ids)
+    def _wordings(self, texts: Sequence[Any]) -> list[Hashable]:
+        """Return what differs between texts of training and validation: the question of a problem; else all tokens.
+
+        A task may ask one question of all problems; then their tokens, among them the target's.
+        """
+        tokens: list[Hashable] = [tuple(text.ids) for text in texts]
+        questions = [
+            normalised_question(text_of(self.task, text.question.document)) if isinstance(text, Problem) else ""
+            for text in texts
+        ]
+        if len({*questions}) == 1:
+            return tokens
+        return [question or ids for question, ids in zip(questions, tokens, strict=True)]
 
     def _corpus(self, test: Sequence[Mapping[str, Any]]) -> Corpus:
         """Return the texts of the corpus without test questions; empty without a corpus."""
@@ -303,10 +326,9 @@ class LanguageHost(Host):
             self._check_chat()
         return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
-    def _problem(self, number: int, row: dict[str, Any]) -> Problem:
+    def _problem(self, number: int, row: dict[str, Any], prompt: str, delimiter: str, target: str) -> Problem:
         """Tokenize a prompt and its answer."""
-        target, prompt = self.target(row), self.prompt(row)
-        answer = answer_delimiter(self.task, row, self.options.chat) + self.options.answer.replace("{}", target)
+        answer = delimiter + self.options.answer.replace("{}", target)
         text = answered_text(self.tokenizer, encode(self.tokenizer, prompt), answer)
         start = text.start if target.strip() else len(text.ids)  # nothing to learn, whatever is around it
         return Problem(Question(number, row, prompt), text.ids, start)

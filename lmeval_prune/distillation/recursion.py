@@ -180,7 +180,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
                 print(f"the corpus gives {corpus['texts']} texts, not corpus_texts={options.corpus_texts}", flush=True)
     if this_process().is_main_process:
         lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
-    if options.asks_teacher and options.epochs:
+    if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers of a corpus alone
         examples = _taught(host, examples, target, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained

@@ -70,13 +70,8 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             )
         if removal.most - before < options.steps:
             raise InputError(
-                f"stage {stage} of {pruning.steps} may remove only {removal.most - before} units, and each of its "
-                f"{options.steps} steps at least one; give --steps {removal.most - before} or fewer"
-            )
-        if removal.most < stage * options.steps:
-            raise InputError(
-                f"the first {stage} stages remove at most {removal.most} units, and each of their {options.steps} "
-                f"steps at least one; give fewer stages or --steps"
+                f"stage {stage} of {pruning.steps} may remove only {removal.most - before} units, fewer than its "
+                f"{options.steps} steps; give --steps {removal.most - before} or fewer"
             )
         before = removal.fewest
 
@@ -108,7 +103,7 @@ def cut_stage(
     answering: str | None = None,
     work: Path | None = None,
 ) -> Cut:
-    """Score a model and cut the scheduled share of a stage; `InputError` if no unit is left to remove.
+    """Score a model and cut the scheduled share of a stage, which is nothing if earlier stages removed enough.
 
     Args:
         host: host of the model.
@@ -131,10 +126,9 @@ def cut_stage(
     )
     step = replace(step, steps=options.steps)
     plan = Plan()
-    if step.ratio or step.ffn_ratio:  # 0: a composition of an earlier stage removed more than its share
-        step = _with_fewer_steps(
-            step, {HEADS: heads, CHANNELS: channels}, model_map, f"stage {stage} of {options.stages}"
-        )
+    if step := _with_fewer_steps(
+        step, {HEADS: heads, CHANNELS: channels}, model_map, f"stage {stage} of {options.stages}"
+    ):
         text = host.calibration(examples, model, answering)
         progress = partial(print, flush=True)
         *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
@@ -143,16 +137,17 @@ def cut_stage(
 
 def _with_fewer_steps(
     pruning: PruneOptions, pruners: Mapping[str, Pruner], model_map: ModelMap, stage: str
-) -> PruneOptions:
+) -> PruneOptions | None:
     """Return the options of a stage with no more steps than units that it can remove, and say so if those are fewer.
 
-    How many they are depends on what the earlier stages have removed.
+    How many they are depends on what the earlier stages have removed. None: they have removed enough for this one.
     """
-    if pruning.allocation == COMPOSITION:  # removes any share
+    if pruning.allocation == COMPOSITION and pruning.ratio:  # removes any share
         return pruning
-    units = most_units(pruners, model_map, pruning)
+    units = most_units(pruners, model_map, pruning) if pruning.ratio or pruning.ffn_ratio else 0
     if not units:
-        raise InputError(f"{stage} has nothing left to remove; give fewer stages")
+        print(f"{stage} removes nothing, as the earlier ones removed enough", flush=True)
+        return None
     if units < pruning.steps:
         print(f"{stage} has {units} of its {pruning.steps} steps, as each removes at least one unit", flush=True)
     return replace(pruning, steps=min(pruning.steps, units))

@@ -182,13 +182,23 @@ def interventions_report(model_map: ModelMap, weights: str | None) -> dict[str, 
     return info
 
 
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Return a digest of a tokenizer's vocabulary, rules and special tokens."""
+    return digest(_vocabulary(tokenizer))
+
+
+def _vocabulary(tokenizer: Any) -> list[Any]:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    return [content, str(tokenizer.special_tokens_map)]
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a digest of a tokenizer's vocabulary, rules, special tokens and settings that change texts or tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     settings = [name for name in ("split_special_tokens",) if getattr(tokenizer, name, False)]
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         is_bpe = fast is not None and type(fast.model).__name__ == "BPE"
         if not is_bpe or getattr(tokenizer, _CLEANS_BPE, False):
             settings.append("clean_up_tokenization_spaces")
-    return digest([content, str(tokenizer.special_tokens_map), *settings])
+    return digest([*_vocabulary(tokenizer), *settings])

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig, LogitsProcessorList
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weight_writes, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
@@ -80,7 +80,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         self._unpadded: Counter[tuple[int, ...]] = Counter()  # token sequences to score, if padding matters
         self.endings: deque[Ending] = deque()  # of generated texts that lm-eval has not reported yet
         self._store: AnswerStore | None = None  # opened before the weights are loaded
-        self._fingerprint: tuple[Any, str | None] | None = None  # of the weights, after these writes
         try:
             self._load(model)
             self._prepare(self._store)
@@ -268,10 +267,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
     @property
     def weights(self) -> str | None:
         """Return the weights' fingerprint, a new one after training; None if offloaded weights cannot be read."""
-        writes = weight_writes(self.model)
-        if self._fingerprint is None or self._fingerprint[0] != writes:
-            self._fingerprint = writes, weights_fingerprint(self.model)
-        return self._fingerprint[1]
+        return self.model_map.weights
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:

@@ -198,13 +198,13 @@ def _compared_kinds(allocation: str) -> list[tuple[str, ...]]:
 
 
 def follows_costs(budget: Budget) -> bool:
-    """Return whether a budget that removes nothing if the smallest units have the lowest scores never does."""
+    """Return whether no scores remove a unit if none is removed when the smallest units have the lowest scores."""
     channels_stay = budget.options.ffn_multiple > 1 and CHANNELS in budget.kinds and budget.allocation != "uniform"
     return budget.allocation != REFERENCE and not channels_stay
 
 
 def is_count_fixed(pools: Sequence[UnitPool], budget: Budget) -> bool:
-    """Return whether a budget removes as many units by any scores: layer by layer, or of one cost."""
+    """Return whether a budget removes the same number of units whatever the scores: by layer, or of one cost."""
     if budget.allocation in ("uniform", "log"):
         return True
     costs = [{pool.cost for pool in pools if pool.kind in kinds} for kinds in _compared_kinds(budget.allocation)]

@@ -321,7 +321,7 @@ def _paragraphs(path: Path) -> list[str]:
 
 def _as_text(task: Any, doc: Any) -> str:
     """Write a problem and its answer, with the worked solution if the data has it."""
-    solution = _solution(doc)
+    solution = _solution(task, doc)
     if "question" in doc and solution:
         return f"Question: {doc['question']}\nAnswer: {solution}\n\n"
     return f"{text_of(task, doc)} {target_of(task, doc)}\n\n"
@@ -329,9 +329,7 @@ def _as_text(task: Any, doc: Any) -> str:
 
 def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
     """Write lm-eval's prompt as user turn, and the answer as assistant turn."""
-    turns = {"user": text_of(task, doc), "assistant": _solution(doc) or target_of(task, doc)}
-    if task.get_config("doc_to_choice") is not None:  # `answer` is a label
-        turns["assistant"] = target_of(task, doc)
+    turns = {"user": text_of(task, doc), "assistant": _solution(task, doc) or target_of(task, doc)}
     messages = [{"role": role, "content": content} for role, content in turns.items()]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -339,5 +337,8 @@ def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
         raise InputError(f"the chat template fails ({first_line(error)}); leave out --apply_chat_template") from error
 
 
-def _solution(doc: Any) -> str | None:
+def _solution(task: Any, doc: Any) -> str | None:
+    """Return the worked solution of a problem; None if the data has none: beside choices, `answer` is a label."""
+    if task.get_config("doc_to_choice") is not None:
+        return None
     return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)

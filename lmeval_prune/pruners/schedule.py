@@ -224,7 +224,7 @@ class SmallestRemoval(NamedTuple):
 
     Attributes:
         removed: the units.
-        most: largest number of units that any scores remove up to this step.
+        most: largest number of units that any scores remove up to this step; estimated where scores have a threshold.
         fewest: smallest number: the same, or 0 if the scores decide on it.
     """
 
@@ -500,8 +500,8 @@ def check_methods(
     if count < options.steps:
         parts = " or ".join(options.kinds).replace("_", "-")
         raise InputError(
-            f"steps={options.steps}: the ratio removes at most {count} units ({parts}), and each step at least one; "
-            f"give --steps {count} or fewer"
+            f"steps={options.steps} are more than the units ({parts}) that the ratio removes, at most {count}; give "
+            f"--steps {count} or fewer"
         )
 
 

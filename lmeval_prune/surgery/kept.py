@@ -147,7 +147,7 @@ class Kept:
         """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
         blocks = [block for block in self.model_map.feed_forward if block.label in self.channels]
         widths = {(block.stack, len(self.channels[block.label])) for block in blocks}
-        counts = {(len(heads.heads), len(heads.kv_heads)) for heads in self.heads}
+        counts = {(len(layer.heads), len(layer.kv_heads)) for layer in self.heads}
         return bool(self.depth.absent) or len(counts) > 1 or len(widths) > len({block.stack for block in blocks})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,8 +51,8 @@ def drop_test_questions(
     Raises:
         InputError: the rows have more than half of the test questions.
     """
-    rows, test_questions = list(rows), {_spaced(str(row["question"])) for row in test}
-    unrepeated = [row for row in rows if _spaced(str(row["question"])) not in test_questions]
+    rows, test_questions = list(rows), {normalised_question(str(row["question"])) for row in test}
+    unrepeated = [row for row in rows if normalised_question(str(row["question"])) not in test_questions]
     repeated = len(rows) - len(unrepeated)
     if repeated > len(test_questions) // 2:
         raise InputError(
@@ -62,22 +62,26 @@ def drop_test_questions(
     return unrepeated, repeated
 
 
-def _spaced(question: str) -> str:
+def normalised_question(question: str) -> str:
     """Return a question in lower case with single spaces."""
     return " ".join(question.lower().split())
 
 
-def split_by_question(problems: Sequence[T], count: int, question: Callable[[T], Any]) -> tuple[list[T], list[T]]:
-    """Split problems into the first `count`, with all that ask the same, and the others.
+def split_by_question(problems: Sequence[T], questions: Iterable[Hashable], count: int) -> tuple[list[T], list[T]]:
+    """Split problems into at most the first `count` and the others, with all problems of a question on one side.
 
-    Problems of one question stand together, where the first of them is. With `count` 0 all are others.
+    Problems of one question stand together, where the first of them is. If each question has more than `count`
+    problems, those of the question with the fewest are split off.
     """
-    groups: dict[Any, list[T]] = {}
-    for problem in problems:
-        groups.setdefault(question(problem), []).append(problem)
+    groups: dict[Hashable, list[T]] = {}
+    for problem, question in zip(problems, questions, strict=True):
+        groups.setdefault(question, []).append(problem)
     first, others = list[T](), list[T]()
     for group in groups.values():
-        (first if len(first) < count else others).extend(group)
+        (first if len(first) + len(group) <= count else others).extend(group)
+    if count and groups and not first:
+        smallest = min(groups.values(), key=len)
+        return smallest, [problem for group in groups.values() if group is not smallest for problem in group]
     return first, others
 
 

@@ -102,9 +102,16 @@ def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
 
 
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if a folder of checkpoints has other options; `defaults` as in `check_same_settings`."""
-    if (checkpoints / OPTIONS).is_file():
-        check_same_settings(settings, read_options(checkpoints), checkpoints, defaults)
+    """Raise an `InputError` if a folder of checkpoints has other options, or was begun by a version with other prompts.
+
+    `defaults` as in `check_same_settings`.
+    """
+    if not (checkpoints / OPTIONS).is_file():
+        return
+    stored = read_options(checkpoints)
+    check_same_settings(settings, stored, checkpoints, defaults)
+    if PROMPTS in settings and PROMPTS not in stored:
+        raise InputError(f"{checkpoints} was begun by an earlier version, whose prompts may differ; delete it")
 
 
 def read_options(checkpoints: Path) -> dict[str, Any]:

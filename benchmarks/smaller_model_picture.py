@@ -1,4 +1,4 @@
-"""Draw how many points of accuracy recipes of smaller_model.py lose on validation problems, from the results files.
+"""Draw how many points of accuracy recipes of smaller_model.py lose, from the results files.
 
     python benchmarks/smaller_model_picture.py
 
@@ -22,7 +22,12 @@ from lmeval_prune.artefacts import read_json
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 PICTURE = Path(__file__).parents[1] / "docs" / "results" / "smaller_model" / "differences"
-SPLITS = {"validation": "greedy answers", "sampled": "any of 8 samples right"}
+SPLITS = {
+    "validation": "validation, greedy",
+    "sampled": "validation, any of 8",
+    "test": "test, greedy",
+}
+MARKERS = {"validation": "o", "sampled": "s", "test": "D"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Series:
         }
 
     def differences(self) -> dict[str, Difference]:
-        """Return the differences to the dense models that were pruned, by split."""
+        """Return the differences to the dense models that were pruned, by split; of the test once it is scored."""
         records = self.records()
-        return {split: _difference(records, split) for split in SPLITS}
+        answers = [record[name] for record in records.values() for name in ("right", "dense")]
+        known = [split for split in SPLITS if all(split in digits for digits in answers)]
+        return {split: _difference(records, split) for split in known}
 
 
 SERIES = (
@@ -79,14 +86,15 @@ def _bits(text: str) -> np.ndarray:
 def main() -> None:
     """Draw the figure."""
     goal = yaml.safe_load((Path(__file__).parent / "smaller_model.yaml").read_text())["goal"]
-    canvas, axes = figure(8.2, 4.2, "Accuracy on validation problems, less that of the dense model")
+    canvas, axes = figure(8.2, 4.2, "Accuracy less that of the dense model")
+    labels = dict(SPLITS)
     for number, series in enumerate(SERIES):
-        for (split, difference), offset in zip(series.differences().items(), (-0.12, 0.12), strict=True):
-            y, (low, high) = number + offset, difference.interval
-            colour = COLOURS[split == "sampled"]
+        differences = series.differences()
+        for order, (split, difference) in enumerate(differences.items()):
+            y, (low, high) = number + 0.24 * (order - (len(differences) - 1) / 2), difference.interval
+            colour = COLOURS[[*SPLITS].index(split)]
             axes.plot([low, high], [y, y], color=colour, lw=1.5, solid_capstyle="butt")
-            label = SPLITS[split] if not number else None
-            axes.plot(difference.mean, y, "o" if split == "validation" else "s", color=colour, ms=6, label=label)
+            axes.plot(difference.mean, y, MARKERS[split], color=colour, ms=6, label=labels.pop(split, None))
         rows, folds = len(difference.by_row), len(difference.folds)
         axes.annotate(
             f"{rows} rows, {folds} folds", (1.0, number), xycoords=("axes fraction", "data"), xytext=(4, 0),
@@ -102,7 +110,7 @@ def main() -> None:
         f"an interval right of the dotted one (−{-goal['lower_bound']:g}), on tests, by all rows of the verdict",
         fontsize=8,
     )
-    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
     save(canvas, PICTURE)
 
 

@@ -1,4 +1,4 @@
-"""Print the rows of the verdict of smaller_model.py, as docs/smaller-model.md has them, and their means.
+"""Print the rows of the verdict of smaller_model.py, as docs/smaller-model.md has them, their tests and means.
 
     python benchmarks/smaller_model_table.py
 
@@ -19,6 +19,7 @@ HEADER = (
     *("`depth_greedy_prompts`, best of 8", "KL divergence from dense", "response term, training texts"),
     "validation problems",
 )
+TEST_HEADER = ("fold, seed", "dense solves, test", "`depth_greedy_prompts`, test", "won, lost")
 
 
 def table_lines(series: Series) -> list[str]:
@@ -31,18 +32,38 @@ def table_lines(series: Series) -> list[str]:
 def _cells(row: Row, record: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row: counts of solved validation problems, distance, and the response term at the end."""
     pruned, dense = record["right"], record["dense"]
-    pairs = list(zip(dense["validation"], pruned["validation"], strict=True))
     stage = record["stages"][-1]
     terms = [[entry[name] for entry in stage["log"] if name in entry][-1] for name in ("response", "eval_response")]
     return [
         f"{row.fold}, {row.seed}",
-        f"{dense['validation'].count('1')} of {len(pairs)}",
-        str(pruned["validation"].count("1")),
-        f"{pairs.count(('0', '1'))}, {pairs.count(('1', '0'))}",
+        *_counts(record, "validation"),
         str(dense["sampled"].count("1")),
         str(pruned["sampled"].count("1")),
         *(f"{value:.3f}" for value in (stage["distance"]["mean_kld"], *terms)),
     ]
+
+
+def lines_of_tests(series: Series) -> list[str]:
+    """Return the table of a series' tests as Markdown, by seed and fold; nothing before they are scored."""
+    records = sorted(series.records().items(), key=lambda item: (item[0].seed, item[0].fold))
+    if "test" not in series.differences():
+        return []
+    rows = [TEST_HEADER, ["---"] * len(TEST_HEADER)]
+    for row, record in records:
+        counts = _counts(record, "test")
+        rows.append([f"{row.fold}, {row.seed}", *counts])
+    return ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def _counts(record: Mapping[str, Any], split: str) -> tuple[str, str, str]:
+    """Return how many problems the dense and the pruned model solve, and how many the pruned one wins and loses."""
+    dense, pruned = record["dense"][split], record["right"][split]
+    pairs = list(zip(dense, pruned, strict=True))
+    return (
+        f"{dense.count('1')} of {len(pairs)}",
+        str(pruned.count("1")),
+        f"{pairs.count(('0', '1'))}, {pairs.count(('1', '0'))}",
+    )
 
 
 def mean_lines(series: Series) -> list[str]:
@@ -55,7 +76,7 @@ def mean_lines(series: Series) -> list[str]:
 
 def main() -> None:
     """Print the table and the means."""
-    print("\n".join([*table_lines(SERIES[-1]), "", *mean_lines(SERIES[-1])]))
+    print("\n".join([*table_lines(SERIES[-1]), "", *lines_of_tests(SERIES[-1]), "", *mean_lines(SERIES[-1])]))
 
 
 if __name__ == "__main__":

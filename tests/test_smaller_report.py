@@ -17,7 +17,7 @@ from _smaller_power import Spread, probability, seeds_needed, spread_of
 from _smaller_scores import Difference, Scored
 from smaller_model_picture import SERIES
 from smaller_model_report import front, write_report
-from smaller_model_table import HEADER, table_lines
+from smaller_model_table import HEADER, lines_of_tests, table_lines
 
 from tests.smaller_experiments import command, fill, problems, record
 
@@ -312,9 +312,12 @@ def test_the_page_has_the_rows_of_the_results_file() -> None:
     below = page.split(f"{header}\n{rule}\n")[1]
     table, text = below.split("\n\n", 1)
     assert table.splitlines() == rows
-    (greedy, (low, high)), (sampled, (lowest, highest)) = (
+    assert "\n".join(lines_of_tests(SERIES[-1])) in text
+    (greedy, (low, high)), (sampled, (lowest, highest)), *test = (
         (difference.mean, difference.interval) for difference in SERIES[-1].differences().values()
     )
+    for mean, (least, most) in test:
+        assert f"{mean:+.2f} points, 95% {least:+.2f} to {most:+.2f}".replace("-", "−") in " ".join(text.split())
     for sentence in (
         f"{greedy:+.1f} points, 95% {low:+.1f} to {high:+.1f}",
         f"solves {sampled:+.1f} ({lowest:+.1f} to {highest:+.1f})",

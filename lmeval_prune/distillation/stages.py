@@ -124,14 +124,14 @@ def cut_stage(
     step = stage_pruning(
         replace(stage_options, **_schedule(pruning)), stage, unpruned, model_map, _allocation(stage_options, heads)
     )
-    step = replace(step, steps=options.steps)
+    pruners = {HEADS: heads, CHANNELS: channels}
     plan = Plan()
-    if step := _with_fewer_steps(
-        step, {HEADS: heads, CHANNELS: channels}, model_map, f"stage {stage} of {options.stages}"
+    if possible := _with_fewer_steps(
+        replace(step, steps=options.steps), pruners, model_map, f"stage {stage} of {options.stages}"
     ):
         text = host.calibration(examples, model, answering)
         progress = partial(print, flush=True)
-        *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
+        *_, plan = stages(heads, model_map, possible, text, channels, progress=progress, work=work)
     return cut(backbone, plan)
 
 

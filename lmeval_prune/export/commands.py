@@ -123,8 +123,8 @@ def model(
         export_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
     elif pruned is None:
         raise InputError(
-            "name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5; a checkpoint that is pruned already can be "
-            "served as it is, or exported by --format gguf"
+            "name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5; a checkpoint that is pruned already "
+            "can be served as it is, or exported by --format gguf"
         )
     elif dtype or splitting:
         raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")

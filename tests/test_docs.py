@@ -22,12 +22,14 @@ import lmeval_prune
 from lmeval_prune import InputError, Intervention, decoding, map_model
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.pruners import base
 from lmeval_prune.tasks import data
 from lmeval_prune.tasks.loading import load_tasks
+from lmeval_prune.training.resuming import default_settings
 from tests import methods
 from tests.conftest import ROOT, task_manager
 from tests.tiny_models import output, tiny, tokens
@@ -294,6 +296,15 @@ def test_the_messages_of_the_faq_are_those_of_the_code() -> None:
     texts = templates()
     for _, message in messages:
         assert any(message in text for text in texts), message
+
+
+def test_the_defaults_of_distill_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/distillation.md").read_text(encoding="utf-8")
+    paragraph = page.partition("**Defaults**")[2].partition("; a tenth")[0]
+    listed = dict(re.findall(r"`--(\w+) ([^`]+)`", paragraph))
+    defaults = default_settings(DistillOptions)
+    assert len(listed) > 20
+    assert listed == {name: str(defaults[name]).replace("True", "true").replace("False", "false") for name in listed}
 
 
 def test_every_preset_is_in_their_table() -> None:

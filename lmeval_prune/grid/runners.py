@@ -99,7 +99,7 @@ class RayRunner:
         try:
             import ray
         except ImportError:
-            raise InputError('--runner ray needs Ray: pip install -e ".[ray]" in a checkout') from None
+            raise InputError('--runner ray needs Ray: pip install ".[ray]" in a clone') from None
         if not ray.is_initialized():
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:

@@ -46,7 +46,7 @@ class PruneOptions(Settings):
             the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
-        steps: number of stages; each stage computes new scores with the units of earlier stages masked
+        steps: number of steps; each scores the model without the units that earlier ones removed
         growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
         budget: what ratio counts: parameters (of what can be removed), heads (ratio is a share of all query heads,

@@ -190,7 +190,7 @@ def require_math_verify() -> None:
     """Refuse to go on without math-verify and what its processes need."""
     if not all(map(importlib.util.find_spec, ("math_verify", "pebble", "loky"))):
         raise InputError(
-            'MATH answers are compared by math-verify, which is not installed: pip install -e ".[math]" in a checkout'
+            'MATH answers are compared by math-verify, which is not installed: pip install ".[math]" in a clone'
         )
 
 

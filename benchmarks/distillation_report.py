@@ -78,7 +78,7 @@ class Variant:
 
     Attributes:
         rows: its rows.
-        dense: of each, the row of its dense host.
+        dense: of each, the row of its dense model.
     """
 
     rows: list[dict[str, Any]]
@@ -106,7 +106,7 @@ class Variant:
         return [np.mean(seeds, axis=0) for seeds in splits.values()]
 
     def differences(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
-        """Return by split, question by question, right minus right of the dense host, the mean over seeds.
+        """Return by split, question by question, right minus right of the dense model, the mean over seeds.
 
         Args:
             chosen: which questions of a row.
@@ -121,7 +121,7 @@ class Variant:
 
     @property
     def difference(self) -> float:
-        """To the dense host, in points."""
+        """To the dense model, in points."""
         return self.accuracy - _mean_accuracy(self.dense)
 
     @property
@@ -151,13 +151,13 @@ class Variant:
         return ", ".join(f"{mean:g} {name}" for name, mean in means)
 
     def fewer(self, name: str) -> float:
-        """Return by how many % a figure is smaller than the dense host's; NaN if it was not measured."""
+        """Return by how many % a figure is smaller than the dense model's; NaN if it was not measured."""
         pairs = [(row.get(name), other.get(name)) for row, other in zip(self.rows, self.dense, strict=True)]
         savings = [1 - own / dense for own, dense in pairs if own and dense]
         return 100 * float(np.mean(savings)) if savings else float("nan")
 
     def faster(self) -> float:
-        """Return by how many % it is faster than the dense host that was timed beside it; NaN if it was not timed."""
+        """Return by how many % it is faster than the dense model that was timed beside it; NaN if it was not timed."""
         speedups = [row["seconds"]["dense"] / row["seconds"]["own"] - 1 for row in self.rows if row.get("seconds")]
         return 100 * float(np.mean(speedups)) if speedups else float("nan")
 
@@ -210,7 +210,7 @@ class Results:
         return {_unit(row): row for row in self.rows if row["host"] == host and row["kind"] == DENSE}
 
     def variant(self, host: str, kind: str, ratio: float) -> Variant | None:
-        """Return the rows of a kind at a ratio that have a dense host; None if there are none."""
+        """Return the rows of a kind at a ratio that have a dense model; None if there are none."""
         dense = self.dense(host)
         rows = [row for row in self.rows if (row["host"], row["kind"], row["ratio"]) == (host, kind, ratio)]
         rows = [row for row in rows if _unit(row) in dense]
@@ -254,7 +254,7 @@ def write(file: Path, output: Path) -> list[Path]:
             )
     sizes = table_2(results)
     if sizes is not None:
-        parts.append(f"## Table 2: hosts, 25% of heads\n\n{_shown(sizes)}")
+        parts.append(f"## Table 2: models, 25% of heads\n\n{_shown(sizes)}")
     parts.append(f"## What the paper's description cannot give\n\n{_arithmetic()}")
     write_text(output / "tables.md", "\n\n".join(parts) + "\n")
     write_text(output / "rows.csv", csv(_flat(results)))
@@ -290,13 +290,13 @@ def _legend(results: Results) -> str:
     return (
         f"{len(results.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows "
         f"have, and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits "
-        f"of means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
-        f"tests of these differences, over questions and over splits (the mean over seeds of each): over n splits "
+        f"of means over seeds; in brackets the difference to the dense model of the same splits and seeds. p: sign-"
+        f"flip tests of these differences, over questions and over splits (the mean over seeds of each): over n splits "
         f"it cannot be below 2/2ⁿ (five: 0.0625, three: 0.25, two: 0.5), and one over questions knows how problems "
         f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. ± splits: the standard "
         f"error of the difference over splits. *to ours*: the same difference and test, against ours in place of the "
-        f"dense host, corrected over what prunes as much and trains. Parameters, FLOPs, memory: by how much less, "
-        f"speed: by how much faster than the dense host timed beside it, all in %. Memory is that of a process (of a "
+        f"dense model, corrected over what prunes as much and trains. Parameters, FLOPs, memory: by how much less, "
+        f"speed: by how much faster than the dense model timed beside it, all in %. Memory is that of a process (of a "
         f"language model measured on a GPU: what it has there), of which a small model is little: a few % either way "
         f"are noise. *paper*: its own figures, whose unpruned rows are another paper's to the digit; in its Table 4 "
         f"each pruned model needs {paper.MEMORY}% less memory. Empty: not measured."

@@ -68,10 +68,11 @@ def _counts(record: Mapping[str, Any], split: str) -> tuple[str, str, str]:
 
 def mean_lines(series: Series) -> list[str]:
     """Return the mean difference of a series to the dense models on each split, with its 95% interval over folds."""
-    return [
-        f"{SPLITS[split]}: {difference.mean:+.1f} ({difference.interval[0]:+.1f} to {difference.interval[1]:+.1f})"
-        for split, difference in series.differences().items()
-    ]
+    lines = []
+    for split, difference in series.differences().items():
+        digits, (low, high) = 2 if split == "test" else 1, difference.interval
+        lines.append(f"{SPLITS[split]}: {difference.mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})")
+    return lines
 
 
 def main() -> None:

@@ -60,10 +60,12 @@ def answer_delimiter(task: Any, document: Mapping[str, Any], is_chat: bool) -> s
 
     A generated answer has none at the begin of a turn, or after white space.
     """
-    delimiter, prefix = str(task.get_config("target_delimiter")), task.doc_to_prefix(document)
-    output_type = task.get_config("output_type")
-    if output_type == "loglikelihood" or (output_type == "multiple_choice" and not is_chat):
-        return "" if output_type == "loglikelihood" else delimiter
+    output_type, delimiter = task.get_config("output_type"), str(task.get_config("target_delimiter"))
+    if output_type == "loglikelihood":
+        return ""
+    if output_type == "multiple_choice" and not is_chat:
+        return delimiter
+    prefix = task.doc_to_prefix(document)
     begins_turn = is_chat and not prefix
     return "" if begins_turn or (prefix and prefix[-1].isspace()) else delimiter
 

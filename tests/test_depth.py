@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures.sublayer_names import block_names, compact_names
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
+from lmeval_prune.cards.checkpoint import what_was_removed
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
@@ -238,6 +239,11 @@ def test_a_layer_without_heads_or_channels_is_gone_unless_a_bias_stays(tmp_path:
     model = stored("llama", tmp_path / "parent", num_hidden_layers=3)
     plan = Plan("L0H*+L1H*", {"L1": "0-47"}, allow_empty_layer=True)
     smaller = loaded("llama", model, plan, tmp_path / "gone")
+    manifest = read_manifest(tmp_path / "gone") or {}
+    assert removal_summary(manifest).endswith("blocks: L0.attention+L1")
+    assert "3 attention and feed-forward blocks were removed as a whole: L0.attention+L1." in what_was_removed(manifest)
+    zeroed = cut(model, Plan(blocks="L1"), keep_shapes=True).manifest
+    assert "blocks" not in removal_summary(zeroed) and "as a whole" not in what_was_removed(zeroed)
     assert [layer.label for layer in map_model(smaller).attention] == ["L1"]
     assert [str(sublayer) for sublayer in map_model(smaller).sublayers] == [
         "L0.feed_forward",
@@ -420,6 +426,13 @@ def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPat
         InputError, match="blocks cannot be left out of this seed_oss model: a SeedOssDecoderLayer without"
     ):
         plan.fit_to(map_model(model))
+
+
+def test_cross_attention_is_named_by_its_layer_of_the_decoder() -> None:
+    model = tiny("t5", num_decoder_layers=4)
+    smaller = cut(cut(model, Plan(blocks="decoder.L1")).model, Plan(blocks="decoder.L1"))
+    kinds = ("decoder.L{}.attention", "cross.L{}.attention", "decoder.L{}.feed_forward")
+    assert removed_blocks(smaller.manifest["stages"]) == [[kind.format(layer) for kind in kinds] for layer in (1, 2)]
 
 
 def test_blocks_of_several_cuts_have_their_names_in_the_first_model() -> None:

@@ -30,9 +30,11 @@ from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of, par
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import _composed, check_methods, resolve_options, stages
 from lmeval_prune.pruners.sequential import make_plan
+from lmeval_prune.reporting import maps
 from lmeval_prune.surgery import block_costs
 from lmeval_prune.surgery.block_costs import measure_costs
 from lmeval_prune.surgery.cut import cut
+from lmeval_prune.training import curves
 from tests.conftest import run_command
 from tests.test_baselines import inputs_of, whole
 from tests.test_pruners import text_of
@@ -727,3 +729,24 @@ def test_from_costs_to_a_cut_checkpoint(tiny_folder: Path, tmp_path: Path, capsy
     command("prune", "--pretrained", tiny_folder, "--scores", tmp_path / "scores.json", "--parts", "layers", "--ratio", 0.5,
             "--output", tmp_path / "c.json")  # fmt: skip
     assert Plan.load(tmp_path / "c.json").blocks == Plan.load(tmp_path / "b.json").blocks
+
+
+def test_pictures_name_layers_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scores, a layer without one of the blocks is empty there; of a training, what each stage removed."""
+    figures: list[Any] = []
+    for module in (maps, curves):
+        monkeypatch.setattr(module, "save", lambda figure, _: figures.append(figure))
+    maps.draw_scores({"L0": [1.0, float("nan")], "L1": [0.5, 2.0]}, "scores", Path("a"), ["layers", "attention"])
+    axes, bar = figures[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["layers", "attention"] and not axes.get_xlabel()
+    assert bar.get_ylim() == (0.5, 2.0)
+    log = [{"epoch": 1.0, "loss": 2.0}]
+    stages = [
+        {"stage": 1, "removed": {"heads": 8, "channels": 96, "blocks": 3}, "log": log,
+         "removed_blocks": ["L1.attention", "L1.feed_forward", "L2.attention"]},
+        {"stage": 2, "removed": {"heads": 3, "channels": 0}, "log": log, "removed_blocks": []},
+        {"stage": 3, "removed": {"heads": 0, "channels": 0}, "log": log},  # of an earlier version
+    ]  # fmt: skip
+    curves.draw(stages, {"loss": ("loss", "black", "-")}, "stages", Path("b"))
+    texts = [text.get_text().strip() for text in figures[1].axes[0].texts]
+    assert texts == ["−L1+L2.attention", "−3 heads", "nothing removed"]

@@ -31,7 +31,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.surgery.cut import cut, cut_to
-from lmeval_prune.training.questions import split_by_question
+from lmeval_prune.training.questions import drop_test_questions, split_by_question
 from tests.athena_hosts import data_folder
 from tests.kills import Killed
 from tests.test_distillation import assert_same, killed_at, losses, plain_descent
@@ -542,7 +542,9 @@ def test_a_scorer_that_fails_at_written_answers_is_warned_of(
     assert len(own) == bool(warning) and all(re.search(warning, line) for line in own)
 
 
-def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp_path: Path) -> None:
+def test_problems_that_ask_the_same_are_on_one_side(
+    options: DistillOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else the best epoch would be that of problems that are learned."""
     name = sums_with_a_test(tmp_path / "own")
     rows = [{"question": f"What is {n % 5} + {n % 5}?", "answer": str(n)} for n in range(20)]
@@ -562,6 +564,10 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
     (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     examples = make_host(own).examples()
     assert (len(examples.train), len(examples.validation)) == (16, 4)
+    rows = [{"question": f"Say {'one' if n < 12 else 'two'} number.", "answer": str(n)} for n in range(20)]
+    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(make_host(replace(own, validation=0.1)).examples().validation) == 8
+    assert "8 of 20 problems are for validation, not 2: those of a question stay together" in caplog.text
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"p": "Say.", "text": f"a {n % 4}"}) for n in range(12)))
     corpus = make_host(replace(options, **OF_TASK, corpus=str(tmp_path / "a.jsonl"), corpus_prompt="p")).examples()
     train, validation = ({tuple(text.ids) for text in part} for part in (corpus.train, corpus.validation))
@@ -610,7 +616,7 @@ def test_what_an_earlier_version_began_is_not_resumed(options: DistillOptions, t
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in stored.items() if name != "prompts"}))
     with pytest.raises(
-        InputError, match=r"\.distilling was begun by an earlier version, whose prompts may differ; delete"
+        InputError, match=r"\.distilling was begun by an earlier version, whose prompts may differ; name"
     ):
         distill(options)
 
@@ -650,6 +656,15 @@ def test_a_corpus_of_files_of_one_name_is_known_by_all_of_them(tmp_path: Path) -
         path.write_text("changed")
         identities.add(corpus_identity(str(tmp_path / "corpus")))
     assert len(identities) == 3
+
+
+def test_a_test_with_the_question_of_all_problems_is_one_line() -> None:
+    rows = [{"question": "Say a number.", "answer": str(n)} for n in range(4)]
+    with pytest.raises(
+        InputError, match="all problems of train and of test ask the same question, so those of the test"
+    ):
+        drop_test_questions(rows, rows[:1], "train", "test")
+    assert drop_test_questions(rows, [], "train", "test") == (rows, 0)
 
 
 def test_questions_that_differ_in_spaces_or_case_are_the_same(options: DistillOptions, tmp_path: Path) -> None:

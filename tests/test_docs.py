@@ -97,10 +97,12 @@ def test_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_options_and_tasks_of_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of our commands that stand in blocks; an example's own tasks are shown on the same page."""
+    """Of commands of this package in blocks and sentences; an example's own tasks are shown on the same page."""
     tasks = {path.stem for path in (ROOT / "tasks").glob("*/*.yaml")}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in "\n".join(block for name, block in BLOCK.findall(text) if name in ("", "bash")).splitlines():
+    lines = "\n".join(block for name, block in BLOCK.findall(text) if name in ("", "bash")).splitlines()
+    in_sentences = re.findall(r"`(lmeval-prune [a-z][^`]*)`", BLOCK.sub("", text))
+    for line in [*lines, *(command.replace("\n", " ") for command in in_sentences)]:
         for names in re.findall(r"--tasks? (prune_[\w,]+)", line):
             assert all(name in tasks or f"task: {name}\n" in text for name in names.split(",")), line
         if match := re.match(r"lmeval-prune ([a-z-]+(?: [a-z]+)?)([^#]*)", line):

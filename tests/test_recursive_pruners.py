@@ -464,6 +464,7 @@ def test_prompts_are_not_called_problems(
     printed = capsys.readouterr().out
     assert ("problems: train 8, validation 2," in printed) == (not alone) and "problems: train 17" not in printed
     assert f"corpus: {'train 8, validation 2, texts 10' if alone else 'texts 9'}, documents 12," in printed
+    assert f"the corpus gives {10 if alone else 9} texts, not corpus_texts=1000" in printed
     assert "corpus: " in caplog.text and "of the answers were cut off" in caplog.text
     assert "sums: " not in caplog.text
 

@@ -15,9 +15,9 @@ from _smaller_choice import change, choice
 from _smaller_plan import chosen_recipes, recipes_tested
 from _smaller_power import Spread, probability, seeds_needed, spread_of
 from _smaller_scores import Difference, Scored
-from smaller_model_picture import SERIES
+from smaller_model_picture import SERIES, Series
 from smaller_model_report import front, write_report
-from smaller_model_table import HEADER, lines_of_tests, table_lines
+from smaller_model_table import HEADER, lines_of_tests, mean_lines, table_lines
 
 from tests.smaller_experiments import command, fill, problems, record
 
@@ -302,6 +302,20 @@ def test_a_recipe_that_removes_too_little_or_is_too_slow_is_not_chosen(experimen
     }
     (experiment.work / "speed.json").write_text(json.dumps(speed))
     assert "no other recipe removes enough and is fast enough" in choice(experiment, folds=[0])
+
+
+def test_the_table_of_tests_is_of_scored_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = {"validation": "10", "sampled": "11"}
+    records = {
+        Row("a", fold, 1): {"right": {**digits, "test": "110"}, "dense": {**digits, "test": "011"}} for fold in (1, 0)
+    }
+    series = Series("a", "a", "a", [1])
+    monkeypatch.setattr(Series, "records", lambda _: records)
+    _, _, *rows = lines_of_tests(series)
+    assert rows == ["| 0, 1 | 2 of 3 | 2 | 1, 1 |", "| 1, 1 | 2 of 3 | 2 | 1, 1 |"]
+    assert mean_lines(series)[-1] == "test, greedy: +0.00 (+0.00 to +0.00)"
+    del records[Row("a", 1, 1)]["right"]["test"]
+    assert lines_of_tests(series) == [] and len(mean_lines(series)) == 2
 
 
 def test_the_page_has_the_rows_of_the_results_file() -> None:

@@ -43,7 +43,7 @@ class ModelMap:
     revision: str
     feed_forward: tuple[FeedForward, ...] = ()
     _results: dict[Any, Any] = field(default_factory=dict, init=False)
-    _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # after these writes
+    _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # and `weight_writes`
 
     def once(self, key: Any, compute: Callable[[], T]) -> T:
         """Return the cached result for `key`, or compute it; the key must name everything the result depends on."""

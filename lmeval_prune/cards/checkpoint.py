@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.cards.card import EXAMPLE_TASK, LIBRARY, Card, code, command_section, quoted, table
 from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class, task_classes
-from lmeval_prune.checkpoints.pruned import MANIFEST, checkpoint_columns, removed_blocks
+from lmeval_prune.checkpoints.pruned import MANIFEST, blocks_text, checkpoint_columns
 from lmeval_prune.reporting.documents import escape_markdown, inline_code
 
 # The Hub's task by the end of a class's name; the auto class of that end loads it.
@@ -126,8 +125,9 @@ def what_was_removed(manifest: Mapping[str, Any], notes: Iterable[str] | None = 
     rows += [_row(name, before, before - gone) for name, (before, gone) in totals.items() if before]
     lines = [table(rows, "")]
     if removed.get("blocks"):
-        names = compact_names(name for names in removed_blocks(manifest["stages"]) for name in names)
-        lines.append(f"{removed['blocks']} attention and feed-forward blocks were removed as a whole: {names}.")
+        names = blocks_text(manifest["stages"])
+        count = f"{removed['blocks']} attention and feed-forward blocks were removed as a whole"
+        lines.append(f"{count}{f': {names}' if names else ''}.")
     if notes is None:
         notes = (note for stage in manifest["stages"] for note in stage["notes"])
     return "\n\n".join([*lines, *(f"Note: {escape_markdown(note)}." for note in dict.fromkeys(notes))])

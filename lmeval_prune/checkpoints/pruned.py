@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -25,6 +25,7 @@ from lmeval_prune.errors import InputError, first_few, first_line
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
+_CROSS = "cross."  # begins the names of cross-attention blocks
 PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
 
 
@@ -54,6 +55,7 @@ class Stage(TypedDict):
     parent: Parent
     plan: dict[str, Any]
     removed: Removed
+    removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
     parameters: NotRequired[dict[str, list[int]]]  # `before` and `after` the cut: all, and without embeddings
@@ -237,22 +239,49 @@ def kept_layers(stage: Mapping[str, Any]) -> dict[str, str]:
     return layers
 
 
-def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the blocks that each stage removed as a whole, by their names in the model before the first stage."""
-    first_labels, removed = dict[str, str](), list[list[str]]()
+def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the label in the model before the first of the cuts of each layer after the last of them."""
+    labels: dict[str, str] = {}
     for stage in stages:
-        names = [name.rpartition(".") for name in stage["plan"].get("blocks", [])]
-        removed.append([f"{first_labels.get(label, label)}.{kind}" for label, _, kind in names])
-        first_labels = {child: first_labels.get(parent, parent) for child, parent in kept_layers(stage).items()}
-    return removed
+        labels = {child: labels.get(parent, parent) for child, parent in kept_layers(stage).items()}
+    return labels
+
+
+def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
+    return [
+        [_first_name(name, first_labels(stages[:number])) for name in _names_of_blocks(stage)]
+        for number, stage in enumerate(stages)
+    ]
+
+
+def _names_of_blocks(stage: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the blocks that a cut removed; manifests of earlier versions lack those that it emptied."""
+    if not stage["removed"].get("blocks"):
+        return ()
+    names: Sequence[str] = stage.get("removed_blocks") or stage["plan"].get("blocks", ())
+    return names
+
+
+def _first_name(name: str, labels: Mapping[str, str]) -> str:
+    """Return a block's name with the first label of its layer; cross-attention is in a layer of the decoder."""
+    label, _, kind = name.rpartition(".")
+    if not label.startswith(_CROSS):
+        return f"{labels.get(label, label)}.{kind}"
+    layer = f"decoder.{label.removeprefix(_CROSS)}"
+    return f"{_CROSS}{labels.get(layer, layer).removeprefix('decoder.')}.{kind}"
+
+
+def blocks_text(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the blocks that all cuts removed, as `L5-7+L9.attention`; empty if none, or if no manifest names them."""
+    return compact_names(name for names in removed_blocks(stages) for name in names)
 
 
 def removal_summary(manifest: dict[str, Any]) -> str:
     """Return one line about what was removed from a cut checkpoint."""
     columns = checkpoint_columns(manifest)
     counts = ", ".join(f"{count} {name}" for name, count in columns["removed"].items())
-    blocks = compact_names(name for names in removed_blocks(manifest["stages"]) for name in names)
-    stages = columns["stages"]
+    blocks, stages = blocks_text(manifest["stages"]), columns["stages"]
     return (
         f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}"
         f"{f'; blocks: {blocks}' if blocks else ''}"

@@ -86,5 +86,5 @@ def _results(note: Mapping[str, Any], best_by: BestBy, metric: str) -> str:
         if any("mean KLD" in row for row in rows)
         else ""
     )
-    where = "Measured on validation texts (on the others, if there are none), on no benchmark."
+    where = "Measured on validation texts (on those for training, if there are none), on no benchmark."
     return f"{table(rows, 'stage')}\n\n{where}{explained}"

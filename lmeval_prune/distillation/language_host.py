@@ -179,7 +179,7 @@ class LanguageHost(Host):
 
     @override
     def contents(self) -> dict[str, Callable[[], str]]:
-        return super().contents() | ({PROMPTS: self.prompts_digest} if self.options.task else {})
+        return super().contents() | {PROMPTS: self.prompts_digest}
 
     def prompts_digest(self) -> str:
         """Return a digest of the prompts and targets of the problems, which the task's file and code make of them."""
@@ -212,6 +212,11 @@ class LanguageHost(Host):
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
         validation, remaining = split_by_question(first, self._wordings(first), count)
+        if validation and not count / 2 <= len(validation) <= 2 * count:
+            logger.warning(
+                "%d of %d problems are for validation, not %d: those of a question stay together",
+                len(validation), len(first), count,
+            )  # fmt: skip
         train = [*remaining, *others]
         if not options.task and (not remaining or (share and not validation)):
             raise InputError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.layers import layers_in
-from lmeval_prune.checkpoints.pruned import kept_layers
+from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
 from lmeval_prune.errors import InputError, did_you_mean
 
 Stage = Mapping[str, Any]  # a manifest's entry about one cut
@@ -32,16 +32,14 @@ class LayerMap:
     @classmethod
     def of(cls, stages: Sequence[Stage]) -> LayerMap:
         """Follow the manifest's stages from the teacher, the model before the first of them, to the student."""
-        result = cls({}, {})
+        heads: dict[str, list[int]] = {}
         for stage in stages:
-            parents = kept_layers(stage)
             heads = {
-                child: [result.heads[parent][head] if parent in result.heads else head for head in kept_heads]
-                for child, parent in parents.items()
+                child: [heads[parent][head] if parent in heads else head for head in kept_heads]
+                for child, parent in kept_layers(stage).items()
                 if (kept_heads := stage["kept_heads"].get(parent)) is not None
             }
-            result = cls({child: result.layers.get(parent, parent) for child, parent in parents.items()}, heads)
-        return result
+        return cls(first_labels(stages), heads)
 
 
 def stages_since(stages: Sequence[Stage], signature: Mapping[str, Any]) -> Sequence[Stage] | None:

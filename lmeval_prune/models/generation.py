@@ -33,11 +33,6 @@ def is_sampling(settings: dict[str, Any]) -> bool:
     return float(settings.get("temperature") or 0) > 0 if do_sample is None else bool(do_sample)
 
 
-def may_sample(settings: dict[str, Any]) -> bool:
-    """Return whether any model of lm-eval samples by these settings: clients of servers send do_sample to none."""
-    return is_sampling(settings) or float(settings.get("temperature") or 0) > 0
-
-
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
     if name := next((name for name in _NO_SETTINGS if name in settings), None):

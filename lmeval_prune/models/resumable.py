@@ -194,16 +194,22 @@ class StoredAnswering:
             raise InputError(
                 f"task {request.task_name} has images or sound, which cannot be stored; use --model itself"
             )
-        sampled = kind == "generate_until" and generation.may_sample(request.args[1])
+        sampled = kind == "generate_until" and self._is_sampling(request.args[1])
         drawn = generation.sampling_key(self.seed, request, repeat) if sampled else []
         parts = {"model": self._model, "request": list(request.args), "drawn": drawn, "versions": self.versions}
         return parts, ""  # the heads of a model that is not this package's are unknown
+
+    def _is_sampling(self, settings: dict[str, Any]) -> bool:
+        """Return whether the model samples; API models and SGLang do not read do_sample beside a temperature."""
+        reads_temperature = self._is_served or "sglang" in self.lm.model_class.__module__
+        has_temperature = reads_temperature and float(settings.get("temperature") or 0) > 0
+        return has_temperature or generation.is_sampling(settings)
 
     # ------------------------------------------------------------------ answering
 
     def _is_grouped(self, request: Any) -> bool:
         """Return whether a request is sampled from the random numbers of this process."""
-        return generation.may_sample(request.args[1]) and not self.takes_seed
+        return self._is_sampling(request.args[1]) and not self.takes_seed
 
     @property
     def _group_size(self) -> int:
@@ -260,7 +266,7 @@ class StoredAnswering:
         Questions share the seeds of repeats on a server: lm-eval sends only requests with equal settings side by side.
         """
         context, settings = request.args
-        if not generation.may_sample(settings) or "seed" in settings:
+        if not self._is_sampling(settings) or "seed" in settings:
             return request
         key = [self.seed, repeat] if self._is_served else generation.sampling_key(self.seed, request, repeat)
         return replace(request, arguments=(context, {**settings, "seed": int(digest(key), 16) & 0x7FFFFFFF}))

@@ -198,7 +198,7 @@ def _compared_kinds(allocation: str) -> list[tuple[str, ...]]:
 
 
 def follows_costs(budget: Budget) -> bool:
-    """Return whether no scores remove a unit if none is removed when the smallest units have the lowest scores."""
+    """Return whether a budget too small for the smallest units is too small for all units, whatever the scores."""
     channels_stay = budget.options.ffn_multiple > 1 and CHANNELS in budget.kinds and budget.allocation != "uniform"
     return budget.allocation != REFERENCE and not channels_stay
 

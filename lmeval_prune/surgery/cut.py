@@ -241,8 +241,10 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     if kept.depth.removed:
         removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}
+    names = {"removed_blocks": list(kept.depth.removed)} if kept.depth.removed else {}
     return {
         "parent": identity_of(model_map),
+        **names,
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
@@ -29,7 +30,7 @@ def draw(stages: Sequence[dict[str, Any]], lines: Lines, title: str, stem: Path)
         end = start + max((row["epoch"] for row in stage["log"]), default=0.0)
         if "removed" in stage:
             axes.axvspan(start, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
-            text, position = f" {_removal(stage['removed'])}", (start, 0.98)
+            text, position = f" {_removal(stage)}", (start, 0.98)
             axes.annotate(text, position, xycoords=("data", "axes fraction"), fontsize=7, va="top")
         start = end
     axes.set_xlabel("epoch, over all stages" if len(stages) > 1 else "epoch")
@@ -43,11 +44,13 @@ def draw(stages: Sequence[dict[str, Any]], lines: Lines, title: str, stem: Path)
     save(picture, stem)
 
 
-def _removal(removed: Mapping[str, Any]) -> str:
-    """Return the number of removed layers, or of blocks if some layers keep one; of heads and channels without both."""
-    layers, blocks = removed.get("layers", 0), removed.get("blocks", 0)
-    names = ("blocks",) if blocks > 2 * layers else ("layers",) if layers else ("heads", "channels")
-    return ", ".join(f"−{removed[name]} {name}" for name in names if removed.get(name)) or "nothing removed"
+def _removal(stage: Mapping[str, Any]) -> str:
+    """Return what a stage removed: whole layers and blocks by name, or else numbers of heads and channels."""
+    if names := compact_names(stage.get("removed_blocks", ())):
+        return f"−{names}"
+    removed = stage["removed"]
+    counts = [f"−{removed[name]} {name}" for name in ("heads", "channels") if removed.get(name)]
+    return ", ".join(counts) or "nothing removed"
 
 
 def _draw_loss(

@@ -49,10 +49,16 @@ def drop_test_questions(
     Questions that differ in spaces or in upper and lower case alone are the same.
 
     Raises:
-        InputError: the rows have more than half of the test questions.
+        InputError: the rows have more than half of the test questions, or all ask the same.
     """
     rows, test_questions = list(rows), {normalised_question(str(row["question"])) for row in test}
-    unrepeated = [row for row in rows if normalised_question(str(row["question"])) not in test_questions]
+    questions = [normalised_question(str(row["question"])) for row in rows]
+    if len(rows) > 1 and {*questions} == test_questions and len(test_questions) == 1:
+        raise InputError(
+            f"all problems of {names} and of {test_name} ask the same question, so those of the test cannot be left "
+            f"out; name a task whose documents differ in the field question"
+        )
+    unrepeated = [row for row, question in zip(rows, questions, strict=True) if question not in test_questions]
     repeated = len(rows) - len(unrepeated)
     if repeated > len(test_questions) // 2:
         raise InputError(

@@ -104,14 +104,17 @@ def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a folder of checkpoints has other options, or was begun by a version with other prompts.
 
-    `defaults` as in `check_same_settings`.
+    `defaults` as in `check_same_settings`. The prompts of a finished result may be unknown, those of a begun one not.
     """
     if not (checkpoints / OPTIONS).is_file():
         return
     stored = read_options(checkpoints)
     check_same_settings(settings, stored, checkpoints, defaults)
     if PROMPTS in settings and PROMPTS not in stored:
-        raise InputError(f"{checkpoints} was begun by an earlier version, whose prompts may differ; delete it")
+        raise InputError(
+            f"{checkpoints} was begun by an earlier version, whose prompts may differ; name another output, or delete "
+            f"it"
+        )
 
 
 def read_options(checkpoints: Path) -> dict[str, Any]:

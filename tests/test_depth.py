@@ -429,7 +429,7 @@ def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_cross_attention_is_named_by_its_layer_of_the_decoder() -> None:
-    model = tiny("t5", num_decoder_layers=4)
+    model = tiny("t5", num_layers=4, num_decoder_layers=4)
     smaller = cut(cut(model, Plan(blocks="decoder.L1")).model, Plan(blocks="decoder.L1"))
     kinds = ("decoder.L{}.attention", "cross.L{}.attention", "decoder.L{}.feed_forward")
     assert removed_blocks(smaller.manifest["stages"]) == [[kind.format(layer) for kind in kinds] for layer in (1, 2)]

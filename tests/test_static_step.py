@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
@@ -221,7 +222,7 @@ def test_logits_that_differ_are_noticed(
     """A step that attends to another row's slot does not pass the check."""
     decode = ops.decode
     monkeypatch.setattr(ops, "decode", lambda *args, slots, **kwargs: decode(*args, slots=slots.flip(0), **kwargs))
-    engine = Engine(model_of("llama").to(dtype), Letters(), schedule=STATIC)
+    engine = Engine(copy.deepcopy(model_of("llama")).to(dtype), Letters(), schedule=STATIC)
     assert not engine.is_static and "logits would differ" in eager_reasons(caplog)[0]
 
 

@@ -326,12 +326,12 @@ def test_the_page_has_the_rows_of_the_results_file() -> None:
     below = page.split(f"{header}\n{rule}\n")[1]
     table, text = below.split("\n\n", 1)
     assert table.splitlines() == rows
-    assert "\n".join(lines_of_tests(SERIES[-1])) in text
+    assert "\n".join(lines_of_tests(SERIES[-1])) in page
     (greedy, (low, high)), (sampled, (lowest, highest)), *test = (
         (difference.mean, difference.interval) for difference in SERIES[-1].differences().values()
     )
     for mean, (least, most) in test:
-        assert f"{mean:+.2f} points, 95% {least:+.2f} to {most:+.2f}".replace("-", "−") in " ".join(text.split())
+        assert f"{mean:+.2f} points, 95% {least:+.2f} to {most:+.2f}".replace("-", "−") in " ".join(page.split())
     for sentence in (
         f"{greedy:+.1f} points, 95% {low:+.1f} to {high:+.1f}",
         f"solves {sampled:+.1f} ({lowest:+.1f} to {highest:+.1f})",

@@ -272,11 +272,12 @@ class Experiment:
         return record
 
     def take(self, folder: Path) -> int:
-        """Copy the records of another folder that are not here; return their number.
+        """Copy the records of another folder, or of another work folder, that are not here; return their number.
 
         A row whose parent is not the model of the dense row here gets the answers of the dense row there;
         `InputError`, before anything is copied, if that is not its parent, either.
         """
+        folder = folder / "rows" if (folder / "rows").is_dir() else folder
         records = {path.name: self._read(path) for path in sorted(folder.glob("*.json")) if path.name != SPEEDS}
         new = {name: record for name, record in records.items() if not (self.work / "rows" / name).is_file()}
         for name, record in new.items():

@@ -193,6 +193,7 @@ def test_a_row_is_made_once_and_goes_on_after_a_kill(
     assert command(experiment, "train", "--recipes", "ours", "--folds", "0", "--seeds", "0") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all rows are made"
     other = Experiment(experiment.file, tmp_path / "elsewhere", experiment.pretrained)
+    assert command(other, "collect", "--copy", str(experiment.work)) == 0 and len(other.records()) == 2
     assert command(other, "collect", "--copy", str(copies)) == 0 and len(other.records()) == 2
     assert command(experiment, "choose", "--recipes", "ours", "--folds", "0") == 0
     assert command(experiment, "speed", "--copy", str(copies)) == 0

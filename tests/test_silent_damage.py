@@ -288,7 +288,8 @@ def test_a_masked_model_is_not_copied_or_pickled(model: Path, method: Any, tmp_p
     network, _ = live(model)
     dense = output(network)
     with method.applied_to(network):
-        for copying in (copy.deepcopy, pickle.dumps, lambda network: torch.save(network, tmp_path / "network.pt")):
+        ways: list[Any] = [copy.deepcopy, pickle.dumps, lambda network: torch.save(network, tmp_path / "network.pt")]
+        for copying in ways:
             with refused():
                 copying(network)
     assert torch.equal(output(network), dense) and torch.equal(output(copy.deepcopy(network)), dense)
@@ -360,7 +361,8 @@ def test_what_another_model_has_made_is_refused(
     loaded(model, **{name: str(artefacts / file)}).close()
     with refused():
         of(other, **{name: str(artefacts / file)})
-    if loader := {"mask": HeadMask, "plan": Plan}.get(name):
+    loaders: dict[str, Any] = {"mask": HeadMask, "plan": Plan}
+    if loader := loaders.get(name):
         assert not done("cut", "--pretrained", other, "--plan", artefacts / file, "--output", tmp_path / "cut")
         network, _ = live(other)
         with refused(), loader.load(artefacts / file).applied_to(network):

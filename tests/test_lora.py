@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from lmeval_prune import InputError, Plan
+from lmeval_prune import HeadMask, InputError, Plan
+from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.interventions.lora import Lora
 from lmeval_prune.surgery.cut import cut
 from tests.adapters import write_adapter
@@ -69,3 +71,17 @@ def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path
     with pytest.raises(InputError, match=message) as error, Lora(str(tmp_path)).applied_to(tiny("llama")):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_an_exported_adapter_is_taken_by_its_own_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Loaded in any type; not by a model with other weights."""
+    [(name, _)] = AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path), "float32").run()
+    lora = Lora(str(tmp_path / name))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype)
+        with lora.applied_to(model):
+            pass
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(1.01)
+    with pytest.raises(InputError, match="another model"), lora.applied_to(model):
+        pass

@@ -343,9 +343,9 @@ def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     def begin(model: dict = MODEL, tasks: dict = TASKS, prompt: str = "p", folder: str = "a") -> None:
         OutcomeStore(tmp_path / folder).begin(model, tasks, [row(0, prompt)], ["dense"])
 
-    with pytest.raises(InputError, match="another model"):
+    with pytest.raises(InputError, match=r"weights=w \(model\), now it is others"):
         begin(model={**MODEL, "weights": "others"})
-    with pytest.raises(InputError, match="another task toy"):
+    with pytest.raises(InputError, match=r"metric=exact_match,none \(task toy\), now"):
         begin(tasks={"toy": {"metric": "acc,none"}})
     with pytest.raises(InputError, match="prompt of document 0"):
         begin(prompt="another")

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lmeval-prune {__version__}")
             return 0
         asks_help = [word in ("-h", "--help") for word in words[:2]]
-        if asks_help[:1] == [True] or (asks_help == [False, True] and words[0] not in COMMANDS):
+        if not words or asks_help[:1] == [True] or (asks_help == [False, True] and words[0] not in COMMANDS):
             print(overview())
             return 0
         return _run(_command(words), words)
@@ -123,9 +123,9 @@ def _command(words: Sequence[str]) -> str:
     for name in COMMANDS:
         if name.split() == list(words[: len(name.split())]):
             return name
-    candidates = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
-    if candidates or not words:
-        raise InputError(f"name a command: {', '.join(candidates or COMMANDS)}")
+    candidates = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if candidates:
+        raise InputError(f"name a command: {', '.join(candidates)}")
     raise InputError(
         f"there is no command {words[0]!r}{did_you_mean(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
     )

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import Counter, deque
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
+from lmeval_prune.checkpoints.loading import (
+    CheckedLoader,
+    as_input_error,
+    checkpoint_class,
+    has_pruned_layers,
+    with_padded_rows,
+)
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
@@ -194,7 +200,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
         # checkpoints with layers of different sizes are loaded by this package, not by code in their folder
         kind = checkpoint_class(self.config) if has_pruned_layers(self.config) else self.AUTO_MODEL_CLASS
         name = args[0] if args else kwargs["pretrained"]
-        with replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)), as_input_error(f"the model {name} cannot be loaded"):
+        peft, revision = kwargs.get("peft"), kwargs.get("revision")
+        with (
+            replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)),
+            as_input_error(f"the model {name} cannot be loaded"),
+            with_padded_rows(peft, revision=revision) if peft else nullcontext(),
+        ):
             self._load_weights(*args, gguf_file=gguf_file, **kwargs)
 
     def _load_weights(self, *args: Any, **kwargs: Any) -> None:

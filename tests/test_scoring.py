@@ -137,6 +137,7 @@ def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
         ("They need 5 buses. Since 44/10 = 4.4", "5"),
         ("So it takes 5 cars, each with 3 + 1 = 4 seats.", "5"),
         ("The total is 12. Substituting back: 3*3 + 6 = 15", "12"),
+        ("He needs 12. If each costs 3 * 2 = 6 dollars, that is cheap.", ""),
         ("It cannot be 5+3 = 8", ""),
         ("So 5 + 3 = 8 is not possible.", ""),
         # marks

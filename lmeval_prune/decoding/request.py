@@ -105,7 +105,7 @@ class SamplingParams(Settings):
             )
         fields: dict[str, Any] = {name: settings.get(name, defaults[name]) for name in _FIELDS}
         others = logits_settings(settings)
-        fields |= {"eos": end_tokens(config), "stop": (*stop, *_texts(settings.get("stop_strings")))}
+        fields |= {"eos": end_tokens(config), "stop": (*stop, *stop_strings(config))}
         return cls(**{**fields, "others": json.dumps(others, sort_keys=True), **changes})
 
     def generation_settings(self) -> dict[str, Any]:
@@ -140,7 +140,9 @@ def end_tokens(config: Any) -> tuple[int, ...]:
     return () if ends is None else (ends,) if isinstance(ends, int) else token_ids("eos_token_id", ends)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def stop_strings(config: Any) -> tuple[str, ...]:
+    """Return the stop texts of a generation config."""
+    value = getattr(config, "stop_strings", None)
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 

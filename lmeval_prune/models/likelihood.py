@@ -85,8 +85,8 @@ def token_windows(
                             "a token of the context includes it: end the context at a space, or set target_delimiter"
                         )
                     raise InputError(
-                        f"task {request.task_name}, document {request.doc_id}: the continuation has {len(continuation)} "
-                        f"tokens",
+                        f"task {request.task_name}, document {request.doc_id}: the continuation has "
+                        f"{len(continuation)} tokens",
                         remedy,
                     )
                 room = lm.max_length + 1 - len(continuation)  # the last token is not run

@@ -384,7 +384,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         """Probe as `hf` does, but no more rows than requests, and none longer than the longest request."""
         if not requests:  # of generation, or whole texts, which `hf` divides into windows
             counts = [len(self.tok_encode(arguments[0])) for arguments in self.asked]
-            limit = max((answer_limit(*rest, self.max_gen_toks) for _, *rest in self.asked if rest), default=0)
+            limit = max((answer_limit(rest[0], self.max_gen_toks) for _, *rest in self.asked if rest), default=0)
             rows = len(counts) if limit else sum(-(-count // self.max_length) for count in counts)
             requests = [(None, [0] * (max(counts, default=0) + limit), [0])] * rows
         rows = min(self.max_batch_size, len(requests))

@@ -92,7 +92,7 @@ class SamplingParams(Settings):
             if settings.get(name, neutral) not in (None, neutral):
                 raise InputError(
                     f"engine=batched does not know the generation setting {name}={settings[name]}",
-                    remedy="leave it out",
+                    remedy="leave it out of gen_kwargs or generation_config.json",
                 )
         defaults = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
         complete = copy.copy(config)

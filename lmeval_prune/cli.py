@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from io import TextIOWrapper
 from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
@@ -60,6 +61,8 @@ WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; a user's mistake prints one line and returns exit status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: of what an ASCII terminal lacks nothing is lost
     try:
         if words[:1] == ["--version"]:
             print(f"lmeval-prune {__version__}")

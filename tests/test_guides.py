@@ -54,6 +54,7 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> None:
     interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
     done = subprocess.run([*interpreter, block.text], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "less than half of the top tokens" not in done.stdout, "the example destroys the model"
     printed = {without_numbers(line) for line in (done.stdout + done.stderr).splitlines()}
     for line in filter(lambda line: line.strip() != "…", block.printed):
         assert without_numbers(line) in printed, f"{line!r} was not printed:\n{done.stdout}"

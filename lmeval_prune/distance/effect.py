@@ -27,7 +27,7 @@ def print_effect(model: Any, pruned: Logits, tokenizer: Any, unread: Sequence[Se
 
     `unread` are windows of token ids that were not read for the pruning; without any, packaged sentences are read.
     """
-    if tokenizer is None or model.config.is_encoder_decoder or model.get_output_embeddings() is None:
+    if tokenizer is None or model.config.is_encoder_decoder or not model.can_generate():
         return
     rows, where = unread, "text that the pruner has not read"
     if not unread:
@@ -38,9 +38,8 @@ def print_effect(model: Any, pruned: Logits, tokenizer: Any, unread: Sequence[Se
     passes = [distances for *_, distances in pass_distances(logits_of(model), {"": pruned}, texts)]
     documents = [number for number, distances in enumerate(passes) for _ in distances]
     summary = summarize_tokens(torch.cat(passes).numpy(), documents)
-    kld, same_top, ratio = (
-        math.inf if summary[name] is None else summary[name] for name in ("mean_kld", "same_top", "ppl_ratio")
-    )
+    values = (summary[name] for name in ("mean_kld", "same_top", "ppl_ratio"))
+    kld, same_top, ratio = (math.inf if value is None else value for value in values)
     measured = f"mean KLD {kld:.3f}, same top token {same_top:.0%}, perplexity × {ratio:,.2f}"
     print(f"  from the dense model: {measured}, on {len(documents)} tokens of {where}")
     if same_top < 0.5:

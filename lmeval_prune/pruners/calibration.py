@@ -280,8 +280,8 @@ def read_calibration(
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    text = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
-    return replace(text, unread=unread)
+    calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
+    return replace(calibration, unread=unread)
 
 
 def _source(

@@ -23,7 +23,7 @@ from tests.conftest import ROOT, SHARED
 
 GUIDES = [ROOT / "README.md", ROOT / "docs/start.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 QUICK = ("add-a-method",)  # in every run of the tests
-BLOCK = re.compile(r"^(?:<!-- needs: (\S+) -->\n)?```(bash|python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(?:<!-- needs: (.+?) -->\n)?```(bash|python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):

@@ -4,7 +4,8 @@
 
 The corpus is `tests/answers`: forms of an answer with the verdict of a fair reader. Rates are averaged over forms, each
 counted once: they say which forms fail, not how often a model uses them. Texts written blind are counted, and answers
-drawn by combination are rated by seed. Writes `results/scoring_quality.json` and the tables in `docs/scoring.md`.
+drawn by combination are rated by seed. Published solutions are judged without their marked last line, beside the
+publishers' verdicts. Writes `results/scoring_quality.json` and the tables in `docs/scoring.md`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import json
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,6 +29,7 @@ from _record import environment, write, write_table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lmeval_prune.scoring import NumberReader, extract, numbers_equal  # noqa: E402
 from tests.answers import BLIND, SLOW, TARGETS, Case, cases, judge, load, rate, sample  # noqa: E402
 from tests.answers.combinations import drawn  # noqa: E402
 
@@ -34,6 +38,7 @@ DOCUMENT = ROOT / "docs" / "scoring.md"
 SCORERS = {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}  # others: ours
 SEEDS, DRAWS = (1, 2, 3), 2000  # of combinations
 ERRORS = ["missed", "accepted", "taken back: missed", "taken back: accepted"]
+SOLUTIONS = Path(os.environ.get("LMEVAL_PRUNE_DATA", "../shared/data")) / "gsm8k_model_solutions.jsonl"
 SECONDS = 20.0  # for one comparison of a peer
 Scorer = Callable[[Case], bool]
 
@@ -218,6 +223,27 @@ def measure_combinations(limit: int, skipped: dict[str, str], pool: Any) -> dict
     return entry
 
 
+def measure_solutions() -> dict[str, dict[str, int]]:
+    """Count, by model and in all, published solutions, and those that are judged at their unmarked end as published."""
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"solutions": 0, "agree": 0})
+    for line in SOLUTIONS.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        right = numbers_equal(extract(row["text"], NumberReader()).answer, row["target"])
+        for name in (row["model"], "all"):
+            counts[name]["solutions"] += 1
+            counts[name]["agree"] += right == row["correct"]
+    return dict(sorted(counts.items(), key=lambda item: item[0] == "all"))
+
+
+def solutions_table(counts: dict[str, dict[str, int]]) -> str:
+    """Return the agreement with published verdicts as a Markdown table."""
+    lines = ["| model | solutions | agree | |", "| --- | --- | --- | --- |"]
+    for name, count in counts.items():
+        share_of = percent(count["agree"] / count["solutions"])
+        lines.append(f"| {name} | {count['solutions']} | {count['agree']} | {share_of} |")
+    return "\n".join(lines)
+
+
 def share(scorer: str, chosen: list[Case], pool: Any) -> float:
     """Return the share of cases that a scorer judges wrongly, averaged over forms."""
     judgements = verdicts(scorer, chosen, pool)
@@ -304,7 +330,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=int, default=3000, help="most cases of a part that a computer algebra system judges"
     )
-    parts = [*TARGETS, *BLIND, "combinations"]
+    parts = [*TARGETS, *BLIND, "combinations", "solutions"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="writes no file if not all")
     options = parser.parse_args()
     if importlib.util.find_spec("pebble") is None:
@@ -322,11 +348,18 @@ def main() -> None:
             combined = measure_combinations(options.cases // 10, skipped, pool)
     if measured:
         show_classes(measured)
+    solutions = {}
+    if "solutions" in options.parts and SOLUTIONS.is_file():
+        solutions = measure_solutions()
+    elif "solutions" in options.parts:
+        print(f"without published solutions: there is no {SOLUTIONS}")
     tables = {"table": table(measured), "blind": blind_table(blind), "combinations": combination_table(combined)}
+    tables |= {"solutions": solutions_table(solutions)} if solutions else {}
     print("", *tables.values(), sep="\n\n")
     if set(options.parts) < set(parts):
         return
     results = {"skipped": skipped, "parts": measured, "blind": blind, "combinations": combined}
+    results["solutions"] = solutions
     write("scoring_quality", {"environment": environment()} | results)
     for name, text in tables.items():
         write_table(DOCUMENT, name, text)

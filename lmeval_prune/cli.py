@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from io import TextIOWrapper
 from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
@@ -60,12 +61,14 @@ WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; a user's mistake prints one line and returns exit status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: of what an ASCII terminal lacks nothing is lost
     try:
         if words[:1] == ["--version"]:
             print(f"lmeval-prune {__version__}")
             return 0
         asks_help = [word in ("-h", "--help") for word in words[:2]]
-        if asks_help[:1] == [True] or (asks_help == [False, True] and words[0] not in COMMANDS):
+        if not words or asks_help[:1] == [True] or (asks_help == [False, True] and words[0] not in COMMANDS):
             print(overview())
             return 0
         return _run(_command(words), words)
@@ -123,9 +126,9 @@ def _command(words: Sequence[str]) -> str:
     for name in COMMANDS:
         if name.split() == list(words[: len(name.split())]):
             return name
-    candidates = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
-    if candidates or not words:
-        raise InputError(f"name a command: {', '.join(candidates or COMMANDS)}")
+    candidates = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if candidates:
+        raise InputError(f"name a command: {', '.join(candidates)}")
     raise InputError(
         f"there is no command {words[0]!r}{did_you_mean(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
     )

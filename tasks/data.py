@@ -243,7 +243,8 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     if name not in DATA:
         raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
     data = DATA[name]
-    parts = [_selected(name, data, part, data_dir) for part in split_parts(split)]
+    folder = data_dir or os.environ.get("LMEVAL_PRUNE_DATA") or ""
+    parts = [_selected(name, data, part, folder) for part in split_parts(split)]
     for first, second in itertools.combinations(parts, 2):
         if repeated := first.overlap(second):
             rows = f"{repeated} row{'s' if repeated > 1 else ''}"
@@ -273,7 +274,7 @@ class _Part:
         return sum(key in own_keys for key in other.keys)
 
 
-def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str] | None) -> _Part:
+def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str]) -> _Part:
     """Return the documents of a split, or of a slice of it such as `fold0[:50%]`."""
     [split] = split_names(instruction)
     if split not in data.splits:
@@ -291,17 +292,18 @@ def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathL
         positions = range(part.from_, part.to)
         documents = documents[part.from_ : part.to]
     if not documents:
-        raise InputError(f"{name}: {data.files.get(split, data.files.get('all'))} has no rows for split {instruction}")
+        path = Path(folder, data.files.get(split) or data.files["all"])
+        raise InputError(f"{name}: {path} has no rows for split {instruction}")
     return _Part(instruction, split, positions, documents)
 
 
-def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> list[Row]:
+def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> list[Row]:
     """Read a file, or the public source, and return the documents of a split."""
     source = split if split in data.files else "all"
     documents: list[Row] = []
     position = "a row"
     try:
-        for number, row in enumerate(_rows(name, data, source, folder or os.environ.get("LMEVAL_PRUNE_DATA")), 1):
+        for number, row in enumerate(_rows(name, data, source, folder), 1):
             position = f"row {number}"
             documents += _documents(data, row)
         position = "a row"
@@ -311,7 +313,7 @@ def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLi
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, pyarrow.ArrowException) as error:
-        problem = f"{position} of {data.files[source]} is not as expected ({first_line(error)})"
+        problem = f"{position} of {Path(folder, data.files[source])} is not as expected ({first_line(error)})"
         raise InputError(f"{name}: {problem}") from error
 
 
@@ -337,7 +339,7 @@ def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
                 raise ValueError(f"{name} is {row[name]!r}, not {' or '.join(t.__name__ for t in types)}")
 
 
-def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> Iterator[Row]:
+def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> Iterator[Row]:
     if data.packaged:
         yield from _read(HERE / data.files[split])
     elif folder:
@@ -423,3 +425,10 @@ def custom_dataset(
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)
     return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})
+
+
+def check_local_data(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Read the data of a task, given by its configuration, if they come from a local folder."""
+    arguments = {**metadata, **(config.get("dataset_kwargs") or {})}
+    if "prune_data" in arguments and (arguments.get("data_dir") or os.environ.get("LMEVAL_PRUNE_DATA")):
+        custom_dataset(**arguments)

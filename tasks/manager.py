@@ -5,6 +5,7 @@ lm-eval's index has 14,000 entries and takes about 15 seconds of CPU time; this 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import loading_tasks, print_input_errors, unknown_task_error
 from lmeval_prune.tasks.compat import HAS_SCORERS
+from lmeval_prune.tasks.data import check_local_data
 from lmeval_prune.tasks.scorers import check_scorers
 from lmeval_prune.tasks.windows import check_window
 
@@ -29,10 +31,16 @@ def with_our_folder(include_path: Any) -> list[str | Path]:
     return paths if folder in (Path(path).resolve() for path in paths) else [folder, *paths]
 
 
+def _is_no_notice_of_ours(record: logging.LogRecord) -> bool:
+    """Leave out that a task of this package takes `--metadata`, of which lm-eval tells in each run."""
+    return not re.match(r"prune_\w+: Custom kwargs", str(record.msg))
+
+
 class LazyTaskManager(TaskManager):
     """A task manager with the package's tasks, the user's tasks (which replace them) and lm-eval's tasks."""
 
     def __init__(self, verbosity: str | None = None, include_path: Any = None, metadata: Any = None) -> None:
+        logging.getLogger("lm_eval.api.task").addFilter(_is_no_notice_of_ours)
         super().__init__(verbosity, with_our_folder(include_path), include_defaults=False, metadata=metadata)
         self._index: ChainMap[str, Entry] = ChainMap(self._index, LmEvalIndex())  # type: ignore[arg-type]
 
@@ -46,6 +54,7 @@ class LazyTaskManager(TaskManager):
         for config in self._configs(task_list) if self.metadata is not None else ():
             if str(config.get("class")).endswith("WindowedTask"):
                 check_window(config, self.metadata)
+            check_local_data(config, self.metadata)
         if all(name in index for name in task_list):
             return sorted(set(task_list))
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in index]

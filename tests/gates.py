@@ -98,11 +98,11 @@ def command(*words: object) -> str:
     return out.getvalue() if status == 0 else f"status {status}: {out.getvalue().strip().splitlines()[-1]}"
 
 
-def attempted(function: Callable[[], Any]) -> Any:
+def attempted(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return a result, or only the kind of the error: its words may change."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return function()
+            return function(*arguments, **options)
     except Exception as error:
         return f"refused: {type(error).__name__}"
 
@@ -227,8 +227,8 @@ def families(work: Path) -> dict[str, Any]:
         }
         variants["probe"] = {"probe_pruning": {"ratio": 0.3, "skip_first": 0}}
         for name, model_args in variants.items():
-            part[name] = attempted(lambda model_args=model_args: answers(folder, **exact, **model_args))
-        part["batched"] = attempted(lambda: answers(folder, engine="batched", heads=heads, **exact))
+            part[name] = attempted(answers, folder, **exact, **model_args)
+        part["batched"] = attempted(answers, folder, engine="batched", heads=heads, **exact)
         for method in PRUNERS if family == "llama" else EVERYWHERE:
             plan, cut = work / f"{family}-{method}.json", work / f"{family}-{method}"
             with_text = [] if method in ("magnitude", "random", "global_threshold") else read
@@ -239,7 +239,7 @@ def families(work: Path) -> dict[str, Any]:
                 continue
             part[method] = plan_of(plan) | {"cut": summary(tensors_of(cut)) if cut.exists() else None}
             if cut.exists():
-                part[method]["answers"] = attempted(lambda cut=cut: answers(cut, texts=False, **exact))
+                part[method]["answers"] = attempted(answers, cut, texts=False, **exact)
         result[family] = part
     folder = work / "llama"
     scores = work / "scores.json"
@@ -408,11 +408,10 @@ BETTER = {"scoring": ("wrong", "rate", "agreed")}  # may improve
 
 def computed(part: str) -> dict[str, Any]:
     """Compute a part in a folder of its own; lm-eval reads few of its tasks."""
+    import lm_eval.tasks  # noqa: F401
     import torch
 
     from tests.conftest import read_few_tasks
-
-    import lm_eval.tasks  # noqa: F401, I001
 
     torch.set_num_threads(1)
     read_few_tasks()
@@ -476,12 +475,8 @@ def in_fork(words: list[object], kill_at: int = -1) -> int:
 
         def watch(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal count
-            is_write = event == "os.rename" or (
-                event == "open" and isinstance(arguments[1], str) and arguments[1][:1] in "wax"
-            )
-            if is_write and "/out" in os.path.abspath(
-                os.fspath(arguments[0]) if isinstance(arguments[0], (str, os.PathLike)) else ""
-            ):
+            is_write = event == "os.rename" or (event == "open" and str(arguments[1])[:1] in ("w", "a", "x"))
+            if is_write and f"{Path.cwd()}/out" in str(Path.cwd() / str(arguments[0])):
                 if count == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 count += 1

@@ -647,20 +647,13 @@ def _answers(compacted: bool) -> Callable[[Path], Kind]:
         if compacted:
             store.compact()
         store.close()
-        kinds = {"g": str, "l": list, "r": float}
 
         def read() -> Any:
             result = sorted(read_answers(folder), key=lambda record: record["key"])
-            with_kind = [record for record in result if record.get("kind") and record["key"][:1] in kinds]
-            assert all(
-                isinstance(record["response"], kinds[record["key"][0]] | int)  # type: ignore[operator]
-                for record in with_kind
-                if record["kind"][:1] == {"g": "g", "l": "l", "r": "l"}[record["key"][0]]
-            )
             AnswerStore(folder).close()
             return str(result)
 
-        return Kind([folder / ("answers.parquet" if compacted else "rank-0.jsonl"), folder / "answers.json"], read)
+        return Kind([folder / ("answers.jsonl" if compacted else "rank-0.jsonl"), folder / "answers.json"], read)
 
     return make
 
@@ -1030,20 +1023,6 @@ def test_lengths_of_a_cell_are_whole_or_absent(kind: tuple[Kind, Any]) -> None:
         damage = json.dumps(changed(content, (*location, field), damaged)).encode()
         assert refused_or(kind[0], path, damage) is None, (field, damaged)
     assert refused_or(kind[0], path, json.dumps(changed(content, location[:3], ...)).encode()) is not None
-
-
-@pytest.mark.parametrize("response", [5, None, ["a"], {"a": 1}, True])
-@pytest.mark.parametrize("compacted", [True, False])
-def test_a_response_of_another_type_is_refused(response: Any, compacted: bool, tmp_path: Path) -> None:
-    store = AnswerStore(tmp_path)
-    store.add("key", "text", {"kind": "generate_until", "task": "t"})
-    store.path.write_text(store.path.read_text().replace('"text"', json.dumps(response)))
-    if compacted:
-        with pytest.raises(InputError, match="response"):
-            store.compact()
-    store.close()
-    with pytest.raises(InputError, match=r"field 'response'|damaged"):
-        AnswerStore(tmp_path)
 
 
 BROKEN = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -624,6 +625,106 @@ def test_runs_that_old_versions_wrote() -> None:
                 assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
 
 
+def old_run(target: Path, *at: Any, value: Any = None, task: str = "") -> Path:
+    """A copy of the run of 0.4.12 with a value at this place of its results, or of the first sample of a task."""
+    copy_of(OLD_RUNS / "0.4.12", target)
+    (path,) = target.glob(f"samples_{task}_*" if task else "results_*")
+    first, *others = path.read_text().splitlines() if task else [path.read_text()]
+    content = inner = json.loads(first)
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    path.write_text("\n".join([json.dumps(content), *others]))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("task", "at", "value"),
+    [
+        ("", ["date"], math.nan),
+        ("", ["lm_eval_version"], 5),
+        ("", ["results", "old_choice"], []),
+        ("", ["results", "old_choice", "acc,none"], "0.5"),
+        ("", ["config", "model_args"], 5),
+        ("", ["config", "random_seed"], [1]),
+        ("", ["group_subtasks", "old_choice"], 5),
+        ("", ["configs", "old_choice", "metric_list"], [5]),
+        ("", ["configs", "old_choice", "metric_list", 0, "aggregation"], []),
+        ("", ["configs", "old_choice", "filter_list"], [5]),
+        ("", ["configs", "old_choice", "metadata"], {"question_field": []}),
+        ("old_choice", ["doc_id"], "0"),
+        ("old_choice", ["doc_hash"], None),
+        ("old_choice", ["filter"], []),
+        ("old_choice", ["metrics"], "acc"),
+        ("old_choice", ["acc"], "1.0"),
+        ("old_choice", ["arguments"], [5]),
+        ("old_choice", ["arguments", "gen_args_1"], ["one part"]),
+        ("old_choice", ["resps"], [[]]),
+        ("old_choice", ["resps"], [[["-1", "False"]], [["-2", "False"]]]),
+        ("old_choice", ["resps", 0], [["x", "False"]]),
+        ("old_choice", ["resps", 1], [[]]),
+        ("old_texts", ["resps", 0], []),
+        ("old_words", ["resps", 0], [5]),
+        ("old_words", ["resps", 0], []),
+    ],
+)
+def test_damaged_logs_are_refused(tmp_path: Path, task: str, at: list[Any], value: Any) -> None:
+    damaged = old_run(tmp_path / "damaged", *at, value=value, task=task)
+    with pytest.raises(
+        InputError, match=f"{tmp_path}.*(is damaged or of another kind|it is incomplete or was changed)"
+    ):
+        compare([str(OLD_RUNS / "0.4.12"), str(damaged)])
+
+
+@pytest.mark.parametrize("figure", [None, math.nan])
+def test_a_question_without_a_value_does_not_change_the_metric(tmp_path: Path, figure: float | None) -> None:
+    """Of lm-eval's own NaN, too: `acc_norm` is not tested instead."""
+    copy = old_run(tmp_path / "copy", "acc", value=math.nan, task="old_choice")
+    if figure is not None:
+        (path,) = copy.glob("results_*")
+        results = json.loads(path.read_text())
+        results["results"]["old_choice"]["acc,none"] = figure
+        path.write_text(json.dumps(results))
+    runs = [str(OLD_RUNS / "0.4.12"), str(copy)]
+    for order in (runs, runs[::-1]):
+        with pytest.raises(InputError, match=r"acc,none (of|is not known for all questions of) old_choice"):
+            compare(order)
+    if figure is not None:
+        assert compare(runs, metric="acc_norm").tables["old_choice"].columns == ["acc_norm,none"]
+
+
+def test_documents_in_another_order_are_paired(tmp_path: Path) -> None:
+    """lm-eval's `--samples` gives sorted documents the numbers in the order of the list; a document may occur twice."""
+    first, second = (copy_of(OLD_RUNS / "0.4.12", tmp_path / name) for name in "ab")
+
+    def with_numbers(rows: list[dict[str, Any]], numbers: dict[int, int]) -> list[dict[str, Any]]:
+        rows[6] |= {key: rows[4][key] for key in ("doc", "doc_hash", "arguments", "target")}
+        return [row | {"doc_id": numbers.get(row["doc_id"], row["doc_id"])} for row in rows]
+
+    change_samples(first, "old_choice", partial(with_numbers, numbers={}))
+    change_samples(second, "old_choice", partial(with_numbers, numbers={1: 4, 4: 9, 9: 1}))
+    comparison = compare([f"a={first}", f"b={second}"])
+    assert "b on old_choice: 3 questions have other numbers (doc_id); paired by their documents" in comparison.notes
+    row = comparison.rows["b", "old_choice"]
+    assert (row.questions, row.difference, row.same_answers) == (12, 0, 1)
+    shutil.copytree(second, tmp_path / "both")
+    shutil.copytree(first, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, "7"))
+    assert compare([str(first), f"both={tmp_path / 'both'}"]).rows["both", "old_choice"].choice_kld == 0
+
+
+def test_an_ascii_terminal_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    command = ["compare", *(str(OLD_RUNS / name) for name in ("0.4.7", "0.4.12"))]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    sys.stdout.flush()
+    assert str(tmp_path / "page.html") in sys.stdout.buffer.getvalue().decode("ascii")
+
+
+def test_metadata_may_be_a_list(tmp_path: Path) -> None:
+    copy = old_run(tmp_path / "copy", "configs", "old_choice", "metadata", value=[{"version": 1.0}])
+    assert compare([str(OLD_RUNS / "0.4.12"), f"copy={copy}"]).rows["copy", "old_choice"].difference == 0
+
+
 def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
     from lmeval_prune.comparison.results_files import _hash
 
@@ -660,7 +761,7 @@ def test_mistakes_are_one_line(runs: dict[str, Path], tmp_path: Path, capsys: py
         ([a, str(bare)], "has results, but no samples; run lm_eval with --log_samples"),
         ([a, str(cut)], "questions, results_"),
         ([a, str(twice)], "has question 0 2 times; delete it and evaluate again"),
-        ([a, str(changed)], "does not give the figures of tiny_last in results_"),
+        ([a, str(changed)], "does not give perplexity,none of tiny_last in lm-eval's results"),
         ([a, str(damaged)], "line 1 of"),
         ([a, str(apart), "--tasks", "tiny_words"], "has none of the tasks tiny_words; it has tiny_texts: evaluate"),
         ([a, str(next(runs["b"].rglob("samples_tiny_last*")))], "is no results file of lm_eval"),

@@ -64,7 +64,7 @@ def answered(folder: Path, compact: bool = False) -> None:
 
 WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
     "append": ("rank-0.jsonl", 1, lambda path: answered(path / "s")),
-    "compact": ("answers.parquet", 2, lambda path: answered(path / "s", compact=True)),
+    "compact": ("answers.jsonl", 2, lambda path: answered(path / "s", compact=True)),
     "outcomes": ("store.json", 0, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
     "questions": ("questions", 1, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
     "artefact": ("mask.json", 0, lambda path: HeadMask("L0H1").save(path / "mask.json", map_of())),

@@ -107,6 +107,31 @@ def test_every_path_counts_the_same(
         lm.close()
 
 
+@pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
+@pytest.mark.parametrize("kind", [str, int])
+@pytest.mark.parametrize(("end", "stop", "length"), [("l", "j", 12), ("|", "j", 3)])
+def test_stop_texts_end_an_answer_after_its_thought(
+    tiny_folder: Path, arguments: dict[str, Any], kind: type, end: str, stop: str, length: int
+) -> None:
+    """A stop text in the thought, and one after it, which the tokens of longer rows do not undo."""
+    tokenizer, tokens = AutoTokenizer.from_pretrained(tiny_folder), decoded(tiny_folder)[2]
+    assert tokenizer.decode(tokens).startswith("||j|") and tokenizer.decode(tokens[:10]).endswith("l")
+    lm = model(tiny_folder, think_end_token=end if kind is str else tokenizer.encode(end)[0], **arguments)
+    settings = {"until": [stop], "max_gen_toks": 12}
+    requests = [request("generate_until", (p, settings), i, task=str(i)) for i, p in enumerate(PROMPTS)]
+    assert lm.generate_until(requests)[2] == tokenizer.decode(tokens[10:length])
+    assert lm.answering.lengths["2"]["mean_tokens"] == length
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
+def test_stop_texts_of_the_model_end_an_answer(tiny_folder: Path, arguments: dict[str, Any]) -> None:
+    """They stay in the text, as in `generate`."""
+    lm = model(tiny_folder, **arguments)
+    lm.model.generation_config.stop_strings = ["j"]
+    assert lm.generate_until(instances("\x00"))[2] == "||j"
+    assert lm.answering.lengths["free"]["mean_tokens"] == (4 * 12 + 3) / 5
+
+
 def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(
     tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

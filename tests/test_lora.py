@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError, Plan
+from lmeval_prune import HeadMask, InputError, Plan
+from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.interventions.lora import Lora
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut
 from tests.adapters import write_adapter
 from tests.tiny_models import output, tiny, tokens
@@ -69,3 +72,40 @@ def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path
     with pytest.raises(InputError, match=message) as error, Lora(str(tmp_path)).applied_to(tiny("llama")):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_an_exported_adapter_is_taken_by_its_own_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Loaded in any type; not by a model with other weights."""
+    [(name, _)] = AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path), "float32").run()
+    lora = Lora(str(tmp_path / name))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype)
+        with lora.applied_to(model):
+            pass
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(1.01)
+    with pytest.raises(InputError, match="another model"), lora.applied_to(model):
+        pass
+
+
+@pytest.mark.parametrize("trained", [[], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("cut", [False, True])
+def test_peft_loads_adapters_of_models_with_more_rows_than_tokens(
+    trained: list[str], cut: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Also such as were trained after the rows had been cut."""
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer, network = AutoTokenizer.from_pretrained(tiny_folder), AutoModelForCausalLM.from_pretrained(tiny_folder)
+    network.resize_token_embeddings(len(tokenizer) + 61)
+    network.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    if cut:
+        network.resize_token_embeddings(len(tokenizer))
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=trained, init_lora_weights=False)
+    expected = get_peft_model(network, config).eval()
+    expected.save_pretrained(tmp_path / "adapter")
+    lm = PrunedHFLM(str(tmp_path / "model"), peft=str(tmp_path / "adapter"), device="cpu")
+    actual, wanted = (output(model, tokens())[..., : len(tokenizer)] for model in (lm.model, expected))
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-9)
+    assert lm.model.get_input_embeddings().weight.shape[0] == len(tokenizer) + (0 if cut and trained else 61)

@@ -21,7 +21,7 @@ from tests import test_scoring
 EQUAL = [
     (r"\frac{1}{2}", r"0.5"), (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"2\sqrt{2}", r"\sqrt{8}"),
     (r"(x+1)^2", r"x^2+2x+1"), (r"x^2-1", r"(x-1)(x+1)"), (r"\left(3, \frac{\pi}{2}\right)", r"(3,\frac{\pi}{2})"),
-    (r"\pi/2", r"\frac{\pi}{2}"), (r"[1,\infty)", r"[1, \infty)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x=5", "5"),
+    (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\pi/2", r"\frac{\pi}{2}"), (r"[1,\infty)", r"[1, \infty)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x=5", "5"),
     (r"\text{(A)}", "A"), (r"10\%", r"10"), (r"1,234", "1234"), (r"\dfrac{7}{3}", r"\frac73"), (r"90^\circ", "90"),
     (r"-\frac{1}{3}", r"\frac{-1}{3}"), (r"e^{2}", r"e\cdot e"), (r"\sqrt[3]{27}", "3"), (r"2^{10}", "1024"),
     (r"6-5i", "-5i+6"), (r"\cos 2x", r"1-2\sin^2 x"), (r"3x+2y", "2y+3x"),

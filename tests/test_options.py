@@ -231,6 +231,11 @@ def test_help_says_what_the_docstrings_say(capsys: pytest.CaptureFixture) -> Non
 # --------------------------------------------------------------------------- the real commands
 
 
+def test_without_words_it_prints_help(capsys: pytest.CaptureFixture) -> None:
+    outputs = [(main(words), capsys.readouterr().out) for words in ([], ["--help"])]
+    assert outputs[0] == outputs[1]
+
+
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     script = (
         "import sys\n"
@@ -289,7 +294,6 @@ def test_a_recipe_of_the_package_is_read(word: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "name a command: run, demo, "),
         ("swep", "there is no command 'swep'; did you mean 'sweep'?"),
         ("report", "name a command: report sprint"),
         ("report sprint --tset x", "report sprint has no option 'tset'; did you mean 'test'?"),

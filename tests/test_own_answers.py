@@ -297,7 +297,7 @@ def test_answers_that_the_engine_did_not_generate_are_tokenised(
     """As `hf` stores them: a text without tokens."""
     own, questions = answerer(tiny_folder, tmp_path / "store", sums)
     ((answer,),) = own.answers(model, questions[:1])
-    (tmp_path / "store" / "answers.parquet").unlink()
+    (tmp_path / "store" / "answers.jsonl").unlink()
     store = AnswerStore(tmp_path / "store")
     key = next(iter(_keys(own, model, questions[:1])))
     store.add(key, "It is 7.", {"kind": "generate_until", "task": "sums", "length": 9, "cut_off": False})

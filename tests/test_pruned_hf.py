@@ -221,6 +221,20 @@ def test_automatic_batch_size_works(tiny_folder: Path) -> None:
     assert [v for v, _ in automatic.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize(("kind", "length"), [("generate_until", 5 + 12), ("loglikelihood_rolling", 15)])
+def test_an_automatic_batch_size_is_sought_with_no_more_than_the_requests(
+    tiny_folder: Path, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts of 1 and 5 tokens, or texts of three times as many."""
+    sizes: list[torch.Size] = []
+    call = PrunedHFLM._model_call
+    monkeypatch.setattr(PrunedHFLM, "_model_call", lambda lm, inps: sizes.append(inps.shape) or call(lm, inps))
+    asked = [each for each in requests(kind) if each.args[0].startswith("x")]
+    asked.append(replace(asked[0], arguments=(asked[0].args[0].replace("x", "xxxxx"), *asked[0].args[1:])))
+    model(tiny_folder, batch_size="auto").answer(kind, asked, True)
+    assert max(sizes) == (2, length)
+
+
 def test_folding_any_head_changes_the_fingerprint() -> None:
     model = tiny("llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, dtype=torch.float32)
     seen = {weights_fingerprint(model)}
@@ -516,11 +530,21 @@ def test_texts_that_cannot_be_answered_are_named(tiny_folder: Path, engine: str)
             )
     with pytest.raises(InputError, match="task toy, document 3: the context has no tokens"):
         lm.loglikelihood([request("loglikelihood", ("\n", "a"), 3)])
+    lm.tokenizer.add_tokens("abc")
+    with pytest.raises(InputError, match=r"a token of the context includes it: end the context at a space"):
+        lm.loglikelihood([request("loglikelihood", ("ab", "c"), 3)])
     assert model(tiny_folder, engine=engine, add_bos_token=True).loglikelihood(
         [request("loglikelihood", ("\n", "a"), 3)]
     )
     with pytest.raises(InputError, match="prompt is empty"):
         lm.generate_until([request("generate_until", ("", dict(GENERATE)), 0)])
+
+
+def test_a_chat_without_a_chat_template_is_one_line(tiny_folder: Path) -> None:
+    lm = model(tiny_folder)
+    lm.tokenizer.chat_template = None
+    with pytest.raises(InputError, match="the tokenizer has no chat template; leave out --apply_chat_template"):
+        lm.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize(
@@ -598,6 +622,10 @@ def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path
         "attention_heads": 4,
     }
     assert model(folder, heads="L0H1", **described).pruning_info()["heads_pruned"] == 1
+    dense = model(folder, responses=str(tmp_path / "store"))
+    for kind in KINDS:
+        assert dense.answer(kind, requests(kind), True) == getattr(model(folder, HFLM), kind)(requests(kind))
+    assert dense.pruning_info()["weights_fingerprint"] == weights_fingerprint(dense.model)
 
 
 def test_weights_that_are_cut_off_are_said_in_one_line(tiny_folder: Path, tmp_path: Path) -> None:

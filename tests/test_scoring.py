@@ -115,6 +115,52 @@ def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
+        # a result that is computed, beside words of plan, condition, denial or explanation
+        ("They picked 63 melons. After two weeks, 84-63 = 21 melons were not ready to be picked.", "21"),
+        ("If the team found 100 shells they found a total of 700-100 = 600 shells.", "600"),
+        ("So when he lowered the weight it was 300+60 = 360 pounds", "360"),
+        ("They have 56 slices.\nThere are 4 who want to share them equally, so there are 56/4 = 14 slices each.", "14"),
+        ("g = 30\nSubstituting this, we get h = 40 + 30 = 70", "70"),
+        ("He paid 42-8 = 34.\nSince he paid half his price was 34/2 = 17", "17"),
+        ("So, 30 - 20 = 10 meters of ribbon is not used.", "10"),
+        ("Therefore, 546 buckets of fish will last for 546/182 = 3 weeks.", "3"),
+        ("So in 6 weeks, each student will write 12*6 = 72 pages.", "72"),
+        ("Jean pays 500 dollars less because of the discount so 5000-500 = 4500 dollars", "4500"),
+        ("10 times less medals than have been given out is 39*10 = 390 medals.", "390"),
+        ("Jackson is 9 because James + 1 = 9", "9"),
+        ("The 5 children give up and leave, which makes it 5+10+5 = 20 children", "20"),
+        ("Subtracting 2b from both sides, we get 10 = b", "10"),
+        ("She needs 36/12 = 3 dozen", "3"),
+        ("The difference is 25 - 18 = 7 sq in", "7"),
+        ("So 12 red apples it is", "12"),
+        # but no more than said
+        ("They need 5 buses. Since 44/10 = 4.4", "5"),
+        ("So it takes 5 cars, each with 3 + 1 = 4 seats.", "5"),
+        ("The total is 12. Substituting back: 3*3 + 6 = 15", "12"),
+        ("He needs 12. If each costs 3 * 2 = 6 dollars, that is cheap.", ""),
+        ("It cannot be 5+3 = 8", ""),
+        ("So 5 + 3 = 8 is not possible.", ""),
+        # marks
+        ("The price went from 12 to 21, a rise of **9** euros.", "9"),
+        ("The last one is step **-3**.", "-3"),
+        ("It is 9 × 10⁻¹.", "9 × 10⁻¹"),
+        ("答案不是20，而是26。", "26"),
+        (r"The share is $\boxed{\frac{5}{6}$.", "5/6"),
+        ('{"subtotal": 12, "total": 17}', "17"),
+        # the next turn
+        ("So 12 apples.\n### Instruction:\nWhat is 3+4?\n### Response:\n7", "12"),
+        ("### Instruction:\nWhat is 3+9?\n### Response:\nIt is 12.", "12"),
+        ("So 12 apples.\nuser\nWhat is 3 + 4?\nassistant\n7", "12"),
+        ("So 12 apples.\nYou are a helpful assistant with 3 tools.", "12"),
+    ],
+)
+def test_an_answer_without_a_mark(response: str, answer: str) -> None:
+    assert extract(response, NumberReader()).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
         (r"The answer is $\sqrt{2}$.", r"\sqrt{2}"),
         (r"The final answer is $\frac{\sqrt{2}}{2}$. I hope it is correct.", r"\frac{\sqrt{2}}{2}"),
         (r"So the answer is \(x^2+1\), since $2+3=5$.", "x^2+1"),

@@ -308,7 +308,7 @@ def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None
     filled(tmp_path / "d", [], questions=0)  # and by questions
     filled(tmp_path / "d", CELLS)
     first = file_contents(tmp_path / "a")
-    assert set(first) == {"store.json", "questions.parquet", "cells.parquet", "answers.json", "answers.parquet"}
+    assert set(first) == {"store.json", "questions.parquet", "cells.parquet", "answers.json", "answers.jsonl"}
     assert all(file_contents(tmp_path / other) == first for other in "bcd")
 
 
@@ -343,9 +343,9 @@ def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     def begin(model: dict = MODEL, tasks: dict = TASKS, prompt: str = "p", folder: str = "a") -> None:
         OutcomeStore(tmp_path / folder).begin(model, tasks, [row(0, prompt)], ["dense"])
 
-    with pytest.raises(InputError, match="another model"):
+    with pytest.raises(InputError, match=r"weights=w \(model\), now it is others"):
         begin(model={**MODEL, "weights": "others"})
-    with pytest.raises(InputError, match="another task toy"):
+    with pytest.raises(InputError, match=r"metric=exact_match,none \(task toy\), now"):
         begin(tasks={"toy": {"metric": "acc,none"}})
     with pytest.raises(InputError, match="prompt of document 0"):
         begin(prompt="another")
@@ -374,7 +374,7 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda f: (filled(f, CELLS), (f / "cells.parquet").write_bytes(b"PAR1")), "damaged"),
         (lambda f: (filled(f, CELLS), (f / "store.json").write_text("{}")), "not a lmeval-prune/outcomes"),
         (lambda f: (filled(f, CELLS), (f / "questions.parquet").unlink()), "is empty"),
-        (lambda f: (filled(f, CELLS), shutil.copy(f / "answers.parquet", f / "cells.parquet")), "damaged"),
+        (lambda f: (filled(f, CELLS), shutil.copy(f / "questions.parquet", f / "cells.parquet")), "damaged"),
         (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "inconsistent"),
         (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "pool.0"),
         (

@@ -239,6 +239,18 @@ def test_a_broken_data_file_is_one_line(name: str, split: str, rows: list, messa
     assert "\n" not in str(refusal.value)
 
 
+def test_what_is_wrong_with_local_data_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """lm-eval's command matches the names of tasks first, and loads them after the model."""
+    (tmp_path / "gsm8k_test.jsonl").touch()
+    with pytest.raises(InputError, match=f"{tmp_path}/gsm8k_test.jsonl has no rows"):
+        loading.task_manager({"data_dir": str(tmp_path), "pretrained": "x"}).match_tasks(["prune_gsm8k_pass8"])
+
+
+def test_lm_eval_gives_no_notice_of_metadata_for_our_tasks(caplog: pytest.LogCaptureFixture) -> None:
+    load_tasks(loading.task_manager(), ["prune_tiny"])
+    assert "--metadata" not in caplog.text
+
+
 def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_test.jsonl.gz").write_bytes(b"")
     with pytest.raises(InputError, match=r"no rows for split test|cannot be read"):
@@ -339,7 +351,7 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
         assert {"prune_tiny_words", "own"} <= {
             task.config.task for task in load_tasks(manager, ["prune_tiny", str(own)]).values()
         }
-        assert manager.match_tasks(["prune_tiny", "prune_gsm8k"]) == ["prune_gsm8k", "prune_tiny"]
+        assert manager.match_tasks(["prune_tiny_words", "prune_tiny"]) == ["prune_tiny", "prune_tiny_words"]
         for name in ("gsm8k", "prune_commonsense", "prune_tinny"):
             with pytest.raises(InputError, match=rf"{name} cannot be loaded \(IndexRead"):
                 manager.load([name])

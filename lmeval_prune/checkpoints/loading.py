@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.artefacts import read_json
+from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.errors import InputError, brief, first_few, first_line, note_class
 
@@ -247,6 +248,26 @@ class CheckedLoader:
     def from_pretrained(self, *inputs: Any, **options: Any) -> Any:
         """Load a model; see `load_weights`."""
         return load_weights(self.model_class, *inputs, **options)
+
+
+@contextmanager
+def with_padded_rows(adapter: str, **options: Any) -> Iterator[None]:
+    """Let lm-eval's `hf` load an adapter on all rows of the model's embeddings, also those of no token.
+
+    It cuts the rows to the number of tokens, which is right only for an adapter that was trained on so many.
+    """
+    from peft.utils import load_peft_weights
+
+    resize = PreTrainedModel.resize_token_embeddings
+
+    def enlarge(model: Any, size: int, *inputs: Any, **settings: Any) -> Any:
+        cuts = size < model.get_input_embeddings().num_embeddings
+        if cuts and not any(size in weight.shape for weight in load_peft_weights(adapter, "cpu", **options).values()):
+            return model.get_input_embeddings()
+        return resize(model, size, *inputs, **settings)
+
+    with replaced(PreTrainedModel, resize_token_embeddings=enlarge):
+        yield
 
 
 def _needed(model: Any, dropped: list[str]) -> list[str]:

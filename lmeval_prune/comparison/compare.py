@@ -13,7 +13,7 @@ import pandas as pd
 from lmeval_prune.comparison.distances import distances
 from lmeval_prune.comparison.metrics import Metric, columns_of
 from lmeval_prune.comparison.rows import Comparison, rows_of
-from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs
+from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs, numbered_as
 from lmeval_prune.comparison.settings import different
 from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, questions_of, read_table
 from lmeval_prune.errors import InputError, did_you_mean, first_few
@@ -160,7 +160,12 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
     Of different questions that are allowed, those of all runs are kept in `evaluations`.
     """
     base, notes = evaluations[baseline], []
-    for name, evaluation in evaluations.items():
+    for name, own in evaluations.items():
+        evaluation = evaluations[name] = numbered_as(base, own)
+        if changed := int((evaluation.outcomes["doc_id"] != own.outcomes["doc_id"]).sum()):
+            notes.append(
+                f"{name} on {task}: {changed} questions have other numbers (doc_id); paired by their documents"
+            )
         differences = _differences(base, evaluation)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
 import numpy as np
@@ -31,8 +32,11 @@ AGGREGATIONS = {
     "weighted_perplexity": Aggregation(-1.0, is_exponential=True, is_weighted=True),
     "bits_per_byte": Aggregation(-1 / math.log(2), is_weighted=True),
 }
-# lm-eval's defaults for its metrics with another aggregation than the mean
+# lm-eval's defaults for its metrics
 DEFAULT_AGGREGATIONS = {
+    **dict.fromkeys(("acc", "acc_bytes", "acc_mutual_info", "acc_norm", "exact_match", "likelihood"), "mean"),
+    **{name: name for name in ("bleu", "brier_score", "bypass", "chrf", "chrf++", "f1", "ter")},
+    "mcc": "matthews_corrcoef",
     "perplexity": "perplexity",
     "word_perplexity": "weighted_perplexity",
     "byte_perplexity": "weighted_perplexity",
@@ -48,19 +52,40 @@ class Metric(NamedTuple):
     lower_is_better: bool = False
 
 
+class _MetricEntry(TypedDict):
+    metric: str
+    aggregation: NotRequired[str | None]
+    higher_is_better: NotRequired[bool | None]
+
+
+class _Metadata(TypedDict, total=False):
+    question_field: str | None
+
+
+class _Config(TypedDict, total=False):
+    output_type: str | None
+    metric_list: list[_MetricEntry] | None
+    filter_list: list[dict[str, Any]] | None
+    metadata: _Metadata | list[Any] | None  # a list in old tasks
+
+
+class _Figures(TypedDict, total=False):
+    sample_len: int
+
+
 class Results(TypedDict):
     """Fields of lm-eval's results that comparisons read."""
 
-    results: NotRequired[dict[str, dict[str, Any]]]
-    configs: NotRequired[dict[str, dict[str, Any]]]
+    results: dict[str, _Figures]
+    configs: NotRequired[dict[str, _Config]]
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
 KnownMetrics = dict[str, dict[str, Metric]]  # by task and `METRIC,FILTER`
 
 
-def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
-    """Return the metrics that have a value for each question and are a function of a mean over questions.
+def known_metrics(outcomes: pd.DataFrame, results: Results, source: Path) -> KnownMetrics:
+    """Return the metrics that are a function of a mean over the questions that have a value.
 
     Others (F1, BLEU) are left out: lm-eval's configuration of the task names another aggregation, or none gives the
     figure in lm-eval's results.
@@ -68,12 +93,16 @@ def known_metrics(outcomes: pd.DataFrame, results: Results) -> KnownMetrics:
     Args:
         outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
         results: lm-eval's results.
+        source: file or folder with the samples.
+
+    Raises:
+        InputError: the values do not give the figure of a metric that lm-eval aggregates by a mean.
     """
     metrics = {}
     for task, rows in outcomes.groupby("task", sort=False):
         metrics[str(task)] = {
             column: Metric(column, aggregation, _is_lower_better(str(task), _name(column), aggregation, results))
-            for column, aggregation in _aggregations(rows, str(task), results).items()
+            for column, aggregation in _aggregations(rows, str(task), results, source).items()
         }
     return metrics
 
@@ -82,8 +111,8 @@ def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: 
     """Return whether lower is better: as the results say, else the task's configuration, else by the aggregation."""
     higher = (results.get("higher_is_better", {}).get(task) or {}).get(metric)  # lm-eval before 0.4.3 does not say it
     if higher is None:
-        entries = (entry for entry in _metric_list(task, results) if entry.get("metric") == metric)
-        higher = next(entries, {}).get("higher_is_better")
+        entries = (entry for entry in _metric_list(task, results) if entry["metric"] == metric)
+        higher = next((entry.get("higher_is_better") for entry in entries), None)
     return aggregation.factor < 0 if higher is None else not higher
 
 
@@ -116,7 +145,7 @@ def columns_of(outcomes: pd.DataFrame) -> list[str]:
 
 
 def _choose(task: str, name: str | None, rows: pd.DataFrame, metrics: Mapping[str, Any], advice: str) -> str:
-    """Choose a metric that has a value for each question of a task: `name` (a metric or column), or the preferred."""
+    """Choose a metric of a task: `name` (a metric or column), or the preferred."""
     if candidates := [column for column in metrics if name is None or name in (column, _name(column))]:
         return max(candidates, key=_preference)
     if not metrics:
@@ -129,44 +158,46 @@ def _choose(task: str, name: str | None, rows: pd.DataFrame, metrics: Mapping[st
     raise InputError(f"{missing}; it has {', '.join(metrics)}; {advice}")
 
 
-def _aggregations(rows: pd.DataFrame, task: str, results: Results) -> dict[str, Aggregation]:
+def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path) -> dict[str, Aggregation]:
     """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
-    declared = declared_aggregations(task, results)
-    figures = results.get("results", {}).get(task, {})
+    declared = {entry["metric"]: entry.get("aggregation") for entry in _metric_list(task, results)}
+    figures: Mapping[str, Any] = results["results"].get(task, {})
     aggregations: dict[str, Aggregation] = {}
     for column in columns_of(rows):
-        values, weights = rows[column], rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))
-        if not np.isfinite(values).all() or _name(column) == "bypass":  # of `--predict_only`
+        has_value = rows[column].notna()
+        values = rows[column][has_value]
+        weights = rows.get(WEIGHT + column, pd.Series(np.nan, rows.index))[has_value]
+        if values.empty or _name(column) == "bypass":  # of `--predict_only`
             continue
         is_weighted = bool(weights.notna().any())
-        if is_weighted and not ((weights >= 0).all() and weights.any()):  # pairs of something else
-            continue
-        name = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column), "mean")
+        expected = declared.get(_name(column)) or DEFAULT_AGGREGATIONS.get(_name(column))
         figure = figures.get(column)
-        names = [name, *AGGREGATIONS] if isinstance(figure, int | float) else [name]
-        candidates = [AGGREGATIONS[candidate] for candidate in names if candidate in AGGREGATIONS]
-        fitting = [aggregation for aggregation in candidates if aggregation.is_weighted == is_weighted]
-        if isinstance(figure, int | float):
-            fitting = [
-                aggregation for aggregation in fitting if _agrees(aggregate(aggregation, values, weights), figure)
-            ]
+        if isinstance(figure, float) and math.isnan(figure):  # a question has no value
+            figure = None
+        names = [expected or "mean"] if figure is None else [expected, *AGGREGATIONS]
+        fitting = [
+            aggregation
+            for aggregation in (AGGREGATIONS[name] for name in names if name in AGGREGATIONS)
+            if aggregation.is_weighted == is_weighted
+            and (not is_weighted or ((weights >= 0).all() and weights.any()))  # else pairs of something else
+            and (figure is None or _agrees(aggregate(aggregation, values, weights), figure))
+        ]
         if fitting:
             aggregations[column] = fitting[0]
+        elif figure is not None and expected in AGGREGATIONS:
+            raise InputError(
+                f"{source} does not give {column} of {task} in lm-eval's results: it is incomplete or was changed; "
+                f"evaluate again"
+            )
     return aggregations
 
 
-def declared_aggregations(task: str, results: Results) -> dict[str, Any]:
-    """Return the aggregations that lm-eval's configuration of a task names, by metric."""
-    return {str(entry.get("metric")): entry.get("aggregation") for entry in _metric_list(task, results)}
+def _metric_list(task: str, results: Results) -> list[_MetricEntry]:
+    return results.get("configs", {}).get(task, {}).get("metric_list") or []
 
 
-def _metric_list(task: str, results: Results) -> list[dict[str, Any]]:
-    config = (results.get("configs") or {}).get(task) or {}
-    return config.get("metric_list") or []
-
-
-def _agrees(value: float, figure: float) -> bool:
-    return math.isclose(value, figure, rel_tol=1e-5, abs_tol=1e-9)
+def _agrees(value: float, figure: Any) -> bool:
+    return isinstance(figure, int | float) and math.isclose(value, figure, rel_tol=1e-5, abs_tol=1e-9)
 
 
 def aggregate(aggregation: Aggregation, values: pd.Series, weights: pd.Series) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -12,11 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, cast
 
-from annotated_types import Len
+from annotated_types import Interval, Len
+from pydantic import AfterValidator
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import file_name, parse_json, read_json, validate_json
 from lmeval_prune.comparison.metrics import Results
+from lmeval_prune.comparison.samples import is_generated, log_likelihood
 from lmeval_prune.errors import InputError, check_exists
 
 # keys of a sample that are no metrics; before 0.4.7, samples do not list their metrics
@@ -26,22 +29,48 @@ _SAMPLE_KEYS = {
 }  # fmt: skip
 
 
+class _RunConfig(TypedDict, total=False):
+    model: str | None
+    model_args: str | dict[str, Any] | None
+    random_seed: int | None
+    numpy_seed: int | None
+    torch_seed: int | None
+    fewshot_seed: int | None
+
+
 class RunResults(Results):
     """Fields of lm-eval's results that describe a run."""
 
-    config: NotRequired[dict[str, Any]]
-    group_subtasks: NotRequired[dict[str, list[str]]]
+    config: NotRequired[_RunConfig | None]
+    group_subtasks: NotRequired[dict[str, list[str]] | None]
     versions: NotRequired[dict[str, Any] | None]
+    lm_eval_version: NotRequired[str | None]
+    date: NotRequired[Annotated[float, Interval(ge=0, lt=1e11)]]
+
+
+_Request = Annotated[list[Any], Len(1)] | Annotated[dict[str, Any], Len(1)]
 
 
 class Sample(TypedDict):
-    """Fields of a sample that all versions write."""
+    """Fields of a sample: those that all versions write, and later ones."""
 
     doc_id: int
     doc: Any
     target: Any
-    arguments: Annotated[list[Any], Len(1)] | Annotated[dict[str, Any], Len(1)]
-    resps: Annotated[list[Any], Len(1)]
+    arguments: Annotated[list[_Request], Len(1)] | Annotated[dict[str, _Request], Len(1)]
+    resps: list[Any]
+    filter: NotRequired[str]
+    metrics: NotRequired[list[str]]
+    doc_hash: NotRequired[str]
+
+
+@functools.cache
+def _with_requests(requests: int, parts: int, is_generated: bool) -> Any:
+    """Return the type of a sample with so many requests of so many parts, each with at least one response."""
+    response = str if is_generated else Annotated[Any, AfterValidator(log_likelihood)]
+    responses = Annotated[list[Annotated[list[response], Len(1)]], Len(requests, requests)]  # type: ignore[valid-type]
+    fields = {"arguments": list[Annotated[list[Any], Len(parts, parts)]], "resps": responses}
+    return TypedDict("Requests", fields)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -105,6 +134,8 @@ class ResultsFile:
             ]
             if is_rolling:  # 0.5 puts an empty context before the text
                 row["arguments"] = [request[-1:] for request in row["arguments"]]
+            requests = row["arguments"]
+            validate_json(row, _with_requests(len(requests), len(requests[0]), is_generated(row)), name)
             row.setdefault("doc_hash", _hash(row["doc"]))
             rows.append(row)
         self._check_count(task, rows)
@@ -119,8 +150,8 @@ class ResultsFile:
         if most > 1:
             raise InputError(f"{path} has question {key[0]} {most} times; delete it and evaluate again")
         number = len({doc_id for doc_id, _ in keys})
-        expected = self.results.get("results", {}).get(task, {}).get("sample_len")  # older versions lack it
-        if isinstance(expected, int) and number != expected:
+        expected = self.results["results"].get(task, {}).get("sample_len")  # older versions lack it
+        if expected is not None and number != expected:
             raise InputError(f"{path} has {number} questions, {self.path.name} was computed from {expected}; run again")
 
 
@@ -164,7 +195,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _filters(results: Mapping[str, Any], task: str) -> list[str]:
     """Return the names of a task's filters in their order; samples before 0.4.7 do not name theirs."""
-    columns = [key.partition(",") for key in results.get("results", {}).get(task, {})]
+    columns = [key.partition(",") for key in results["results"].get(task, {})]
     return list(dict.fromkeys(name for _, comma, name in columns if comma)) or ["none"]
 
 

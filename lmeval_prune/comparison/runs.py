@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ import pandas as pd
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.comparison.distances import Response
-from lmeval_prune.comparison.metrics import AGGREGATIONS, Metric, declared_aggregations, known_metrics
+from lmeval_prune.comparison.metrics import Metric, known_metrics
 from lmeval_prune.comparison.page import shortened
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
 from lmeval_prune.comparison.samples import NEXT_TRY, QUESTION, log_likelihoods, tables
@@ -78,7 +79,7 @@ class Run:
         first = self.files[0]
         arguments = ",".join(f"{name}={value}" for name, value in _arguments(first).items())
         seeds = [text for text in dict.fromkeys(map(seed_text, self.files)) if text]
-        dates = sorted(file.results["date"] for file in self.files if isinstance(file.results.get("date"), float))
+        dates = sorted(file.results["date"] for file in self.files if "date" in file.results)
         parts = [f"{first.config.get('model', 'a model')} ({arguments})"]
         parts += [f"seed {'; '.join(seeds)}"] if seeds else []
         parts += [f"lm_eval {version}"] if (version := first.results.get("lm_eval_version")) else []
@@ -119,13 +120,7 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     """Read the outcomes and answers of a task in a results file."""
     rows = file.read_samples(task)
     outcomes, answers = tables({task: rows}, file.results["configs"])
-    metrics = known_metrics(outcomes, file.results)[task]  # type: ignore[arg-type]
-    declared = declared_aggregations(task, file.results)  # type: ignore[arg-type]
-    if not metrics and AGGREGATIONS.keys() & declared.values():
-        raise InputError(
-            f"{file.samples[task]} does not give the figures of {task} in {file.path.name}: it is incomplete or was "
-            f"changed; evaluate again"
-        )
+    metrics = known_metrics(outcomes, file.results, file.samples[task])[task]  # type: ignore[arg-type]
     first = {int(row["doc_id"]): row for row in reversed(rows)}
     ordered = [first[number] for number in outcomes["doc_id"]]
     outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
@@ -140,12 +135,9 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
     return Evaluation(outcomes, answers, metrics, settings, frozenset(doc if isinstance(doc, dict) else ()))
 
 
-def _texts(arguments: list[Any]) -> list[Any]:
+def _texts(arguments: list[list[Any]]) -> list[list[Any]]:
     """Return the prompts and choices of a sample, without the settings of generation."""
-    return [
-        [part for part in request if not isinstance(part, dict)] if isinstance(request, list) else request
-        for request in arguments
-    ]
+    return [[part for part in request if not isinstance(part, dict)] for request in arguments]
 
 
 def _field(doc: Any, column: str) -> str | None:
@@ -154,9 +146,27 @@ def _field(doc: Any, column: str) -> str | None:
     return str(value) if isinstance(value, str | int | float) else None
 
 
+def numbered_as(base: Evaluation, other: Evaluation) -> Evaluation:
+    """Return an evaluation with another's numbers of questions: `--samples` out of order changes lm-eval's doc_id.
+
+    A document that a task has several times keeps its number if it has one in both.
+    """
+    same = {*questions_of(base.outcomes)} & {*questions_of(other.outcomes)}
+    free: defaultdict[str, list[int]] = defaultdict(list)
+    for question in questions_of(base.outcomes):
+        if question not in same:
+            free[question[2]].append(question[1])
+    numbers = [
+        free[question[2]].pop(0) if question not in same and free[question[2]] else question[1]
+        for question in questions_of(other.outcomes)
+    ]
+    return other._replace(outcomes=other.outcomes.assign(doc_id=numbers), answers=other.answers.assign(doc_id=numbers))
+
+
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     """Return the mean outcomes of each question over several repeats, and all of its answers."""
     first = parts[0]
+    parts = [first, *(numbered_as(first, part) for part in parts[1:])]
     questions = [set(questions_of(part.outcomes)) for part in parts]
     if any(other != questions[0] for other in questions):
         raise InputError(f"{run} has {task} {len(parts)} times with different questions; name a results file")

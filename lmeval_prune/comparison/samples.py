@@ -51,7 +51,7 @@ def _outcome(row: dict[str, Any]) -> dict[str, float]:
         column, value = f"{metric},{row['filter']}", row.get(metric)
         pair = value if isinstance(value, list | tuple) else [value]
         numbers = [float(item) for item in pair if isinstance(item, bool | int | float | np.number)]
-        if len(numbers) == len(pair) <= 2 and numbers and not any(map(math.isnan, numbers)):
+        if len(numbers) == len(pair) <= 2 and numbers and all(map(math.isfinite, numbers)):
             values |= dict(zip((column, WEIGHT + column), numbers, strict=False))
     return values
 
@@ -59,7 +59,8 @@ def _outcome(row: dict[str, Any]) -> dict[str, float]:
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the question and answer for the page, and a key of the question's text, see `question_keys`."""
     doc, arguments = row["doc"], row["arguments"][0]
-    field = (config.get("metadata") or {}).get("question_field") or "question"
+    metadata = config.get("metadata")
+    field = (metadata.get("question_field") if isinstance(metadata, dict) else None) or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
     answers, likelihood, key = [text for responses in row["resps"] for text in responses], "", digest(question)
@@ -97,18 +98,28 @@ def question_keys(text_keys: Sequence[str]) -> list[str]:
     return [key if len(choices[text]) > 1 else text for key in text_keys for text in [key.partition("/")[0]]]
 
 
+def is_generated(row: dict[str, Any]) -> bool:
+    """Return whether a sample has answers, not log-likelihoods."""
+    arguments = row["arguments"][0]
+    return len(arguments) > 1 and not isinstance(arguments[1], str)
+
+
+def log_likelihood(response: Any) -> float:
+    """Return the number of a response, which lm-eval's files have as a text, alone or as the first of several."""
+    return float(str(response[0] if isinstance(response, list | tuple) and response else response))
+
+
 def log_likelihoods(row: dict[str, Any]) -> list[float]:
     """Return the log-likelihoods of a sample's choices or text (of several repeats, the first); none for answers.
 
-    lm-eval's files have them as texts. For `acc_mutual_info`, requests without a context follow those of the choices.
+    For `acc_mutual_info`, requests without a context follow those of the choices.
     """
-    arguments = row["arguments"][0]
-    if len(arguments) > 1 and not isinstance(arguments[1], str):
+    if is_generated(row):
         return []
     responses = [repeats[0] for repeats in row["resps"]]
     if "acc_mutual_info" in row["metrics"]:
         responses = responses[: len(responses) // 2]
-    return [float(response[0] if isinstance(response, list | tuple) else response) for response in responses]
+    return list(map(log_likelihood, responses))
 
 
 def _choices(row: dict[str, Any]) -> list[str]:

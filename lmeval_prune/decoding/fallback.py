@@ -19,19 +19,16 @@ from lmeval_prune.interventions.base import interventions_on
 from lmeval_prune.interventions.row_masks import RowMasks
 
 
-class _Ended(StoppingCriteria):
-    """Ends rows by `Stopping`."""
+class Ended(StoppingCriteria):
+    """Ends rows by `Stopping`; `generate` keeps an ended row ended."""
 
     def __init__(self, stopping: Stopping, prompt: int, params: SamplingParams) -> None:
         self.stopping, self.prompt, self.params = stopping, prompt, params
-        self.done: list[bool] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Return which rows have ended, (rows,)."""
         answers = input_ids[:, self.prompt :].tolist()
-        self.done = self.done or [False] * len(answers)
-        for i, answer in enumerate(answers):
-            self.done[i] = self.done[i] or self.stopping.ended(answer, self.params)
-        return torch.tensor(self.done, device=input_ids.device)
+        return torch.tensor([self.stopping.ended(answer, self.params) for answer in answers], device=input_ids.device)
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Fallback:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 pad_token_id=ends[0] if ends else 0,
-                stopping_criteria=StoppingCriteriaList([_Ended(self.stopping, width, params)]),
+                stopping_criteria=StoppingCriteriaList([Ended(self.stopping, width, params)]),
                 logits_processor=LogitsProcessorList([RefuseNaN()]),
                 **arguments,
             )

@@ -92,7 +92,7 @@ class SamplingParams(Settings):
             if settings.get(name, neutral) not in (None, neutral):
                 raise InputError(
                     f"engine=batched does not know the generation setting {name}={settings[name]}",
-                    remedy="leave it out",
+                    remedy="leave it out of gen_kwargs or generation_config.json",
                 )
         defaults = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
         complete = copy.copy(config)
@@ -105,7 +105,7 @@ class SamplingParams(Settings):
             )
         fields: dict[str, Any] = {name: settings.get(name, defaults[name]) for name in _FIELDS}
         others = logits_settings(settings)
-        fields |= {"eos": end_tokens(config), "stop": (*stop, *_texts(settings.get("stop_strings")))}
+        fields |= {"eos": end_tokens(config), "stop": (*stop, *stop_strings(config))}
         return cls(**{**fields, "others": json.dumps(others, sort_keys=True), **changes})
 
     def generation_settings(self) -> dict[str, Any]:
@@ -140,7 +140,9 @@ def end_tokens(config: Any) -> tuple[int, ...]:
     return () if ends is None else (ends,) if isinstance(ends, int) else token_ids("eos_token_id", ends)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def stop_strings(config: Any) -> tuple[str, ...]:
+    """Return the stop texts of a generation config."""
+    value = getattr(config, "stop_strings", None)
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 

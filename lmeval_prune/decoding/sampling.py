@@ -204,7 +204,8 @@ def refused_settings(runs_model: bool = False) -> Iterator[None]:
         if isinstance(error, (InputError, torch.OutOfMemoryError)) or (runs_model and is_model):
             raise
         raise InputError(
-            f"transformers refuses the generation settings ({first_line(error)})", remedy="change gen_kwargs"
+            f"transformers refuses the generation settings ({first_line(error)})",
+            remedy="change gen_kwargs or generation_config.json",
         ) from error
 
 

@@ -16,10 +16,11 @@ class Stopping:
     Args:
         tokenizer: decodes tokens to search for stop texts; without it, parameters with `stop` are refused.
         ends: end tokens of parameters with `eos=None`.
+        think_end: end of a thought, a text or a token: stop texts before the first one do not count.
     """
 
-    def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = (), think_end: str | int | None = None) -> None:
+        self.tokenizer, self.think_end = tokenizer, think_end
         self._ends = ends
         self._stop_tokens = lru_cache(maxsize=None)(self._window)
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
@@ -48,7 +49,17 @@ class Stopping:
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
         text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
-        return any(stop_text in text for stop_text in stop)
+        if not any(stop_text in text for stop_text in stop):
+            return False
+        if self.think_end in (None, "") or tokens[-1] == self.tokenizer.eos_token_id:  # which ends a thought, too
+            return True
+        return any(stop_text in self._after_thought(tokens) for stop_text in stop)
+
+    def _after_thought(self, tokens: Sequence[int]) -> str:
+        if isinstance(self.think_end, str):
+            return str(self.tokenizer.decode(tokens).partition(self.think_end)[2])
+        start = tokens.index(self.think_end) + 1 if self.think_end in tokens else len(tokens)
+        return str(self.tokenizer.decode(tokens[start:]))
 
     def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
         """Return whether a token may complete a stop text: it has the last character of one, or part of a character.

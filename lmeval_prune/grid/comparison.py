@@ -98,7 +98,7 @@ def _tables(
                 task,
                 baseline,
                 outcomes,
-                known_metrics(base, read_results(paths[baseline])),
+                known_metrics(base, read_results(paths[baseline]), paths[baseline]),
                 read_text_keys(paths[baseline]),
                 entries[baseline]["metric"],
                 ADVICE,

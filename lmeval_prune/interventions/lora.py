@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.architectures.blocks import in_features, out_features, weight_of
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import ArtefactContents, Intervention
@@ -83,9 +83,16 @@ class Lora(Intervention):
         return self
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Hook each updated projection."""
+        """Hook each updated projection; refuse a model whose heads an adapter of `export adapter` does not prune."""
+        manifest = Path(self.adapter).expanduser() / "lmeval_prune.json"
+        exported = manifest.is_file() and read_json(manifest).get("schema") == "lmeval-prune/adapter"
         for name, update in self.updates.items():
             module = self._projection(name, model_map)
+            if exported and not _prunes(update, module):
+                raise InputError(
+                    f"the adapter {self.adapter} was exported from another model: {name} has other weights in this "
+                    f"one; export it from this model"
+                )
             stack.callback(module.register_forward_hook(_Add(update)).remove)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
@@ -126,6 +133,22 @@ class _Add:
         x = inputs[0].to(torch.promote_types(output.dtype, torch.float32))
         added = nn.functional.linear(nn.functional.linear(x, self.a.like(x)), self.b.like(x)) * self.scaling
         return (output + added).to(output.dtype)
+
+
+def _prunes(update: Update, module: nn.Module) -> bool:
+    """Return whether an update cancels weights, apart from rounding if they were loaded in another type.
+
+    The weights say more than a digest of the checkpoint's files: they may be stored in other files, or trained since.
+    """
+    try:
+        weight = weight_of(module)
+    except InputError:  # of a quantised model
+        return True
+    columns = update.a.any(0)
+    added = (update.b.double() @ update.a.double() * update.scaling)[:, columns]
+    dtypes = {weight.dtype, update.b.dtype}
+    rounding = sum(torch.finfo(dtype).eps for dtype in dtypes) / 2 if len(dtypes) > 1 else 0.0
+    return torch.allclose(weight.cpu()[:, columns].double(), -added, rtol=rounding, atol=rounding * 1e-4)
 
 
 def _read(folder: Path) -> dict[str, Update]:

@@ -7,9 +7,12 @@ attempt's number and the router are not in the key, so other runs with the same 
 other versions are counted in a warning and not used.
 
     answers.json      schema
-    rank-*.jsonl      answers in the order of computation, one file per process; a truncated last line is ignored
-    answers.parquet   compacted answers of earlier runs
+    rank-*.jsonl      answers in the order of computation, one file per process
+    answers.jsonl     answers of earlier runs, sorted by key
     answers.servers.json  of `pruned-server`: log-probabilities by which a server is known again
+
+Each line ends in a digest of itself. A line without the right one was truncated or damaged, and is as if it had never
+been written: its request is answered again.
 """
 
 from __future__ import annotations
@@ -22,15 +25,15 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 from weakref import finalize
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 from annotated_types import Len, Lt
 from filelock import Timeout
-from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import (
@@ -40,7 +43,6 @@ from lmeval_prune.artefacts import (
     file_lock,
     lock_path,
     open_append,
-    parse_json,
     read_artefact,
     validate_json,
     write_artefact,
@@ -61,35 +63,7 @@ RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
 }
 FILES = ("answers.", "rank-")  # prefixes of the store's files
 
-_TABLE = pa.schema(
-    [
-        ("key", pa.string()),
-        ("request", pa.string()),  # digest of the key without versions
-        ("versions", pa.string()),  # JSON: versions
-        ("kind", pa.string()),
-        ("task", pa.string()),
-        ("prompt", pa.string()),  # digest
-        ("head", pa.string()),
-        ("response", pa.string()),  # JSON
-        ("tokens", pa.list_(pa.uint32())),
-        ("length", pa.int32()),  # in tokens
-        ("cut_off", pa.bool_()),  # at `max_gen_toks`
-    ]
-)
-_OPTIONAL_COLUMNS = {"request", "versions", "length", "cut_off", "logprob"}  # older stores lack them
-
-
-class Record(TypedDict):
-    """Fields of a stored answer."""
-
-    key: str
-    request: NotRequired[str | None]
-    versions: NotRequired[dict[str, Any] | None]
-    kind: NotRequired[str | None]
-    response: Any
-    tokens: NotRequired[list[int] | None]
-    length: NotRequired[int | None]
-    cut_off: NotRequired[bool | None]
+_OPTIONAL_COLUMNS = {"length", "cut_off", "logprob"}  # older tables of outcomes lack them
 
 
 class AnswerStore:
@@ -157,15 +131,16 @@ class AnswerStore:
         raise AssertionError
 
     def add(self, key: str, response: Any, columns: dict[str, Any]) -> None:
-        """Write one answer and flush it to the operating system; `columns` are other fields of the `Record`.
+        """Write one answer and flush it to the operating system; `columns` are further fields of its record, as JSON.
 
         Raises:
             InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
             DiskError: the disk is full; the next run resumes after the last complete line.
         """
-        line = json.dumps({"key": key, **columns, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(parse_json(line.encode(), self.path), self.path)
+            body = json.dumps({"key": key, **columns, "response": response}, ensure_ascii=False)[:-1].encode()
+            line, kind = _closed(body), RESPONSE_TYPES.get(columns.get("kind") or "", Any)
+            validate_json(json.loads(line)["response"], kind, self.path)
         except (InputError, UnicodeEncodeError):  # half a character is not UTF-8
             raise InputError(
                 f"the model's answer to a {columns.get('kind')} request of task {columns.get('task')!r} is "
@@ -177,7 +152,7 @@ class AnswerStore:
                     content = self.path.read_bytes() if self.path.exists() else b""
                     self._file = open_append(self.path)
                     self._file.write("\n" if content and not content.endswith(b"\n") else "")
-                self._file.write(line)
+                self._file.write(line.decode())
                 self._file.flush()
         except InputError:
             self._close_file()
@@ -201,7 +176,7 @@ class AnswerStore:
             self._file = None
 
     def compact(self) -> None:
-        """Move the answers of this and of ended processes into `answers.parquet`, sorted by key."""
+        """Move the answers of this and of ended processes into `answers.jsonl`, sorted by key."""
         with ExitStack() as stack:
             paths = []
             for path in self.folder.glob("rank-*.jsonl"):
@@ -212,40 +187,26 @@ class AnswerStore:
             if not paths:
                 return
             self._close_file()
-            records = {record["key"]: record for record in read_answers(self.folder)}
-            rows = [_as_row(records[key]) for key in sorted(records)]
-            write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
+            lines = {json.loads(line)["key"]: line for line in _whole_lines(self.folder)}
+            write_bytes(self.folder / "answers.jsonl", b"".join(lines[key] for key in sorted(lines)))
             for path in paths:
                 path.unlink()
 
 
-def _as_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record to a row of the table."""
-    versions = json.dumps(record["versions"]) if record.get("versions") else None
-    return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
-
-
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all answers of a store except truncated lines; `InputError` if a file is damaged."""
-    table = folder / "answers.parquet"
-    for row in read_table(table, _TABLE).to_pylist():
-        versions = parse_json(row["versions"], table) if row["versions"] else None
-        yield _record({**row, "response": parse_json(row["response"] or "", table), "versions": versions}, table)
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    record = parse_json(line, path)
-                except InputError:  # truncated by a kill
-                    continue
-                yield _record(record, path)
+    """Read the records of a store: `key`, `response`, and the columns that `AnswerStore.add` was given."""
+    return map(json.loads, _whole_lines(folder))
 
 
-def _record(value: Any, path: Path) -> dict[str, Any]:
-    """Check the types of a record's fields and of its response."""
-    record: dict[str, Any] = validate_json(value, Record, path)
-    validate_json(record["response"], RESPONSE_TYPES.get(record.get("kind") or "", Any), path)
-    return record
+def _whole_lines(folder: Path) -> Iterator[bytes]:
+    for path in [*folder.glob("answers.jsonl"), *sorted(folder.glob("rank-*.jsonl"))]:
+        with path.open("rb") as file:
+            yield from (line for line in file if line == _closed(line[: -len(_closed(b""))]))
+
+
+def _closed(body: bytes) -> bytes:
+    """Return a line of the store: a JSON object, given without its closing brace, and the digest of what is given."""
+    return b'%b, "digest": "%b"}\n' % (body, blake2b(body, digest_size=8).hexdigest().encode())
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:

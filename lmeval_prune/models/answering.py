@@ -324,7 +324,8 @@ class Answering:
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`."""
         try:
-            return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
+            with replaced(self.lm, asked=[request.args for request in requests]):
+                return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
         except AssertionError:  # that names nothing: a context or continuation is empty, or too long
             if kind != "generate_until":
                 likelihood.token_windows(self.lm, kind, requests, disable_tqdm=True)

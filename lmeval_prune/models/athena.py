@@ -75,7 +75,7 @@ class AthenaLM(CheckedArgumentsLM):
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
-        log_interventions(self.host.encoder, self.model_map)
+        log_interventions(self, self.host.encoder)
 
     def close(self) -> None:
         """Undo the interventions; garbage collection does the same."""
@@ -132,7 +132,7 @@ class AthenaLM(CheckedArgumentsLM):
         """Return the model's training and a section `pruning` for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        pruning = interventions_report(self.model_map, self.model_map.weights)
+        pruning = interventions_report(self, self.host.encoder, self.model_map.weights)
         if self.manifest:
             pruning["checkpoint"] = checkpoint_columns(self.manifest)
         return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}

@@ -54,6 +54,7 @@ class EngineChoice:
             schedule=Schedule(compile=options.engine_compile),
             deterministic=bool(options.deterministic),
         )
+        engine.stopping.think_end = lm.think_end_token
         if self._is_auto:  # fewer rows would be slower than `hf`
             engine.min_rows = size if isinstance(size, int) else AUTO_MIN_ROWS
         return engine
@@ -130,4 +131,8 @@ def _why_hf(lm: Any) -> str | None:
     dtypes = {parameter.dtype for parameter in lm.model.parameters()}
     if not dtypes <= {torch.float32, torch.float64} or getattr(lm.model, "is_quantized", False):
         return f"the engine is not proven faster for weights in {' and '.join(sorted(map(str, dtypes)))}"
+    try:
+        lm.model_map  # noqa: B018
+    except InputError as error:  # of a family that is not mapped
+        return error.problem
     return None

@@ -165,7 +165,7 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
     if unknown:
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
     with refused_settings():
-        params = SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length)
+        params = SamplingParams.from_generation_config(config, stop=tuple(filter(None, until)), max_new_tokens=length)
     return params, until
 
 

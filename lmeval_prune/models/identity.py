@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmeval_prune.architectures import ModelMap, adapters_of, config_fingerprint
+from lmeval_prune.architectures import adapters_of, config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, content_digest, digest, files_digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
@@ -174,11 +174,11 @@ def describe_version_change(before: dict[str, Any] | None, now: dict[str, Any]) 
     return f"were made by {text(before)}, this is {text(now)}"
 
 
-def interventions_report(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
-    """Report the interventions on a model and the fingerprint of its weights for the results file."""
+def interventions_report(lm: Any, model: Any, weights: str | None) -> dict[str, Any]:
+    """Report the interventions on the model of `lm` and the fingerprint of its weights for the results file."""
     info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": weights, "heads": []}
-    for intervention in combined(interventions_on(model_map.model)):
-        info |= intervention.report(model_map)
+    for intervention in combined(interventions_on(model)):
+        info |= intervention.report(lm.model_map)
     return info
 
 

@@ -79,9 +79,15 @@ def token_windows(
                         f"text that is not space alone, or add_bos_token=true"
                     )
                 if not 0 < len(continuation) <= lm.max_length:
+                    remedy = f"it needs 1 to {lm.max_length} (max_length)"
+                    if not continuation and request.args[1]:
+                        remedy = (
+                            "a token of the context includes it: end the context at a space, or set target_delimiter"
+                        )
                     raise InputError(
                         f"task {request.task_name}, document {request.doc_id}: the continuation has "
-                        f"{len(continuation)} tokens; it needs 1 to {lm.max_length} (max_length)"
+                        f"{len(continuation)} tokens",
+                        remedy,
                     )
                 room = lm.max_length + 1 - len(continuation)  # the last token is not run
                 cut += len(context) > room

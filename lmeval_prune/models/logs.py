@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions import interventions_on
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def use_lm_eval_logging() -> None:
         package.addHandler(handler)
 
 
-def log_interventions(model: nn.Module, model_map: ModelMap) -> None:
-    """Log each intervention on a model."""
+def log_interventions(lm: Any, model: nn.Module) -> None:
+    """Log each intervention on the model of `lm`."""
     for intervention in interventions_on(model):
-        logger.info("applied: %s", intervention.summary(model_map))
+        logger.info("applied: %s", intervention.summary(lm.model_map))

@@ -7,27 +7,36 @@ import logging
 import os
 import re
 from collections import Counter, deque
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
+from lmeval_prune.checkpoints.loading import (
+    CheckedLoader,
+    as_input_error,
+    checkpoint_class,
+    has_pruned_layers,
+    with_padded_rows,
+)
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
-from lmeval_prune.decoding.request import end_tokens
+from lmeval_prune.decoding.fallback import Ended
+from lmeval_prune.decoding.request import end_tokens, stop_strings
 from lmeval_prune.decoding.sampling import RefuseNaN, refused_settings
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
@@ -70,6 +79,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
     """
 
     fixed_seed: int | None = None
+    asked: Sequence[Any] = ()  # arguments of the requests that `hf` answers
 
     @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
@@ -134,7 +144,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         with self._apply() as stack:  # undoes the interventions if the rest fails
             self.engine_choice = EngineChoice(self)
             self.answering = Answering(self, store)
-            log_interventions(self.model, self.model_map)
+            log_interventions(self, self.model)
             self._applied = stack.pop_all()
 
     def _apply(self) -> ExitStack:
@@ -194,7 +204,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
         # checkpoints with layers of different sizes are loaded by this package, not by code in their folder
         kind = checkpoint_class(self.config) if has_pruned_layers(self.config) else self.AUTO_MODEL_CLASS
         name = args[0] if args else kwargs["pretrained"]
-        with replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)), as_input_error(f"the model {name} cannot be loaded"):
+        peft, revision = kwargs.get("peft"), kwargs.get("revision")
+        with (
+            replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)),
+            as_input_error(f"the model {name} cannot be loaded"),
+            with_padded_rows(peft, revision=revision) if peft else nullcontext(),
+        ):
             self._load_weights(*args, gguf_file=gguf_file, **kwargs)
 
     def _load_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +282,10 @@ class PrunedHFLM(AnsweringLM, HFLM):
     @property
     def weights(self) -> str | None:
         """Return the weights' fingerprint, a new one after training; None if offloaded weights cannot be read."""
-        return self.model_map.weights
+        try:
+            return self.model_map.weights
+        except InputError:  # of a family that is not mapped
+            return weights_fingerprint(self.model)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -322,14 +340,27 @@ class PrunedHFLM(AnsweringLM, HFLM):
         if not context.shape[1]:
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
         settings["return_dict_in_generate"] = False
-        with refused_settings(runs_model=True):
-            settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
-            rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
-            own_ends = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
-            ends = None if own_ends.eos_token_id is None else end_tokens(own_ends)
-        params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(text for text in stop if text))
         start = context.shape[1] if self.backend == "causal" else 1
-        self.endings.extend(self._ending(row[start:], params) for row in rows.tolist())
+        with refused_settings(runs_model=True):
+            config = GenerationConfig(
+                eos_token_id=settings.get("eos_token_id"),
+                stop_strings=settings.get("stop_strings")
+                or getattr(self.model.generation_config, "stop_strings", None),
+            )
+            ends = None if config.eos_token_id is None else end_tokens(config)
+            stop = [*filter(None, stop), *stop_strings(config)]
+            settings["stop_strings"] = None  # which `generate` would end a thought by, too
+            params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(stop))
+            settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
+            thoughts: dict[str, Any] = {}
+            if self.think_end_token is not None:  # `hf` ends them by stop texts
+                criteria = StoppingCriteriaList([Ended(self._stopping, start, params)])
+                thoughts["stop_sequences_criteria"] = lambda *_: criteria
+            with replaced(huggingface, **thoughts):
+                rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
+        for row in rows:
+            self.endings.append(self._ending(row[start:].tolist(), params))
+            row[start + self.endings[-1].length :] = self.tokenizer.pad_token_id  # what it generated for longer rows
         return rows
 
     def _ending(self, tokens: list[int], params: SamplingParams) -> Ending:
@@ -344,7 +375,8 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @cached_property
     def _stopping(self) -> Stopping:
-        return Stopping(self.tokenizer, end_tokens(getattr(self.model, "generation_config", None)))
+        ends = end_tokens(getattr(self.model, "generation_config", None))
+        return Stopping(self.tokenizer, ends, self.think_end_token)
 
     # ------------------------------------------------------------------ padding
 
@@ -359,9 +391,16 @@ class PrunedHFLM(AnsweringLM, HFLM):
             scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         return scores
 
-    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with preserve_state(self.model):
-            return int(super()._detect_batch_size(*args, **kwargs))
+    def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+        """Probe as `hf` does, but no more rows than requests, and none longer than the longest request."""
+        if not requests:  # of generation, or whole texts, which `hf` divides into windows
+            counts = [len(self.tok_encode(arguments[0])) for arguments in self.asked]
+            limit = max((answer_limit(rest[0], self.max_gen_toks) for _, *rest in self.asked if rest), default=0)
+            rows = len(counts) if limit else sum(-(-count // self.max_length) for count in counts)
+            requests = [(None, [0] * (max(counts, default=0) + limit), [0])] * rows
+        rows = min(self.max_batch_size, len(requests))
+        with preserve_state(self.model), replaced(self, max_batch_size=rows):
+            return int(super()._detect_batch_size(requests, pos))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = self._padding_mask(inps) if self._unpadded and not (args or kwargs) else None
@@ -389,6 +428,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
         """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
+    @print_input_errors
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a chat as a text; `InputError` without a chat template."""
+        if not self.tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template; leave out --apply_chat_template")
+        return str(super().apply_chat_template(chat_history, add_generation_prompt))
+
     # ------------------------------------------------------------------ reporting
 
     def get_model_info(self) -> dict[str, Any]:
@@ -397,7 +443,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def pruning_info(self) -> dict[str, Any]:
         """Report the interventions and their realised figures for the results file."""
-        info = interventions_report(self.model_map, self.weights)
+        info = interventions_report(self, self.model, self.weights)
         if self.arguments.router:
             info["router"] = self.arguments.router.info
         if self.answering.lengths:

@@ -6,11 +6,8 @@ import logging
 import sys
 import warnings
 
-# by logger, the beginnings or parts of messages that are meant for who writes tasks, or repeat what the user typed
-HINTS = {
-    "lm_eval.api.task": ("Custom kwargs can be passed to `--metadata`",),
-    "lm_eval.evaluator": ("specified through cli, these settings will update",),
-}
+# by logger, parts of messages that repeat what the user typed
+HINTS = {"lm_eval.evaluator": ("specified through cli, these settings will update",)}
 
 
 class _WithoutHints(logging.Filter):

@@ -35,11 +35,12 @@ _MINUS = re.compile(  # between operands, before a command, between operands of 
 
 _OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−∶]"
 _OTHER = rf"[+*^×·⋅÷−∶]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
+_EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
 _PART = re.compile(  # the number is an @, others are #
     rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+|\#)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
     | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
     | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
-    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
+    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?(?!(?:{_EXPLANATIONS})\b)[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
     | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @!\ {phrases("counted")} | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
     | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
     re.VERBOSE,
@@ -53,7 +54,6 @@ _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing
 # --------------------------------------------------------------------------- clauses
 
 # Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
-_EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
@@ -69,9 +69,10 @@ _FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket th
 # of a clause with sides: 3 shirts cost 12
 VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
 _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
-_CONDITIONS = words("conditions")
+_CONDITIONS, CONCLUSIONS = words("conditions"), words("conclusions")
 _WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
+_COMPUTED = re.compile(rf"#[^#]*{_OPERATOR}\s?[({{]*#|# x #")  # 9 apples + 3
 _COMPUTES = re.compile(  # with a variable
     rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"
 )
@@ -162,7 +163,8 @@ class Prose:
             elif boundary["close"]:
                 ends = depth <= 1 and opener == "("
             else:
-                ends = (depth == 0 or opener == "(") and (has_number or bool(boundary["stop"]))
+                begins = boundary["stop"] or (opener.isalpha() and boundary.group().lower() in CONCLUSIONS)
+                ends = (depth == 0 or opener == "(") and (has_number or bool(begins))
             depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
                 yield start, position, opener
@@ -202,6 +204,13 @@ class Prose:
         if is_counted and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
             return None
         return verb.span()
+
+    def results(self, clause: Clause) -> bool:
+        """Return whether a clause gives what is computed in it: they have 12 + 5 = 17 apples."""
+        operands = clause.sides[-2:][0]
+        is_quotient = any(self.numbers[position].is_quotient for position in self.within(*operands))
+        computed = is_quotient or bool(_COMPUTED.search(self.outline, *operands))
+        return clause.equates and computed and self.words(*clause.sides[-1]).startswith("#")
 
     def governed(self, position: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""

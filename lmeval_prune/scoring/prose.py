@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from lmeval_prune.scoring.clauses import UNIT_LETTERS, VERBS, Clause, Prose, Side
+from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose, Side
 from lmeval_prune.scoring.normalisation import clean, line
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 
 # Words that begin a clause; a comparison, two cases, what others share, a result without its subject.
-_REASONS, _CONCLUSIONS = words("reasons"), words("conclusions")
+_REASONS = words("reasons")
 _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
 # for x = 3, …
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
@@ -86,12 +86,15 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
     first, *rest = clauses
     if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
         return clauses
-    return [clause for clause in rest if _begins_with(prose, clause, _CONCLUSIONS)] or clauses
+    return [clause for clause in rest if _begins_with(prose, clause, CONCLUSIONS)] or clauses
 
 
 def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
-    clauses = [clause for clause in prose.clauses() if not _is_condition(prose, clause, _SUPPOSES)]
+    clauses = prose.clauses()
+    # if we add them they are 3 + 4 = 7
+    ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
+    clauses = [c for c in clauses if not _is_condition(prose, c, _SUPPOSES)] or ends
     stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
@@ -100,8 +103,8 @@ def _last_number(prose: Prose) -> int | None:
 
 def _without_rates(prose: Prose, clauses: list[Clause]) -> list[Clause]:
     """Return clauses without rates after a conclusion, which they explain: so 5 cars, each with 12 seats."""
-    conclusions = (clause.start for clause in clauses if _CONCLUDES.match(prose.words(clause.start, clause.stop)))
-    start = next(conclusions, len(prose.outline))
+    conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
+    start = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
     return [c for c in clauses if c.start <= start or not _RATE.match(prose.words(c.start, c.stop))]
 
 
@@ -128,12 +131,15 @@ def number_of_clause(prose: Prose, clause: Clause) -> int | None:
 
 def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     sides = clause.sides
+    if re.fullmatch("[a-z]", prose.words(*sides[-1])):  # 10 = b
+        return prose.lone(sides[-2], final=True)
     if _is_unsolved(prose, sides):
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
     is_quotient = first is not None and prose.numbers[first].is_quotient
     converts = clause.equates and all(_MEASURE.fullmatch(prose.words(*side)) for side in sides)  # 320 cm = 3.2 m
-    if first is not None and not is_quotient and not converts and prose.is_introduced(sides[0][0], first):
+    is_only = len(prose.within(*sides[0])) == 1
+    if first is not None and is_only and not is_quotient and not converts and prose.is_introduced(sides[0][0], first):
         if prose.outline[sides[0][1]] == "→":  # 3 → 12
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):

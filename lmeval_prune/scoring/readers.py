@@ -13,7 +13,7 @@ from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.retractions import mistakes_of_others
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
-from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences, main_clause
+from lmeval_prune.scoring.text import COMPUTED, GIVES_UP, PROSE, TextReader, concluding_sentences, main_clause
 from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -24,8 +24,13 @@ _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no soluti
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
 _FOOTNOTE = re.compile(  # 12 [1]
-    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
+    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)"
+    r"|[†‡]|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
 )
+_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
+    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
+)
+_DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
 _STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
@@ -37,7 +42,7 @@ _CLAUSE = re.compile(  # so that it is 12
     re.IGNORECASE,
 )
 _NOT_BUT = re.compile(  # it is not 12 but 15
-    r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+"
+    r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
 # The correct choice is C; it is option C; option C is correct. What denies it.
 _CHOSEN = re.compile(
@@ -70,6 +75,11 @@ _ALGEBRA = (
 )
 
 
+_DENIED_OF_IT = re.compile(  # 5 + 2 = 7 seats are not used
+    rf"\b{phrases('denying')}(?! (?:be|a|an|the|it|this|that|so|possible|enough|true|valid|right|correct|hold|work|fit)\b)(?= [a-z])"
+)
+
+
 def _main_clause(sentence: str) -> str:
     """Return the clause of a sentence with its last number, and a question mark after it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
@@ -79,7 +89,9 @@ def _main_clause(sentence: str) -> str:
 def _states_nothing(sentence: str) -> bool:
     """Return whether a sentence calls its own value wrong, plans or denies."""
     plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(_main_clause(sentence)))
+    clause = _main_clause(sentence)
+    clause = _DENIED_OF_IT.sub("", clause) if COMPUTED.search(clause) else clause
+    return mistakes_of_others(sentence) or bool(plans or DENIED.search(clause))
 
 
 def _beside(sentence: str, rejection: re.Match[str]) -> str:
@@ -125,8 +137,9 @@ class NumberReader:
             return None
         rejected: list[str] = []
         for sentence in concluding_sentences(text):
-            words = _FACTORIAL.sub(r" \\factorial ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
-            words = _NOT_BUT.sub("", plain(words))
+            words = _BOLD_APPOSED.sub(": ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
+            words = _FACTORIAL.sub(r" \\factorial ", words)
+            words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
             if mistakes_of_others(words) and not _DIGIT.search(words):
                 continue
             if _states_nothing(words):

@@ -23,9 +23,9 @@ PROSE = re.compile(rf"(?<![\\A-Za-z])(?!{phrases('mathematical_words')}\b)[A-Za-
 # What begins a reason after an answer.
 REASON = re.compile(rf"[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}", re.IGNORECASE)
 GIVES_UP = pattern("given_up")  # there is not enough information
-_BESIDE = re.compile(  # a check or an offer: let me know …
-    rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE
-)
+_OFFERS = re.compile(rf"\b{phrases('offers')}", re.IGNORECASE)  # let me know …
+_CHECKS = re.compile(rf"^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE)
+COMPUTED = re.compile(phrases("computed"))  # 9 apples + 3 = 12
 _BRACKETED = re.compile(r"[\s*_]*\((?=(?:[^\s()]+ ){3})[^():=]*\)?\W*")  # a remark
 _CONCLUDES = pattern("concluding")
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
@@ -94,7 +94,8 @@ def concluding_sentences(text: str) -> Iterator[str]:
 def _is_beside(sentence: str) -> bool:
     """Return whether a sentence is a check, an offer, or a remark in brackets that concludes nothing."""
     remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
-    return bool(remark or _BESIDE.search(sentence))
+    offers = _OFFERS.search(sentence) and (sentence.endswith("?") or not COMPUTED.search(sentence))
+    return bool(remark or offers or _CHECKS.search(sentence))
 
 
 def main_clause(sentence: str) -> str:

@@ -428,4 +428,4 @@ def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: 
             _refuse_difference(folder, f"{subject}, {key}", first, second)
         elif first != second:
             old, new = (str(value)[:60] for value in (first, second))
-            raise InputError(f"{folder} was made with another {subject} ({key}: {old}, now {new}); give a new folder")
+            raise InputError(f"{folder} was made with {key}={old} ({subject}), now it is {new}; give a new folder")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
@@ -970,8 +971,9 @@ def test_mistakes_with_language_models(
     monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
     other = tmp_path / "other"
     shutil.copytree(language.pretrained, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
     for changes, message in (
         ({"teacher": str(other)}, "has another vocabulary"),
         ({"unit": "head"}, "use group or balanced"),
@@ -1005,8 +1007,6 @@ def test_tuning_questions_are_refused_as_test(language: DistillOptions, tmp_path
 
 def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
     """Also of a grandparent, of a cut copy, and of the teacher."""
-    from transformers import AutoTokenizer
-
     tuning = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, batch=24)
     first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
     distill(first)

@@ -121,12 +121,10 @@ class LanguageHost(Host):
 
     @override
     def check_teacher(self, folder: str) -> None:
-        parent = self.options.pretrained
-        sizes = {skeleton_of(name).config.get_text_config().vocab_size for name in (folder, parent)}
-        tokenizers = (self.tokenizer_of(folder), self.tokenizer)
-        if len(sizes) > 1 or len({vocabulary_digest(tokenizer) for tokenizer in tokenizers}) > 1:
+        if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
             raise InputError(
-                f"the teacher {folder} has another vocabulary than {parent}; use a teacher with the same tokenizer"
+                f"the teacher {folder} has another vocabulary than {self.options.pretrained}; use a teacher with the "
+                f"same tokenizer"
             )
 
     @override
@@ -547,7 +545,8 @@ class LanguageHost(Host):
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        options = self.options
+        options, rows = self.options, min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
+        expected, actual = expected[:, :rows], actual[:, :rows]
         return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
 
 

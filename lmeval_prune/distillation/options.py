@@ -39,7 +39,7 @@ class DistillOptions(Settings):
     Attributes:
         pretrained: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
         output: folder of the distilled model; the same command resumes an interrupted distillation
-        teacher: teacher of the first stage instead of the unpruned model; it must have the same vocabulary
+        teacher: teacher of the first stage instead of the unpruned model; it must have the same tokenizer
         teachers: teacher of the later stages: previous (the student of the stage before, Algorithm 2) or first (the
             teacher of the first stage)
         task: (language models) task with the training problems, e.g. prune_asdiv_a_equation

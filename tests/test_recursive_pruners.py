@@ -472,7 +472,6 @@ def test_prompts_are_not_called_problems(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_gen_toks": None}, "corpus_answers=teacher without a generative task needs max_gen_toks"),
         (
             {"max_gen_toks": 1, "samples": 1, "sample_temperature": 0.0},
             r"none is whole \(corpus_train: 8 of 8 cut off, 0 too long\); give more max_gen_toks",

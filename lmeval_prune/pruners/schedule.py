@@ -447,7 +447,12 @@ def _default_parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
 
 def _default_unit(model_map: ModelMap, budget: str, pruner: Pruner) -> str:
     """Return `head`, or for a budget of parameters the unit that can be cut."""
-    if budget == "heads" or uncuttable(model_map):
+    return "head" if budget == "heads" else cuttable_unit(model_map, pruner)
+
+
+def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> str:
+    """Return the unit in which heads can be cut without fillers; `head` if they cannot be cut."""
+    if uncuttable(model_map):
         return "head"
     have_groups = ["group" in units_of(layer) for layer in model_map.attention]
     if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads

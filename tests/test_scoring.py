@@ -11,7 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings, vocabulary
+from lmeval_prune.scoring import (
+    FormulaReader,
+    MathematicsReader,
+    NumberReader,
+    extract,
+    numbers_equal,
+    readings,
+    vocabulary,
+)
 
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
@@ -128,6 +136,23 @@ def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
 )
 def test_extraction_of_a_formula_or_words(response: str, answer: str) -> None:
     assert extract(response, FormulaReader(words=answer[0] == "M")) == (answer, "phrase")
+
+
+THOUGHTS = {
+    "<think>": "</think>", "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷",
+    "<|channel>thought\n": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>", "analysis": "assistantfinal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", THOUGHTS)
+@pytest.mark.parametrize("reader", [NumberReader(), MathematicsReader("15")])
+def test_an_unfinished_thought_gives_no_answer_and_after_a_finished_one_the_answer_counts(
+    begin: str, reader: Any
+) -> None:
+    thought = f"{begin}So the answer is 12. Wait, I should check " + "3 + 4, " * 9_000
+    assert extract(thought, reader).answer == ""
+    assert extract(f"{thought}{THOUGHTS[begin]}The answer is 15.", reader).answer == "15"
 
 
 @given(st.integers(-(10**12), 10**12))

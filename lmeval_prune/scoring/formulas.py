@@ -21,8 +21,8 @@ _FORMULA = re.compile(
     r"|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
-_TOKEN = (
-    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
+_TOKEN = (  # numbers and commands are never given back: a run of them would be read in two ways each
+    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 # the longest, of a sentence without dollars: x = 2 + 3i

@@ -1,7 +1,7 @@
 """Functions for `process_results` of lm-eval's tasks: compute the metrics of a response to a document.
 
-Each function returns `exact_match` and `strict_match`, the answer (`extracted`) and where it was found (`how`).
-`exact_match` accepts an answer at the end of the response; `strict_match` requires a marked answer (a box, `####`, or
+Each function returns `exact_match` and `strict_match`, the answer (`extracted`), where it was found (`how`), and whether
+that was at the end of the response, without a mark (`unmarked`). `exact_match` accepts an answer at the end of the response; `strict_match` requires a marked answer (a box, `####`, or
 'the answer is').
 """
 
@@ -49,6 +49,7 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
     return {
         "exact_match": float(correct),
         "strict_match": strict,
+        "unmarked": float(extraction.how == "end"),
         "extracted": extraction.answer,
         "how": extraction.how,
     }

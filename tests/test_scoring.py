@@ -216,35 +216,13 @@ def test_hostile_texts_hold_no_answer(hostile: str) -> None:
 
 SPACES = [r"\,", r"\;", r"\:", r"\!", r"\ ", "~", r"\quad ", r"\\", "&", " \n", "\u00a0"]
 BRACKETS = [
-    "(",
-    ")",
-    "[",
-    "]",
-    "{",
-    "}",
-    r"\{",
-    r"\}",
-    r"\(",
-    r"\[",
-    r"\left(",
-    r"\right]",
-    r"\langle ",
-    r"\frac{",
-    r"\sqrt{",
-    r"\text{",
-    "$",
-]
+    "(", ")", "[", "]", "{", "}", r"\{", r"\}", r"\(", r"\[", r"\left(", r"\right]", r"\langle ", r"\frac{", r"\sqrt{", r"\text{", "$",
+]  # fmt: skip
 SIGNS = [rf"\{names[0]}" for names in words_by_key("signs", "latex").values()]
 REPEATED = [*SPACES, *BRACKETS, *SIGNS, *"+-*/^_=!.,:;%'\"#1x", "1,", "x,", r"\pix"]
 AROUND = [
-    r"\boxed{%s5}",
-    r"\boxed{\frac{%s5x}{2}}",
-    "So $%s5$.",
-    "So x = 5%sab.",
-    r"\[5%sx\]",
-    "The answer is %s5 x.",
-    "5%s7 a b c",
-]
+    r"\boxed{%s5}", r"\boxed{\frac{%s5x}{2}}", "So $%s5$.", "So x = 5%sab.", r"\[5%sx\]", "The answer is %s5 x.", "5%s7 a b c",
+]  # fmt: skip
 
 
 def test_two_thousand_of_each_space_sign_and_bracket_are_read_in_a_second() -> None:

@@ -29,8 +29,8 @@ class PassAtTask(ScoredTask):
 
     Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
     routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
-    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers; `strict_match` and
-    `unmarked`, shares of all responses; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
+    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
+    the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
     `algebra`, …). With k = N both estimators are equal.
 
     Raises:

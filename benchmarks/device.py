@@ -85,11 +85,8 @@ class Sweep:
     def by_engine(self, prompts: Sequence[Prompt], longest: int) -> Answers:
         engine = Engine(self.model, model_map=self.model_map)
         assert engine.unsupported is None, engine.unsupported
-        requests = [
-            Request(prompt, mask, SamplingParams(longest, tuple(self.ends)))
-            for prompt in prompts
-            for mask in self.masks
-        ]
+        settings = SamplingParams(longest, tuple(self.ends))
+        requests = [Request(prompt, mask, settings) for prompt in prompts for mask in self.masks]
         return {(request.prompt, request.mask): answer for request, answer in engine.decode(requests)}
 
     @torch.inference_mode()
@@ -174,11 +171,10 @@ def main() -> None:
         return {"passed": done.stdout.splitlines()[-1]}
 
     row("tests", tests)
-    sweep = Sweep(options)
+    sweep, answers = Sweep(options), dict[tuple[Prompt, HeadMask | None], list[int]]()
     few, short = sweep.prompts[:: max(1, len(sweep.prompts) // 4)][:4], min(24, sweep.longest)
     row("texts", lambda: sweep.compare(sweep.by_engine(few, short), sweep.by_generate(few, short, 4, sweep.masks)))
     if "texts" in results["texts"]:
-        answers: Answers = {}
 
         def engine() -> dict[str, Any]:
             out, rates = sweep.timed(lambda: sweep.by_engine(sweep.prompts, sweep.longest))

@@ -17,19 +17,39 @@ FOLDERS = {
         "fa3da2a7",
     ),
     "compare": ("Two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
-    "sprint_race": ("A race against sampling, planned", "python benchmarks/sprint_race.py", "7ddf599a"),
-    "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report", "f3ad7366"),
+    "sprint_race": (
+        "A race against sampling, planned",
+        "python benchmarks/sprint_race.py",
+        "7ddf599a (choices d87d707b, plan 4971af87, rates 7211b0f4)",
+    ),
+    "baselines": (
+        "Pruners under one budget",
+        "python benchmarks/baselines_result.py --report",
+        "f3ad7366 (picture a564ca63)",
+    ),
     "depth": ("Whole layers and blocks", "python benchmarks/depth_result.py --report", "48e40d8d"),
-    "distillation": ("Recursive distillation", "python benchmarks/distillation_result.py --report", "981e6898"),
+    "distillation": (
+        "Recursive distillation",
+        "python benchmarks/distillation_result.py --report",
+        "9c2bbf9a (rows e8836950, pictures 9968324d, 981e6898)",
+    ),
     "grid": (
         "A grid",
         "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2; lmeval-prune grid compare out/smollm2",
-        "bced8ef4",
+        "bced8ef4 (table and picture 21b15247)",
     ),
-    "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py", "59c78370"),
+    "pruning": (
+        "Heads, groups and channels by several scores",
+        "python benchmarks/pruning_result.py",
+        "59c78370 (picture 5cd05dea)",
+    ),
     "smaller_model": ("A smaller model", "python benchmarks/smaller_model_picture.py", "df130eb0"),
-    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "94200958"),
-    "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py", "e7760e37"),
+    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "94200958 (pictures 2c26f9a7)"),
+    "token_filtering": (
+        "Token Filtering",
+        "python benchmarks/filter_quality.py",
+        "e7760e37 (pictures 7c50aa78, map d513a835)",
+    ),
 }
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {

@@ -19,7 +19,7 @@ LOWEST_VENV ?= .venv-lowest
 DIST_VENV ?= .venv-dist
 
 .PHONY: demo test test-long test-docs notebooks test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
-	scoring-report scoring-generality clean gates size
+	scoring-report clean gates size
 
 demo: $(VENV)/.installed
 	$(BIN)/lmeval-prune demo
@@ -93,9 +93,6 @@ bench: $(VENV)/.installed
 
 scoring-report: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py
-
-scoring-generality: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_generality.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

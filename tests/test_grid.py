@@ -9,7 +9,6 @@ import random
 import shlex
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from lmeval_prune.grid.folder import GridFolder, measurement_key
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.runners import RayRunner
-from lmeval_prune.grid.worker import Job, LoadedModel, Worker
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
@@ -238,25 +235,6 @@ def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, mo
         summary = run(Grid.of(content), str(tmp_path / "g"))
     assert summary.new == 1 and len(summary.failed) == 2
     assert run(Grid.of(content), str(tmp_path / "g"), retry_failed=True).failed == []
-
-
-def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Path) -> None:
-    """Though Ray says so, or an earlier failure is on record."""
-    variants = {"random": {"prepare": {"random_heads": {"share": 0.4}}}}
-    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-    (cell,) = cells_of(Grid.of(content))
-    folder = GridFolder(tmp_path / "g")
-    folder.create("", None, [])
-    job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
-    assert [result.state for result in Worker(job, LoadedModel()).run()] == ["done"]
-    assert list(RayRunner()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
-    folder.record_failure(cell.prepared, "once", "")
-    folder.record_failure(cell.key, "its preparation failed: once", "")
-    assert run(Grid.of(content), str(folder.path)).new == 1
-    assert not list((folder.path / "failed").iterdir())
-    other = replace(cell, prepared="1" * 16)
-    (lost,) = RayRunner()._lost(replace(job, cells=(other,)), died)
-    assert lost.key == other.prepared and "the node died" in lost.reason == folder.failure(other.prepared)
 
 
 def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

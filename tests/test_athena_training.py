@@ -353,9 +353,7 @@ def test_training_questions_in_a_test_are_reported(
         lm.set_cache_hook(SimpleNamespace(dbdict={}))  # of --use_cache, which would mix masks
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"heads": "L9H0"}, {"router": "best"}, {"token_filter": 0.2}, {"dtype": "float32"}]
-)
+@pytest.mark.parametrize("arguments", [{"router": "best"}, {"token_filter": 0.2}, {"dtype": "float32"}])
 def test_arguments_that_would_change_nothing_are_refused(trained: str, arguments: dict[str, Any]) -> None:
     from lmeval_prune.models.athena import AthenaLM
 

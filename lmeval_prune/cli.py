@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from io import TextIOWrapper
 from pkgutil import resolve_name
 
-from lmeval_prune import __version__, preflight
+from lmeval_prune import __version__
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error, note_class, notes_of
@@ -27,9 +27,7 @@ COMMANDS = {
     "demo": "lmeval_prune.demo.commands:demo",
     "models": "lmeval_prune.commands:models",
     "heads": "lmeval_prune.commands:heads",
-    "families": "lmeval_prune.commands:families",
     "mask": "lmeval_prune.commands:mask",
-    "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.planning.commands:importance",
     "prune": "lmeval_prune.planning.commands:prune",
     "cut": "lmeval_prune.planning.commands:cut_model",
@@ -47,7 +45,6 @@ COMMANDS = {
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
     "distill": "lmeval_prune.distillation.commands:distill",
-    "migrate": "lmeval_prune.migration:migrate",
 }
 
 # Options that name an output, which the command locks; the commands of SHARED take their own locks.
@@ -90,7 +87,6 @@ def _run(name: str, words: Sequence[str]) -> int:
     options = {} if takes_words else read_options(name, function, command_words, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
     try:
-        preflight.check(options)
         if name in WITH_LM_EVAL:
             from lmeval_prune.plugin import registration
 

@@ -31,7 +31,7 @@ import yaml
 from _smaller import DENSE, Experiment
 from _smaller_plan import check_plan
 
-from lmeval_prune.errors import InputError, yaml_error_text
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.reporting.quiet import silence_libraries
 
 HERE = Path(__file__).parent
@@ -120,7 +120,7 @@ def changes_of(name: str, text: str) -> dict[str, Any]:
     try:
         changes = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"--{name} {text} is not YAML ({yaml_error_text(error)})") from None
+        raise InputError(f"--{name} {text} is not YAML ({first_line(error)})") from None
     if not isinstance(changes, dict):
         raise InputError(f"--{name} {text} must be a mapping, e.g. '{{limit: 40, epochs: 1}}'")
     return changes

@@ -1,4 +1,4 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `filter-map`, `profile` and `costs`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `profile` and `costs`."""
 
 from __future__ import annotations
 

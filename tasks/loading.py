@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lmeval_prune.errors import InputError, loading_tasks, unknown_task_error, yaml_error_text
+from lmeval_prune.errors import InputError, brief, did_you_mean, first_few, first_line
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -64,8 +64,29 @@ def broken_file(folder: str | None) -> str:
         except (yaml.YAMLError, ValueError, OSError, TypeError) as error:  # a ValueError: no text, or a circle
             source = Path(getattr(getattr(error, "problem_mark", None), "name", path))
             included = f"{source}, " if source.is_file() and source != path else ""
-            return f"; {path} is left out: {included}{yaml_error_text(error)}"
+            return f"; {path} is left out: {included}{brief(str(error), 300)}"
     return ""
+
+
+def unknown_task_error(names: Sequence[str], task_names: Iterable[str]) -> InputError:
+    """Return the error for tasks that do not exist."""
+    hint = did_you_mean(names[0], task_names) if len(names) == 1 else ""
+    return InputError(
+        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; of your own, name the YAML file, or its "
+        f"folder by --include_path){hint}"
+    )
+
+
+@contextmanager
+def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
+    """Raise an `InputError` for any error of a block that loads tasks, given by names or lm-eval's configurations."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # data set loaders and functions of tasks raise many types
+        names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
+        raise InputError(f"{names} cannot be loaded ({first_line(error, 300)})") from error
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmeval_prune.errors import loading_tasks, print_input_errors, unknown_task_error
-from lmeval_prune.tasks.compat import HAS_SCORERS
+from lmeval_prune.errors import print_input_errors
 from lmeval_prune.tasks.data import check_local_data
+from lmeval_prune.tasks.loading import loading_tasks, unknown_task_error
 from lmeval_prune.tasks.scorers import check_scorers
 from lmeval_prune.tasks.windows import check_window
 
@@ -82,9 +82,6 @@ class LazyTaskManager(TaskManager):
         """Load tasks and groups, and check the arguments of this package's filter and metrics in them."""
         with loading_tasks(task_list if isinstance(task_list, list) else [task_list]):
             loaded = super().load(task_list)
-            if HAS_SCORERS:  # 0.5 reads documents when it needs them
-                for task in loaded["tasks"].values():
-                    task.eval_docs  # noqa: B018
         for task in loaded["tasks"].values():
             check_scorers(task)
         return loaded

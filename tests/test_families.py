@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lmeval_prune.architectures.versions import NEWEST_TESTED, warn_if_untested
+from lmeval_prune.checkpoints.families import causal_families, default_model, survey
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttable
 from lmeval_prune.architectures.structure import recognise
-from lmeval_prune.architectures.versions import NEWEST_TESTED, warn_if_untested
-from lmeval_prune.checkpoints.families import causal_families, default_model, survey
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan

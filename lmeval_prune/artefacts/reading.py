@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.errors import InputError, check_exists, first_few, first_line, with_others
+from lmeval_prune.errors import InputError, check_exists, first_few, first_line
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
@@ -71,23 +71,10 @@ def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
 
 
 def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
-    """Read a JSON Lines file and check the type of each value; see `validate_json`.
-
-    Raises:
-        InputError: the file is missing, or lines are not JSON or have a value of another type; it names some of them.
-    """
+    """Read a JSON Lines file and check the type of each value; see `validate_json`."""
     check_exists(path, file=True)
-    values, mistakes = [], dict[int, InputError]()
-    for number, line in numbered_lines(path):
-        name = f"line {number} of {path}"
-        try:
-            values.append(validate_json(parse_json(line, name), fields, name))
-        except InputError as error:
-            mistakes[number] = error
-    if mistakes:
-        first, *others = mistakes
-        raise InputError(with_others(str(mistakes[first]), [f"line {number}" for number in others]))
-    return values
+    names = ((f"line {number} of {path}", line) for number, line in numbered_lines(path))
+    return [validate_json(parse_json(line, name), fields, name) for name, line in names]
 
 
 def read_texts(path: PathLike) -> list[str]:
@@ -99,7 +86,7 @@ def read_texts(path: PathLike) -> list[str]:
     path = Path(path)
     if path.suffix == ".jsonl":
         return [row["text"] or "" for row in read_lines(path, _Document)]
-    check_exists(path, file=os.path.isdir(path))  # noqa: PTH112 - not of a pipe, but also of a name that is too long
+    check_exists(path, file=True)
     if path.suffix in TABLES:
         raise InputError(f"{path} is no text; name a text file, or .jsonl with a field `text` in each line")
     try:

@@ -419,7 +419,11 @@ def test_a_tasks_code_is_the_files_beside_it_and_this_packages(tmp_path: Path, m
     (own / "words").mkdir(parents=True)
     monkeypatch.setattr(code, "_OWN", [own])
     digests = [code_digest(None, {"process_results": judge})]
-    for file, text in (("task.yaml", "task: yours\n"), ("judging.py", "import lmeval_prune\n"), ("own/words/en.yaml", "")):
+    for file, text in (
+        ("task.yaml", "task: yours\n"),
+        ("judging.py", "import lmeval_prune\n"),
+        ("own/words/en.yaml", ""),
+    ):
         (tmp_path / file).write_text(text)
         digests.append(code_digest(None, {"process_results": judge}))
     assert len({*digests}) == 4

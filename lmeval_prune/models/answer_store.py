@@ -59,7 +59,7 @@ Likelihood = Annotated[float, Lt(float("inf"))]  # and not NaN
 RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
     "generate_until": str,
     "loglikelihood": Annotated[list[Likelihood | bool], Len(2, 2)],
-    "loglikelihood_rolling": Likelihood | Annotated[list[Likelihood | bool], Len(2, 2)],  # of lm-eval 0.4 | 0.5
+    "loglikelihood_rolling": Likelihood,
 }
 FILES = ("answers.", "rank-")  # prefixes of the store's files
 

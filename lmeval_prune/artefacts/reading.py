@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,15 @@ def read_artefact(
     Args:
         path: the file.
         schema: the accepted schema or schemas.
-        version: the newest version that can be read.
+        version: its schema version.
         fields: type of the content; see `validate_json`.
 
     Returns:
         The content, and the SHA-256 of the file.
 
     Raises:
-        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema,
-            has a newer version, or lacks fields or has fields of another type.
+        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema
+            or version, or lacks fields or has fields of another type.
     """
     path = Path(path)
     data = _read_bytes(path)
@@ -51,13 +51,8 @@ def read_artefact(
         name = content.get("schema") if isinstance(content, dict) else type(content).__name__
         hint = "; install the package of that class" if isinstance(name, str) and ":" in name else ""
         raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r}){hint}")
-    number = content.get("schema_version")
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
-    if number > version:
-        raise InputError(
-            f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
-        )
+    if (number := content.get("schema_version")) != version:
+        raise InputError(f"{path} has schema version {str(number)[:40]}, not {version}; make it again")
     return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
 
 
@@ -184,13 +179,8 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def read_table(
-    path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
-) -> Any:
-    """Read and validate a parquet file as an Arrow table; `InputError` with `remedy` if it is damaged.
-
-    With a `schema`, columns are cast to its types, and `optional` columns that the file lacks are null.
-    """
+def read_table(path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None) -> Any:
+    """Read and validate a parquet file as an Arrow table, cast to a `schema`; `InputError` if it is damaged."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -200,8 +190,6 @@ def read_table(
         if schema is None:
             return table
         columns = columns or schema.names
-        for name in set(optional).intersection(columns).difference(table.column_names):
-            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         raise

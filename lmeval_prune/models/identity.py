@@ -162,10 +162,8 @@ def code_versions(*libraries: str) -> dict[str, Any]:
     return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
 
 
-def describe_version_change(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+def describe_version_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe the difference between the versions that created answers and the current ones."""
-    if before is None:
-        return "do not say which versions made them"
 
     def text(versions: dict[str, Any]) -> str:
         changed = [name for name in now if before.get(name) != now[name]]

@@ -201,9 +201,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
         limits = [length for server in servers if (length := server.listing.model(name).max_length)]
-        options["max_length"] = min(
-            [self.options.max_length or resolve_max_length(self.config, None), *limits]
-        )  # for its log
+        length = self.options.max_length or resolve_max_length(self.config, None)
+        options["max_length"] = min([length, *limits])  # for its log
         options["num_concurrent"] = self.options.num_concurrent
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)

@@ -117,7 +117,7 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
         shared_settings = {
             name: value for name, value in _by_option(json.loads(json.dumps(settings))).items() if name in before
         }
-        check_same_settings(shared_settings, before, Path(output), {})
+        check_same_settings(shared_settings, before, Path(output))
 
 
 def _by_option(settings: dict[str, Any]) -> dict[str, Any]:

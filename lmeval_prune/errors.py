@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-_DISK = {
-    errno.ENOSPC: "no space left on device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-}
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class InputError(ValueError):
@@ -63,9 +59,9 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
     file = getattr(error, "filename", None) or path
     if "/.lmeval-prune-" in str(file):  # a temporary file; name the file that it would replace
         file = path
-    if number not in _DISK:
+    if number not in _FULL_DISK:
         return None
-    return DiskError(f"{file} cannot be written: {_DISK[number]}; make room and run the same command again")
+    return DiskError(f"{file} cannot be written: {os.strerror(number)}; mend it and run the same command again")
 
 
 @contextmanager
@@ -107,13 +103,6 @@ def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     """Return `; did you mean 'NAME'?` for the end of a message; empty if no known name is similar."""
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
-def check_known(setting: str, name: str, valid_names: Iterable[str]) -> None:
-    """Raise `InputError` for a value of a setting that is none of the known names."""
-    names = list(valid_names)
-    if name not in names:
-        raise InputError(f"{setting}={name!r} is not known; use {', '.join(names)}{did_you_mean(name, names)}")
 
 
 def print_input_errors(function: F) -> F:

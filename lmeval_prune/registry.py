@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from lmeval_prune.errors import InputError, check_known, first_line
+from lmeval_prune.errors import InputError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ class Registry(MutableMapping[str, str]):
 
     def check(self, name: str) -> None:
         """Raise `InputError` for an unknown name, without importing a class."""
-        check_known(self.setting, name, self)
+        if name not in self:
+            names = ", ".join(self)
+            raise InputError(f"{self.setting}={name!r} is not known; use {names}{did_you_mean(name, self)}")
 
     def load(self, name: str) -> Any:
         """Import the class of a name.

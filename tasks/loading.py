@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from lmeval_prune.errors import InputError, brief, did_you_mean, first_few, first_line
+from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -47,46 +45,10 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
     """Refuse names that are no task, group, tag, or file."""
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
+    from lmeval_prune.tasks.manager import unknown_task_error
+
     if unknown := [name for name in names if not Path(name).is_file() and name not in manager._index]:
-        raise InputError(f"{unknown_task_error(unknown, manager.all_tasks)}{broken_file(included_folder())}")
-
-
-def broken_file(folder: str | None) -> str:
-    """Return the end of a message that names a folder's first YAML file with a mistake: lm-eval leaves it out."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
-        try:
-            if isinstance(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), yaml.MappingNode):
-                load_yaml(path, resolve_func=False)  # with the files that it includes
-        except FileNotFoundError as error:
-            return f"; {path} is left out: it includes {error.filename}, which does not exist"
-        except (yaml.YAMLError, ValueError, OSError, TypeError) as error:  # a ValueError: no text, or a circle
-            source = Path(getattr(getattr(error, "problem_mark", None), "name", path))
-            included = f"{source}, " if source.is_file() and source != path else ""
-            return f"; {path} is left out: {included}{brief(str(error), 300)}"
-    return ""
-
-
-def unknown_task_error(names: Sequence[str], task_names: Iterable[str]) -> InputError:
-    """Return the error for tasks that do not exist."""
-    hint = did_you_mean(names[0], task_names) if len(names) == 1 else ""
-    return InputError(
-        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them; of your own, name the YAML file, or its "
-        f"folder by --include_path){hint}"
-    )
-
-
-@contextmanager
-def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
-    """Raise an `InputError` for any error of a block that loads tasks, given by names or lm-eval's configurations."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # data set loaders and functions of tasks raise many types
-        names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
-        raise InputError(f"{names} cannot be loaded ({first_line(error, 300)})") from error
+        raise unknown_task_error(unknown, manager.all_tasks)
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
@@ -96,8 +58,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         InputError: a task does not exist, or its data cannot be loaded.
     """
     check_task_names(manager, names)
-    with loading_tasks(names):
-        tasks: dict[str, Any] = manager.load(list(names))["tasks"]
+    tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     return tasks
 
 

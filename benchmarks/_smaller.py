@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
@@ -18,7 +18,7 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.distillation.corpus import corpus_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean
-from lmeval_prune.training.resuming import default_settings, result_settings
+from lmeval_prune.training.resuming import result_settings
 
 DENSE = "dense"
 SPEEDS = "speed.json"  # measured speeds of rows and estimates
@@ -195,7 +195,11 @@ class Experiment:
 
         Defaults do not count, so that rows stay valid when `distill` gets further options.
         """
-        defaults = default_settings(DistillOptions)
+        made = {
+            field.name: field.default_factory() for field in fields(DistillOptions) if callable(field.default_factory)
+        }
+        made |= {field.name: field.default for field in fields(DistillOptions) if field.default is not MISSING}
+        defaults = json.loads(json.dumps(made))
         options = self._options(row, bf16=False)
         settings = {k: v for k, v in result_settings(options).items() if v != defaults.get(k)}
         settings["pretrained"] = self.base

@@ -61,7 +61,9 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
         file = path
     if number not in _FULL_DISK:
         return None
-    return DiskError(f"{file} cannot be written: {os.strerror(number)}; mend it and run the same command again")
+    return DiskError(
+        f"{file} cannot be written: {os.strerror(number).lower()}; mend that and run the same command again"
+    )
 
 
 @contextmanager

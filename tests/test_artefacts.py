@@ -723,6 +723,7 @@ def _distillation(folder: Path) -> Kind:
         "stage": 1,
         "heads": {"L0": [0]},
         "removed": {"heads": 1, "channels": 0, "heads_total": 2},
+        "removed_blocks": [],
         "parameters": 5,
     }
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}

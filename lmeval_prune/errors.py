@@ -59,11 +59,8 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
     file = getattr(error, "filename", None) or path
     if "/.lmeval-prune-" in str(file):  # a temporary file; name the file that it would replace
         file = path
-    if number not in _FULL_DISK:
-        return None
-    return DiskError(
-        f"{file} cannot be written: {os.strerror(number).lower()}; mend that and run the same command again"
-    )
+    reason = f"{os.strerror(number or 0).lower()}; mend that and run the same command again"
+    return DiskError(f"{file} cannot be written: {reason}") if number in _FULL_DISK else None
 
 
 @contextmanager

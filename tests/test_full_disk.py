@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_every_reason_that_lies_with_the_disk_has_its_remedy(number: int) -> None:
     with (
-        pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised,
+        pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+$") as raised,
         report_write_errors("out.json"),
     ):
         raise OSError(number, os.strerror(number))

@@ -6,10 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lmeval_prune
 from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import files_digest
 
 _LIBRARY = Path(inspect.__file__).resolve().parent
+_PACKAGE = Path(str(lmeval_prune.__file__)).resolve().parent
 _OWN = [Path(root).resolve() for package in (scoring, tasks) for root in package.__path__]
 
 
@@ -20,7 +22,7 @@ def code_digest(task: Any, settings: dict[str, Any], own: bool = True) -> str:
     count by their versions.
     """
     sources = {source for source in _sources([settings, *type(task).__mro__]) if source.is_file()}
-    folders = {source.parent for source in sources if not any(map(source.is_relative_to, _OWN))}
+    folders = {source.parent for source in sources if not any(map(source.is_relative_to, [_PACKAGE, *_OWN]))}
     files = {file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".yaml")}
     if own and ("prune_" in repr(settings) or any(b"lmeval_prune" in source.read_bytes() for source in sources)):
         files |= {file for folder in _OWN for file in folder.rglob("*") if file.suffix in (".py", ".yaml")}

@@ -146,7 +146,6 @@ CASES: dict[str, Any] = {
             "refill": st.booleans(),
             "drafts": st.sampled_from([0, 1, 8]),
             "budget": st.sampled_from([0, 6, 40]),
-            "static": st.booleans(),
             "deterministic": st.booleans(),
         }
     ),
@@ -956,13 +955,6 @@ def test_mistakes(make: Any, message: str) -> None:
 def test_any_sequence_of_tokens_is_a_prompt_and_text_a_mask(convert: Any) -> None:
     request = Request(convert([3, 4, 5]), "L0H1")
     assert request == Request((3, 4, 5), HeadMask("L0H1")) and isinstance(request.prompt[0], int)
-
-
-def test_a_compilation_without_a_static_step_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    assert answers(
-        Engine(model_of("llama"), schedule=Schedule(compile=True)), [Request((1,), params=SamplingParams(2))]
-    )
-    assert [message for message in caplog.messages if "torch.compile has no effect" in message]
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

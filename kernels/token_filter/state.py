@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass
 class Memory:
-    """Memory of a filtered layer with a row for each sequence, or slot; decisions update it in place."""
+    """Memory of a filtered layer with a row for each sequence; decisions update it in place."""
 
     started: torch.Tensor  # whether a sequence has a token, (rows,)
     anchor_key: torch.Tensor  # (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere

@@ -1,9 +1,8 @@
 """The decoding engine: many answers at once, each under its own head mask.
 
 `Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
-model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. On a GPU,
-`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay. `likelihood.py` computes
-log-probabilities of given texts.
+model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. `likelihood.py`
+computes log-probabilities of given texts.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_not_static, why_unscored, why_unsupported
+from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
 from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
-from lmeval_prune.decoding.static_scheduler import StaticScheduler
-from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import interventions_on
@@ -228,41 +225,27 @@ class Engine:
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
-        scratch = int(bool(schedule.static))
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = self._share_prefixes(groups, schedule) if with_prefixes and schedule.prefix else 0
             longest = max(group.longest for group in groups)
             try:
-                rows, leaders = self._capacity(longest, groups, scratch, prefixes)
+                rows, leaders = self._capacity(longest, groups, prefixes)
                 break
             except InsufficientMemoryError:
                 if not prefixes:
                     raise
-        cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
+        cache = KVCache(min(rows, len(requests)), longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
-            state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
-            if schedule.static:
-                ends = max(len(self.stopping.ends(request.params)) for request in requests)
-                warp = sampler.warp(requests, self.device)
-                step = StaticStep(
-                    self.model_map, cache, runner.masks, ends, self.deterministic, warp, compiled=schedule.compile
-                )
-                scheduler: Scheduler = StaticScheduler(*state, progress.step, step=step)
-            else:
-                scheduler = Scheduler(*state, progress.step)
+            scheduler = Scheduler(
+                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
+            )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
     def _resolved_schedule(self) -> Schedule:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
-        schedule = replace(self.schedule, static=self.is_static)
-        if schedule.static:
-            schedule = replace(schedule, follow=0, drafts=0, copied_prefix=self.context)  # its attention reads slots
-        if schedule.compile and not schedule.static:
-            logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
-        compiles = schedule.static and schedule.compile and self._checked(why_not_static, True) is None
-        schedule = replace(schedule, compile=bool(compiles))
+        schedule = self.schedule
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0, prefix=0)
         if not schedule.share:
@@ -302,18 +285,11 @@ class Engine:
                 return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
         return self.unsupported or self._checked(why_unscored)
 
-    @property
-    def is_static(self) -> bool:
-        """Return whether the engine decodes in a static step, see `Schedule.static`."""
-        if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
-            return False
-        return self._checked(why_not_static, False) is None
-
-    def _checked(self, check: Callable[..., str | None], *arguments: Any) -> str | None:
+    def _checked(self, check: Callable[[ModelMap], str | None]) -> str | None:
         """Return why the model with its interventions fails a check, which runs once; None if it does not."""
-        key = check, arguments, interventions_on(self.model)
+        key = check, interventions_on(self.model)
         if key not in self._reasons:
-            self._reasons[key] = check(self.model_map, *arguments)
+            self._reasons[key] = check(self.model_map)
         return self._reasons[key]
 
     def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
@@ -331,18 +307,18 @@ class Engine:
         prefixes = common_prefixes(sequences, layers, schedule.prefix)
         return share_prefixes(groups, prefixes, schedule.copied_prefix, size, self._memory // 2)
 
-    def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
+    def _capacity(self, length: int, waiting: Sequence[PromptGroup], prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
         A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
         inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot, `scratch` slots hold no answer, and `prefixes` bytes are not free.
+        are decided alone need one more slot, and `prefixes` bytes are not free.
         """
         slot = length * self._token_bytes
         slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
         leader_bytes = slot + length * self._element_size * self._width * first_layers if first_layers else 0
-        extra = (scratch + self.deterministic) * slot + prefixes
+        extra = self.deterministic * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))
         fewest = min(self.min_rows, sum(1 + len(group.followers) for group in waiting))

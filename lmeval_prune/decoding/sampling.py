@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
@@ -76,26 +75,6 @@ def _error_of_differences(logits: torch.Tensor) -> torch.Tensor:
     return (32 * torch.finfo(logits.dtype).eps * logits.float().abs().amax(-1).double()).clamp(min=1e-3)
 
 
-@dataclass(frozen=True)
-class Warp:
-    """Logits processors of sampled rows that depend on the logits alone."""
-
-    settings: tuple[float, ...]  # `SamplingParams.warping`
-    processors: tuple[Any, ...]
-
-    @property
-    def temperature(self) -> float | None:
-        """The temperature, if nothing else is set: then rounding does not change the set of allowed tokens."""
-        temperature, *others = self.settings
-        return temperature if others == [0, 1, 0] else None
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Process logits in float32, (rows, vocabulary)."""
-        for processor in self.processors:
-            scores = processor(None, scores)
-        return scores
-
-
 class RefuseNaN(LogitsProcessor):
     """Refuse logits of NaN in `generate`, which would take the first token."""
 
@@ -125,18 +104,6 @@ class Sampler:
         cumulative = cumulative_distribution(scores)
         uniform = uniforms(request.seed, len(answer), 1)
         return int(draw(cumulative, torch.from_numpy(uniform).to(cumulative.device)))
-
-    def warp(self, requests: Iterable[Request], device: torch.device) -> Warp | None:
-        """Return the logits processor of the most common settings of sampled requests that need no history.
-
-        None if no request is sampled so.
-        """
-        counts = Counter(warping for request in requests if (warping := request.params.warping) is not None)
-        if not counts:
-            return None
-        ((warping, _),) = counts.most_common(1)
-        example = next(request for request in requests if request.params.warping == warping)
-        return Warp(warping, tuple(self._processors(example, device)))
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
         """Return whether rounding of the logits could change the chosen token; arguments as in `choose`.

@@ -67,9 +67,6 @@ class Schedule(Settings):
         drafts: largest number of draft tokens of a row; 0 for none.
         budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
             this many tokens takes twice as long as a step with one token.
-        static: decode in a step on fixed buffers, which a GPU replays as a CUDA graph, without drafts and with
-            `follow=0`. Default: on a GPU, if all interventions are `capturable`.
-        compile: run the static step through `torch.compile`: faster, after a minute or more of compilation.
     """
 
     share: bool = True
@@ -79,8 +76,6 @@ class Schedule(Settings):
     refill: bool = True
     drafts: Natural = 8
     budget: Natural | None = None
-    static: bool | None = None
-    compile: bool = False
 
 
 @dataclass
@@ -197,7 +192,7 @@ class Scheduler:
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""
-        row.slot = self._free_slot()
+        row.slot = len(self.active)
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
         if prefix := row.group.prefix:
             self.runner.cache.begin(row.slot, prefix.for_mask(row.mask, self.runner), prefix.is_copied)
@@ -205,10 +200,6 @@ class Scheduler:
             self.runner.cache.begin(row.slot, None, is_copied=False)
         self.active.append(row)
         return row
-
-    def _free_slot(self) -> int:
-        """Return a free slot."""
-        return len(self.active)
 
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders; return whether there were any."""

@@ -15,7 +15,6 @@ REASONS = {
     "logits_to_keep": "the model computes the logits of all tokens, it does not know logits_to_keep",
     "mask": "the model passes dropout, a padded batch or a mask of its own to its attention",
     "modules": "the model's attention is computed by modules that are not in the map of its heads",
-    "not_capturable": "the method {method} is not capturable, so no CUDA graph can replay it",
     "not_declared": "the method {method} declares neither tokenwise nor by_sequence",
     "order": "under the method {method} the model's answers depend on earlier answers",
     "pass": "the model calls its attention outside of the engine's passes",

@@ -925,8 +925,6 @@ def test_memory_does_not_grow(prompts: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: Engine(model, max_rows=0), "max_rows must be a whole number of at least 1, not 0"),
-        (lambda model: Engine(model, memory="1GB"), "memory must be a whole number of at least 1, not '1GB'"),
         (lambda model: Request("How many?"), "prompt must be token ids, not a text"),
         (lambda model: list(Engine(model).decode([Request((1, 10**6))])), "token 1000000 is not in the model's vocabulary"),
         (lambda model: Schedule(follow=-1), "follow.* at least 0"),

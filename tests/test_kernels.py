@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lmeval_prune import map_model
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import filtered_cache, interventions_on
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -483,39 +481,6 @@ def test_empty_batches() -> None:
     assert ops.decide(key[:0], value[:0], valid[:0], fresh(key[:0], value[:0]), RULES["kv"]).shape == (0, 24)
 
 
-def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a kernel would read other rows' memory without an error."""
-    query, keys = random(2, 4, 8), random(2, 2, 6, 8)
-    lengths, elsewhere = torch.tensor([1, 6], device=DEVICE), torch.zeros(2, dtype=torch.long, device="meta")
-    positions = torch.arange(6, device=DEVICE).expand(2, -1)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("3 query heads are no whole groups of 2 key-value heads", {"query": random(2, 3, 8)}),
-        ("4 query heads are no whole groups of 0", {"keys": keys[:, :0], "values": keys[:, :0]}),
-        ("give tensors of 3, 4 and 4 dimensions", {"query": query[0]}),
-        ("give tensors of 3, 4 and 4 dimensions", {"keys": keys[0], "values": keys[0]}),
-        ("keys has shape", {"query": random(2, 4, 5)}),
-        ("values has shape", {"values": random(2, 2, 5, 8)}),
-        ("lengths has shape", {"lengths": lengths[:1]}),
-        ("keys has shape", {"query": random(3, 4, 8), "lengths": lengths[[0, 0, 1]]}),
-        ("skipped has shape", {"skipped": lengths[:, None] > 1}),
-        ("positions has shape", {"positions": positions[:1], "window": 2}),
-        ("positions has shape", {"positions": positions[:, :5], "window": 2}),
-        ("torch.float32, torch.int64, torch.float32", {"keys": keys.long()}),
-        ("lengths has type torch.float32", {"lengths": lengths.float()}),
-        ("values is on meta", {"values": keys.to("meta")}),
-        ("lengths is on meta", {"lengths": elsewhere}),
-        ("window is 0", {"window": 0}),
-        ("splits is 3", {"splits": 3}),
-        ("splits is 0", {"splits": 0}),
-    ]
-    right: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "lengths": lengths, "scaling": 1.0}
-    for on_device, (words, options) in product((True, False), wrong):
-        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
-        attention.decode(**right)
-        with pytest.raises(InputError, match=words):
-            attention.decode(**(right | options))
-
-
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
 def test_every_gradient_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = random_step(0, dtype=torch.float32)
@@ -584,62 +549,6 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
         is_close(attention.decode(query, keys, values, lengths, 0.3), expected)
 
 
-def test_a_wrong_decision_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of one token, which a kernel would take."""
-    for tokens, on_device in product((1, 3), (True, False)):
-        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
-        key, value, valid = text(tokens=tokens)
-        valid[:] = True
-        memory = fresh(key, value)
-        wrong: list[tuple[str, dict[str, Any]]] = [
-            ("give tensors of 4 dimensions", {"key": key[0]}),
-            ("no numbers", {"key": key[:, :0], "value": value[:, :0]}),
-            ("value has shape", {"value": value[:2]}),
-            ("value has shape", {"value": value[:, :2]}),
-            ("value has shape", {"value": value[:, :, :0]}),
-            ("value is on meta", {"value": value.to("meta")}),
-            ("valid has shape", {"valid": valid[:1]}),
-            ("valid has type torch.float32", {"valid": valid.float()}),
-            ("started has shape", {"memory": memory.rows(torch.tensor([0, 1]))}),
-            ("anchor_key has shape", {"memory": fresh(key[..., :2], value)}),
-            ("states has shape", {"memory": replace(memory, states=fresh_states(2, DEVICE))}),
-            ("give contiguous", {"memory": replace(memory, anchor_key=memory.anchor_key.mT.contiguous().mT)}),
-        ]
-        right = {"key": key, "value": value, "valid": valid, "memory": memory, "rule": RULES["kv"]}
-        ops.decide(**right)
-        for words, options in wrong:
-            with pytest.raises(InputError, match=words):
-                ops.decide(**(right | options))
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-def test_a_wrong_storage_is_one_line(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
-    key, value, valid = text(tokens=1)
-    names = ("keys", "values", "positions", "lengths", "totals")
-    store = {
-        "keys": random(3, 3, 8, 5).double(),
-        "values": random(3, 3, 8, 7).double(),
-        "positions": torch.zeros(3, 8, dtype=torch.long, device=DEVICE),
-        "lengths": torch.zeros(3, dtype=torch.int32, device=DEVICE),
-        "totals": torch.zeros(2, dtype=torch.long, device=DEVICE),
-    }
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("keys has shape", {"keys": store["keys"][..., :4]}),
-        ("values has shape", {"values": store["values"][:, :, :4]}),
-        ("lengths has shape", {"lengths": store["lengths"][:2]}),
-        ("totals has shape", {"totals": store["totals"][:1]}),
-        ("give contiguous", {"keys": store["keys"].mT.contiguous().mT}),
-        ("give contiguous", {"lengths": torch.zeros(6, dtype=torch.int32, device=DEVICE)[::2]}),
-    ]
-    for words, options in [("", {}), *wrong]:
-        parts = store | options
-        options = {name: option for name, option in options.items() if name not in names}
-        options = {"position": 0, "keep_skipped": False, "store": tuple(parts[name] for name in names)} | options
-        with pytest.raises(InputError, match=words) if words else nullcontext():
-            ops.decide_and_store(key, value, valid, fresh(key, value), RULES["kv"], **options)
-
-
 def test_gradients_go_into_the_storage() -> None:
     key, value, valid = text(tokens=1)
     valid[:] = True
@@ -654,17 +563,6 @@ def test_gradients_go_into_the_storage() -> None:
     ops.decide_and_store(key.requires_grad_(), value, valid, memory, RULES["kv"], **options)
     store[0].sum().backward()
     assert key.grad is not None and key.grad.eq(1).all()
-
-
-def test_a_wrong_rule_is_one_line() -> None:
-    for words, settings in {
-        "give one of kv, key, value": {"similarity": "keys"},
-        "give one of inverse_variance, as_printed": {"fusion": "as-printed"},
-        "from 0 to 1": {"share": 1.5},
-        "share is nan": {"share": math.nan},
-    }.items():
-        with pytest.raises(InputError, match=words):
-            Rule(**({"share": 0.5} | settings))
 
 
 # ---------------------------------------------------------------------- the filter on models

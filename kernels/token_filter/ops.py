@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmeval_prune.errors import InputError
-from lmeval_prune.kernels.dispatch import check_tensors, launch_on, needs_gradients, on_device, too_wide, use_kernel
+from lmeval_prune.kernels.dispatch import launch_on, needs_gradients, on_device, too_wide, use_kernel
 from lmeval_prune.kernels.token_filter import parallel
-from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory, Rule
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
 MAX_NUMBERS = 2**15  # numbers in a token's keys or values that one program can hold
 
@@ -27,16 +26,7 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
         valid: (rows, tokens), false for padding.
         memory: of the rows; updated.
         rule: of the layer.
-
-    Raises:
-        InputError: shapes, devices or types do not fit.
     """
-    _check(key, value, valid, memory)
-    return _decide(key, value, valid, memory, rule)
-
-
-def _decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule) -> torch.Tensor:
-    """Choose the implementation of `decide`, whose arguments fit."""
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
@@ -88,17 +78,12 @@ def decide_and_store(
 
     Returns:
         (rows, 1), true for skipped or padding.
-
-    Raises:
-        InputError: shapes, devices or types do not fit.
     """
     keys, values, positions, lengths, totals = store
-    _check(key, value, valid, memory)
-    _check_store(key, value, store)
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
     if len(key) and use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
         return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
-    skipped = _decide(key, value, valid, memory, rule)
+    skipped = decide(key, value, valid, memory, rule)
     rows = (valid if keep_skipped else valid & ~skipped)[:, 0].nonzero()[:, 0]
     offsets = lengths[rows].long()
     keys[rows, :, offsets] = key[rows, :, 0].to(keys.dtype)
@@ -134,46 +119,3 @@ def _too_large(key: torch.Tensor, value: torch.Tensor) -> str | None:
     return too_wide(key.shape[-1], value.shape[-1]) or (
         f"a token has {numbers} numbers, more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     )
-
-
-def _check(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory) -> None:
-    """Refuse tokens and a memory that do not fit: the loops and kernels do not look at bounds."""
-    if key.dim() != 4 or value.dim() != 4:
-        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise InputError(f"key and value have shapes {shapes}; give tensors of 4 dimensions")
-    (rows, heads, tokens, width), width_v = key.shape, value.shape[-1]
-    if not all(key.shape[i] for i in (1, 3)) or not width_v:
-        raise InputError("key and value have no numbers; give at least one head and one dimension")
-    check_tensors(
-        key.device,
-        value=(value, (rows, heads, tokens, width_v)),
-        valid=(valid, (rows, tokens)),
-        started=(memory.started, (rows,)),
-        anchor_key=(memory.anchor_key, (rows, heads, width)),
-        anchor_value=(memory.anchor_value, (rows, heads, width_v)),
-        states=(memory.states, (1 if memory.is_shared else rows, COLUMNS)),
-    )
-    if valid.dtype != torch.bool:
-        raise InputError(f"valid has type {valid.dtype}; give booleans")
-    _check_contiguous("memory", *memory.tensors)
-
-
-def _check_store(key: torch.Tensor, value: torch.Tensor, store: tuple[torch.Tensor, ...]) -> None:
-    """Refuse a storage that does not fit the tokens."""
-    keys, values, positions, lengths, totals = store
-    (rows, heads, _, width), capacity = key.shape, positions.shape[-1]
-    check_tensors(
-        key.device,
-        key=(key, (rows, heads, 1, width)),
-        keys=(keys, (rows, heads, capacity, width)),
-        values=(values, (rows, heads, capacity, value.shape[-1])),
-        positions=(positions, (rows, capacity)),
-        lengths=(lengths, (rows,)),
-        totals=(totals, (2,)),
-    )
-    _check_contiguous("store", *store)
-
-
-def _check_contiguous(name: str, *tensors: torch.Tensor) -> None:
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise InputError(f"{name} has a tensor with gaps; give contiguous tensors")

@@ -9,13 +9,10 @@ from statistics import NormalDist
 
 import torch
 
-from lmeval_prune.errors import InputError
-
 # Columns of a state. Similarities of the warm-up are stored as their number, mean, and sum of squared deviations.
 THRESHOLD, COUNT, SKIPPED, SCORED, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 SIMILARITIES = ("kv", "key", "value")
-FUSIONS = ("inverse_variance", "as_printed")
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,6 @@ class Rule:
     smoothing: float = 0.9
     warmup: int = 16
     initial: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, choices in (("similarity", SIMILARITIES), ("fusion", FUSIONS)):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")
-        if not 0 <= self.share <= 1:
-            raise InputError(f"share is {self.share}; give a number from 0 to 1")
 
     @cached_property
     def quantile(self) -> float:

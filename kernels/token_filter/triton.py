@@ -187,6 +187,8 @@ def decide(
     keep_skipped: bool = False,
 ) -> torch.Tensor:
     """Launch one decode step; arguments as in `ops.decide_and_store`, with the rule's numbers on the device."""
+    # the kernel computes their addresses from shapes alone
+    assert all(tensor.is_contiguous() for tensor in (*memory.tensors, *(store or ())))
     rows, heads, _, width = key.shape
     width_v = value.shape[-1]
     key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))

@@ -63,18 +63,12 @@ class Engine:
             are off if an intervention depends on earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
-            to another token, or to another set of tokens that top-k, top-p or min-p allow. Each costs a pass over the
-            whole answer. With `others` every token counts as a near-tie. Near-ties between a token filter's similarity
-            and its threshold are not detected. Products of float32 are exact then, whatever
-            `torch.set_float32_matmul_precision` says.
+            to another token. Each costs a pass over the whole answer. Products of float32 are exact then.
         progress: show a progress bar.
 
     Attributes:
         statistics: counters of all runs so far.
         min_rows: answers (or all, if fewer) for which memory must suffice at once.
-
-    Raises:
-        InputError: a number is out of range.
     """
 
     def __init__(
@@ -90,9 +84,6 @@ class Engine:
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
-        for name, value, smallest in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
-            if value is not None and (not isinstance(value, int) or value < smallest):
-                raise InputError(f"{name} must be a whole number of at least {smallest}, not {value!r}")
         refuse_locked(model)
         self.model = model
         self.model_map = model_map or map_model(model)
@@ -117,8 +108,7 @@ class Engine:
             A request and the tokens of its answer, including the end token.
 
         Raises:
-            InputError: a mask does not fit the model, a prompt is longer than the context, stop texts have no
-                tokenizer, or memory is too small (`InsufficientMemoryError`, before the first answer).
+            InsufficientMemoryError: memory is too small; before the first answer.
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
@@ -155,10 +145,6 @@ class Engine:
 
         Yields:
             A request and its result.
-
-        Raises:
-            InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
-                longer than the context.
         """
         self._check_texts(requests)
         if requests:
@@ -178,13 +164,8 @@ class Engine:
 
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
-
-        Raises:
-            InputError: as `score`, or a request has no mask.
         """
         self._check_texts(requests)
-        if not all(request.mask for request in requests):
-            raise InputError("a comparison with the unpruned model needs a mask in each request")
         if requests:
             yield from self._score(ComparisonRun(self.model_map, requests, self._memory, reduce))
 

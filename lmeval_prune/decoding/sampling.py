@@ -117,7 +117,7 @@ class Sampler:
         factor = max(params.repetition_penalty, 1 / params.repetition_penalty)
         if params.do_sample:
             factor /= params.temperature
-            if params.cuts:
+            if params.top_k or params.top_p < 1 or params.min_p:
                 uncut = self._scores(logits, request, answer, cuts=False)
                 if near_tied_cut(logits, uncut, params, factor):
                     return True

@@ -104,23 +104,15 @@ class Scheduler:
         before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
-                self._advance()
-                self.on_step(self._unfinished_tokens())
+                if self._starts_requests():
+                    self._admit()
+                if not any(row.ended for row in self.active):
+                    self._step()
+                self.on_step(sum(len(row.answer) for row in self.active))
                 ended = self._remove_ended()
             self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
             self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
-
-    def _advance(self) -> None:
-        """Start requests, or decode the next tokens."""
-        if self._starts_requests():
-            self._admit()
-        if not any(row.ended for row in self.active):
-            self._step()
-
-    def _unfinished_tokens(self) -> int:
-        """Return the number of tokens in incomplete answers."""
-        return sum(len(row.answer) for row in self.active)
 
     # ------------------------------------------------------------------ starting and ending
 

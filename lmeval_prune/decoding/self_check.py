@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from inspect import signature
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -57,18 +55,19 @@ def _failure(check: Callable[[ModelMap], None], model_map: ModelMap) -> str | No
             except LogitsDiffer as difference:
                 if not _is_half(model_map.model):
                     raise
-                _check_in_float32(partial(check, model_map), model_map.model, difference)
+                _check_in_float32(check, model_map, difference)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedAttention as error:
         return str(error)
     except Exception as error:  # any error of a model that works otherwise
-        return REASONS["error"].format(module=_failed_module(error), error=first_line(error))
+        return REASONS["error"].format(error=first_line(error))
     return None
 
 
-def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: LogitsDiffer) -> None:
+def _check_in_float32(check: Callable[[ModelMap], None], model_map: ModelMap, difference: LogitsDiffer) -> None:
     """Check a model again with float32 weights; raise `difference` if these differ, too, or need too much memory."""
+    model = model_map.model
     size = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.dtype in HALF)
     if size > available_memory(input_device(model)):  # on a CPU, the system would end the process
         logger.info("the engine is not checked again in float32: the weights would take %.1f GB more", size / 1e9)
@@ -76,17 +75,9 @@ def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: L
     logger.info("checking the engine again in float32: in half precision roundings alone may move the logits as much")
     try:
         with _float32_weights(model):
-            check()
+            check(model_map)
     except Exception as error:  # also too little memory for the checks
         raise difference from error
-
-
-def _failed_module(error: Exception) -> str:
-    """Return the class of the innermost module, other than torch's own, in which an error was raised."""
-    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    modules = [type(caller) for caller in callers if isinstance(caller, nn.Module)]
-    names = [kind.__name__ for kind in modules if not kind.__module__.startswith("torch.")]
-    return names[-1] if names else "the layers"
 
 
 def is_tested(model_map: ModelMap) -> bool:
@@ -141,11 +132,7 @@ def _check(model_map: ModelMap) -> None:
                 prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
                 cache.prefixes[:] = [prefix.for_mask(0, runner)] * 2
                 differences += [run(*span, prefix=4)[0] for span in ((4, n - 4), (n - 4, n - 3))]
-    try:
-        _compare(model, differences, [expected])
-    except LogitsDiffer:
-        _explain_difference(model_map)
-        raise
+    _compare(model, differences, [expected])
 
 
 @contextmanager
@@ -167,15 +154,6 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
     ids = torch.tensor([tokens], device=input_device(model))
     logits: torch.Tensor = model(ids, use_cache=False).logits[0]
     return logits.float()
-
-
-def _explain_difference(model_map: ModelMap) -> None:
-    """Refuse a model with other logits by a cause that its modules name."""
-    if not model_map.is_causal:
-        raise UnsupportedAttention("causal")
-    parameters = signature(model_map.model.forward).parameters
-    if not {"position_ids", "args"} & parameters.keys():  # with `*args` a wrapper passes what it gets
-        raise UnsupportedAttention("positions")
 
 
 def _run_span(

@@ -8,7 +8,6 @@ import random
 from contextlib import nullcontext
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -848,7 +847,7 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
         if number % 4 < 2:
             steps = cumulative_distribution(scores_of(logits[None], **changes)[0])
             uniform = min(max(float(steps[rng.randrange(50)]) + rng.uniform(-1e-3, 1e-3), 0.0), 0.9999)
-        monkeypatch.setattr("lmeval_prune.decoding.sampling.uniforms", lambda *_, u=uniform: numpy.array([u]))
+        monkeypatch.setattr("lmeval_prune.decoding.sampling.uniform", lambda *_, u=uniform: u)
         request = Request((3, 4), params=SamplingParams(do_sample=True, **{**setting, **changes}))
         near = SAMPLER.near_tie(logits, request, history[2:])
         drawn = SAMPLER.choose(logits, request, history[2:])

@@ -275,11 +275,10 @@ class Engine:
 
     def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        layers, inputs = len(self.model_map.attention), self._element_size * self._width
-        stored = self._token_bytes // layers
+        layers = len(self.model_map.attention)
 
         def size(prefix: SharedPrefix) -> int:
-            return prefix.size(layers, stored, inputs)
+            return prefix.size(layers, self._token_bytes // layers, self._input_bytes)
 
         sequences: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for group in groups:
@@ -298,7 +297,7 @@ class Engine:
         slot = length * self._token_bytes
         slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        leader_bytes = slot + length * self._element_size * self._width * first_layers if first_layers else 0
+        leader_bytes = slot + length * self._input_bytes * first_layers if first_layers else 0
         extra = self.deterministic * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))
@@ -321,8 +320,9 @@ class Engine:
         return int(self.model.get_input_embeddings().weight.dtype.itemsize)
 
     @property
-    def _width(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
+    def _input_bytes(self) -> int:
+        """Return the bytes of a token's input of a layer."""
+        return self._element_size * int(self.model.config.get_text_config().hidden_size)
 
     @property
     def _token_bytes(self) -> int:

@@ -94,10 +94,8 @@ class Scheduler:
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
     drafter: Drafter = field(default_factory=Drafter)
 
-    @property
-    def capacity(self) -> int:
-        """Largest number of rows."""
-        return self.runner.cache.count
+    def __post_init__(self) -> None:
+        self.capacity = self.runner.cache.count
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""

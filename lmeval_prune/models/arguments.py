@@ -35,7 +35,6 @@ class Arguments(Settings):
             and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineChoice`).
             Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
-        engine_compile: run the engine's decoding steps through `torch.compile` on a GPU.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except
             where a token filter's similarity is next to its threshold). Default: only with a router.
         attention_path, attention_output, attention_heads: description of an unknown model family; see `map_model`.
@@ -60,7 +59,6 @@ class Arguments(Settings):
     pretrained: Any = None
     engine: Literal["auto", "generate", "batched"] | None = None
     engine_rows: Count | None = None
-    engine_compile: bool = False
     deterministic: bool | None = None
     attention_path: str | None = None
     attention_output: str | None = None
@@ -109,10 +107,8 @@ class Arguments(Settings):
         object.__setattr__(self, "engine", "batched" if self.router is not None else self.engine or "auto")
         if self.deterministic is None:
             object.__setattr__(self, "deterministic", self.router is not None)
-        if self.engine != "batched" and (self.deterministic or self.engine_compile or self.engine_rows is not None):
-            raise InputError(
-                "engine_rows, engine_compile and deterministic are settings of the decoding engine; add engine=batched"
-            )
+        if self.engine != "batched" and (self.deterministic or self.engine_rows is not None):
+            raise InputError("engine_rows and deterministic are settings of the decoding engine; add engine=batched")
 
     @property
     def description(self) -> dict[str, Any]:

@@ -124,7 +124,6 @@ def prune(
     ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
     cut: str | None = None,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     **settings: Any,
@@ -142,18 +141,13 @@ def prune(
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint; replaced as the plan is
-        push_to_hub: with cut: name on the Hub, USER/NAME, to which that folder is uploaded when it is complete; needs a
-            login
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
     _check_paths(output, text_options)
-    if push_to_hub and not cut:
-        raise InputError("--push_to_hub uploads the smaller checkpoint; name its folder in --cut")
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
@@ -161,7 +155,6 @@ def prune(
     from lmeval_prune.surgery.cut import cut_to
     from lmeval_prune.surgery.writing import print_cut
 
-    check_push(push_to_hub)
     torch_device = resolve_device(device)
     options = _with_outcomes(options, outcomes)
     scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
@@ -193,8 +186,6 @@ def prune(
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
     rmtree(work, ignore_errors=True)
-    if cut:
-        push(cut, push_to_hub)
     return 0
 
 
@@ -202,7 +193,6 @@ def cut_model(
     pretrained: str,
     plan: str,
     output: str,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -214,18 +204,14 @@ def cut_model(
         plan: file of the plan, or of a head mask
         output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
             the new one is complete
-        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
     """
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.writing import write_cut
 
-    check_push(push_to_hub)
     write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
-    push(output, push_to_hub)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean

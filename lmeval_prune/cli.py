@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error, note_class, notes_of
 from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
@@ -96,7 +95,6 @@ def _run(name: str, words: Sequence[str]) -> int:
 
             registration.register()
         with ExitStack() as stack:
-            stack.enter_context(remembered(words))
             stack.enter_context(including(options.get(INCLUDE_PATH)))
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))

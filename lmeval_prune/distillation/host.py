@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
-from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.loading import as_input_error
@@ -97,11 +96,6 @@ class Host(ABC):
         """What chooses the epoch whose weights are kept."""
         return self.options.best_by or self.default_best_by
 
-    @property
-    def shown_metric(self) -> str:
-        """Name in the log of the validation metric that a card shows."""
-        return METRICS.get(self.best_by, METRICS[self.default_best_by])
-
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model."""
@@ -143,9 +137,8 @@ class Host(ABC):
     ) -> None:
         """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
 
-    @abstractmethod
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        """Return the card of the distilled model; `note` has the fields of `distillation.json`."""
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:  # noqa: B027
+        """Write the card of the distilled model, if it gets one; `note` has the fields of `distillation.json`."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""

@@ -126,7 +126,6 @@ def prune(
     ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
     cut: str | None = None,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     **settings: Any,
@@ -144,18 +143,13 @@ def prune(
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint; replaced as the plan is
-        push_to_hub: with cut: name on the Hub, USER/NAME, to which that folder is uploaded when it is complete; needs a
-            login
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
     _check_paths(output, text_options)
-    if push_to_hub and not cut:
-        raise InputError("--push_to_hub uploads the smaller checkpoint; name its folder in --cut")
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
@@ -165,7 +159,6 @@ def prune(
     from lmeval_prune.surgery.cut import cut_to
     from lmeval_prune.surgery.writing import print_cut
 
-    check_push(push_to_hub)
     torch_device = resolve_device(device)
     options = _with_outcomes(options, outcomes)
     is_default = not method and not scores
@@ -203,8 +196,6 @@ def prune(
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer))
     rmtree(work, ignore_errors=True)
-    if cut:
-        push(cut, push_to_hub)
     return 0
 
 
@@ -212,7 +203,6 @@ def cut_model(
     pretrained: str,
     plan: str,
     output: str,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -224,22 +214,18 @@ def cut_model(
         plan: file of the plan, or of a head mask
         output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
             the new one is complete
-        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
     """
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.writing import write_cut
 
-    check_push(push_to_hub)
     smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
-    push(output, push_to_hub)
     return 0
 
 

@@ -65,7 +65,6 @@ def fit(
     p: tuple[int, ...] = FitOptions.sizes,
     lambda_: tuple[float, ...] = FitOptions.weights,
     without_dense: bool = False,
-    push_to_hub: str | None = None,
     **options: Any,
 ) -> int:
     """Fit a router to outcomes.
@@ -77,17 +76,13 @@ def fit(
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
-        push_to_hub: name on the Hub, USER/NAME, to which the router is uploaded when it is complete; needs a login
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     method = settings.method()  # refuses wrong settings before anything is read
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
-    from lmeval_prune.sprint.router import FILES
 
-    check_push(push_to_hub)
     silence_libraries()
     refuse_file(output, " for the router")
     _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
@@ -102,7 +97,6 @@ def fit(
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if details["held_out"]:
         print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    push(output, push_to_hub, FILES)
     return 0
 
 

@@ -56,7 +56,6 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "model": outcomes.model,
         "tasks": outcomes.tasks,
         "variants": dict(outcomes.variants),
-        **({} if outcomes.origin is None else {"origin": outcomes.origin}),
         "questions": len(z),
         "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
         "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),

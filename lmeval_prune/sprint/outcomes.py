@@ -31,7 +31,6 @@ import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
-from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.attempts import Attempt, attempt_order, short_label
@@ -84,7 +83,6 @@ class StoreContents(TypedDict):
     model: dict[str, Any]
     tasks: dict[str, TaskSettings]
     variants: NotRequired[dict[str, VariantRecord]]
-    origin: NotRequired[OriginRecord]  # of the model
 
 
 class Question(NamedTuple):
@@ -121,7 +119,6 @@ class Outcomes:
         extracted: extracted answers, (questions, pool); empty where there is none.
         logprobs: mean log-probabilities of the answers' tokens under the unpruned model, (questions, pool), or NaN.
         variants: records of variants by name.
-        origin: what is known of the model on the Hub, as in `cards/origin.py`; None in stores of earlier versions.
         folder: the store that they were read from.
     """
 
@@ -135,7 +132,6 @@ class Outcomes:
     extracted: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     variants: Records = field(default_factory=dict)
-    origin: OriginRecord | None = None
     folder: Path | None = None
 
     @property
@@ -294,7 +290,6 @@ class OutcomeStore:
         questions: list[dict[str, Any]],
         pool: Sequence[str],
         variants: Records | None = None,
-        origin: OriginRecord | None = None,
     ) -> None:
         """Create the store, or extend it after a check that model and settings are the same.
 
@@ -310,7 +305,6 @@ class OutcomeStore:
             tasks = _merge_tasks(self.folder, content["tasks"], tasks)
             pool = [*content["pool"], *pool]
             records = {**content.get("variants", {}), **records}
-            origin = origin or content.get("origin", origin)
             rows = {Question.of(row): row for row in read_table(self.questions_file, _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
@@ -325,7 +319,6 @@ class OutcomeStore:
             rows[key] = {**row, "attributes": attributes}
         content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": attempt_order(pool)}
         content |= {"variants": dict(sorted(records.items()))} if records else {}
-        content |= {"origin": origin} if origin is not None else {}
         write_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, content)
         table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
         write_table(self.questions_file, table)
@@ -376,7 +369,6 @@ def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: l
         matrix("extracted", "", object),
         matrix("logprob", np.nan, np.float64),
         content.get("variants", {}),
-        content.get("origin"),
     )
 
 

@@ -22,13 +22,11 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import ENVELOPE, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
-from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
 from lmeval_prune.registry import class_record, import_path
 from lmeval_prune.sprint import encoder as encoders
-from lmeval_prune.sprint.card import router_card
 from lmeval_prune.sprint.hidden_states import states_of
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.routers.base import Ranker
@@ -37,7 +35,6 @@ from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/router"
-FILES = ("router.json", "router.safetensors", "README.md")  # of a router's folder, which may hold other files
 SCHEMA_VERSION = 2  # version 1 had no `router`: all were contrastive, with p and lambda in place of `chosen`
 
 
@@ -55,7 +52,6 @@ class RouterContents(TypedDict):
     chosen: NotRequired[dict[str, Any]]
     encoder_fingerprint: NotRequired[str]
     model: NotRequired[dict[str, Any]]
-    origin: NotRequired[OriginRecord]  # of the model
     tasks: NotRequired[dict[str, dict[str, Any]]]
     options: NotRequired[dict[str, Any]]
     seen: NotRequired[list[str]]  # digests of the questions that it was fitted on
@@ -145,7 +141,7 @@ class Router:
         return None if p is None else rescale(p, *self.platt)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `router.json`, which has the hash of the tensors, `router.safetensors` and the card."""
+        """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
         data = save({name: tensor.contiguous() for name, tensor in self.ranker.tensors.items()})
         content = {
             "router": self.method,
@@ -160,8 +156,6 @@ class Router:
         with output_lock(folder):
             write_bytes(Path(folder) / "router.safetensors", data)
             write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, {**content, **self.about})
-            card = router_card(Path(folder).resolve().name, self.method, self.encoder, self.pool, self.about)
-            card.write(Path(folder))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:

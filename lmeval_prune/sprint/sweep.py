@@ -21,7 +21,6 @@ from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.cards.origin import Origin, OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -222,17 +221,12 @@ class Sweep:
         try:
             if lm.rank == 0:
                 settings = {name: self._settings(name, task, lm) for name, task in tasks.items()}
-                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool, pool.records, self._origin())
+                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool, pool.records)
             failed = False
         finally:
             failed_anywhere = lm.any_rank(failed)
         if failed_anywhere:
             raise InputError("the first process could not prepare the store; its message has the reason")
-
-    def _origin(self) -> OriginRecord:
-        """Return what is known of the model on the Hub, for the cards of its routers."""
-        pretrained, revision = (self.options.model_args.get(name) for name in ("pretrained", "revision"))
-        return Origin.of(str(pretrained or ""), revision).record
 
     def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Return all settings of a task that outcomes depend on, as JSON."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from lmeval_prune.sprint.mixes import Mix
 from scipy import stats
 
 from lmeval_prune.errors import InputError
@@ -23,7 +24,6 @@ from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.statistics import difference_interval, holm, mean_interval, sign_flip_test
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.curves import Curve, policy_curve, random_curve, solved_cells
-from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
 

@@ -14,6 +14,8 @@ import pandas as pd
 import sprint_race_choice as race
 import sprint_race_guesses as guesses
 from _record import environment, write
+from lmeval_prune.sprint.choosing import Choices, accuracy_at, extraction_note
+from lmeval_prune.sprint.mixes import Mix
 from markupsafe import Markup
 from scipy import stats
 from sprint_race_claims import code_text, outcomes_digest, status, verdict
@@ -26,9 +28,7 @@ from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.choosing import Choices, accuracy_at, extraction_note
 from lmeval_prune.sprint.curves import Curve, policy_curve
-from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.report import cost_table, pass_table

@@ -25,6 +25,7 @@ from typing import Any
 import sprint_race_choice as race
 import sprint_race_claims as claims
 from _record import environment, timed
+from lmeval_prune.sprint.mixes import Mix
 from sprint_race_costs import duration, noted, seconds_a_question, stored, training_steps
 from sprint_race_folders import DATA, Folders
 
@@ -34,7 +35,6 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE, Attempt
 from lmeval_prune.preflight import outline
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Policy

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune import InputError, load_pretrained
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.card import athena_card
 from lmeval_prune.cards import hub
@@ -35,13 +35,9 @@ from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.sprint.card import router_card
-from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.router import FILES
 from lmeval_prune.surgery.cut import cut, cut_to
 from lmeval_prune.tasks.hub import HubDataset, dataset_revision, hub_dataset
 from tests.athena_hosts import data_folder, encoder_folder, host, quick_training
-from tests.swept_outcomes import drawn_outcomes
 from tests.test_grid_comparison import write_grid
 from tests.tiny_models import tiny
 
@@ -118,26 +114,6 @@ def write_gguf(parent: Path, folder: Path) -> Path:
     return folder / "model.README.md"
 
 
-def write_router(parent: Path, folder: Path) -> Path:
-    encoder = encoder_folder(folder / "encoder", dtype=torch.float32)
-    model_map, origin = map_model(load_pretrained(parent)), Origin.of(str(parent)).record
-    outcomes = drawn_outcomes(model_map, folder / "outcomes", origin=origin)
-    words = [
-        "--encoder",
-        str(encoder),
-        "--p",
-        "4",
-        "--lambda",
-        "0",
-        "--epochs",
-        "2",
-        "--output",
-        str(folder / "router"),
-    ]
-    assert main(["fit", "--outcomes", str(outcomes), *words]) == 0
-    return folder / "router" / "README.md"
-
-
 def write_athena(parent: Path, folder: Path) -> Path:
     encoder = encoder_folder(folder / "encoder", dtype=torch.float32)
     shutil.copy(parent / "README.md", encoder)
@@ -154,7 +130,6 @@ KINDS: dict[str, Callable[[Path, Path], Path]] = {
     "distilled": write_distilled,
     "adapter": write_adapter,
     "gguf": write_gguf,
-    "router": write_router,
     "athena": write_athena,
 }
 NO_PROGRAM = {"gguf"}  # llama.cpp loads it: `make test-llamacpp`
@@ -224,51 +199,6 @@ def test_a_gguf_file_of_a_trained_model_does_not_say_that_nothing_was_trained(pa
         assert main(["export", "model", "--pretrained", str(folder), *words]) == 0
         text = (tmp_path / f"{trained}.README.md").read_text()
         assert ("Nothing was trained" in text, "trained further" in text) == (not trained, trained)
-
-
-def test_a_sweep_records_the_base_model_for_its_routers(parent: Path, tmp_path: Path) -> None:
-    """Where the model's own card names it; without the model's folder, and also where an earlier sweep did not."""
-    store = tmp_path / "store"
-    model_args = f"pretrained={parent},dtype=float64,device=cpu"
-    words = ["--tasks", "prune_tiny_words", "--heads", "L0H0", "--limit", "2", "--gen_kwargs", "max_gen_toks=4"]
-    command = ["sweep", "--model_args", model_args, *words, "--output", str(store)]
-    assert main(command) == 0
-    outcomes = OutcomeStore(store).read()
-    expected = {
-        "ancestors": ["someone/tiny-base"],
-        "license": {"license": "other", "license_name": "tiny-license"},
-        "language": ["en", "de"],
-    }
-    assert outcomes.origin == Origin.of(str(parent)).record == expected
-    assert str(parent.parent) not in (store / "store.json").read_text()
-    content = json.loads((store / "store.json").read_text())
-    del content["origin"]
-    (store / "store.json").write_text(json.dumps(content))
-    assert OutcomeStore(store).read().origin is None
-    assert main(command) == 0
-    assert OutcomeStore(store).read().origin == outcomes.origin
-
-
-@pytest.mark.parametrize(
-    ("about", "base_model", "license"),
-    [
-        ({"model": {"name": "tiny"}}, None, None),
-        ({"model": {"name": "tiny"}, "origin": {}}, None, None),
-        (
-            {"model": {"name": "tiny"}, "origin": {"hub_id": "org/tiny", "license": {"license": "mit"}}},
-            "org/tiny",
-            "mit",
-        ),
-        ({"model": {"name": "tiny"}, "origin": {"ancestors": ["a/b", "c/d"]}}, ["a/b", "c/d"], None),
-        ({"model": {"name": "smollm2-135m"}}, "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
-        ({"model": {"name": "smollm2-135m"}, "origin": {}}, None, None),  # a folder of that name
-        ({}, None, None),
-    ],
-)
-def test_a_router_has_the_base_model_that_its_sweep_recorded(about: Any, base_model: Any, license: str | None) -> None:
-    data = ModelCard(router_card("router", "knn", "encoder", ["dense", "L0H0"], about).text).data.to_dict()
-    assert (data.get("base_model"), data.get("license")) == (base_model, license)
-    assert data.get("base_model_relation") == ("adapter" if base_model else None)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "", "nowhere/at-all"])
@@ -517,21 +447,6 @@ def test_an_upload_is_one_folder_and_a_failed_one_loses_nothing(
     assert path.is_file() and path.with_name("model.safetensors").is_file()
 
 
-def test_of_a_routers_folder_only_the_router_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of an earlier upload no weights stay that transformers would load in place of the new ones."""
-    options: dict[str, Any] = {}
-    monkeypatch.setattr(hub, "HfApi", StubApi)
-    monkeypatch.setattr(StubApi, "calls", [])
-    monkeypatch.setattr(StubApi, "options", options)
-    hub.push(str(tmp_path), "me/router", FILES)
-    local = [*FILES, "private.txt", ".lmeval-prune-router.lock"]
-    kept = filter_repo_objects(local, allow_patterns=options["allow_patterns"])
-    assert list(filter_repo_objects(kept, ignore_patterns=options["ignore_patterns"])) == list(FILES)
-    remote = ["model.safetensors", "model-00001-of-00002.safetensors", "modeling_pruned.py", "README.md", "a.yaml"]
-    assert list(filter_repo_objects(remote, allow_patterns=options["delete_patterns"])) == remote[:3]
-    hub.push(str(tmp_path), "me/checkpoint")
-    assert list(filter_repo_objects(local, ignore_patterns=options["ignore_patterns"])) == local[:-1]
-    assert options["allow_patterns"] is None
 
 
 @pytest.mark.parametrize(

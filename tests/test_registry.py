@@ -29,7 +29,6 @@ from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.variants import Variant
 from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import Registry
@@ -448,8 +447,6 @@ def test_classes_of_one_name_share_no_answers_and_no_artefacts(install: Any, tmp
     assert load_intervention(tmp_path / "mask.json") == HeadMask("L0H1")  # although `masked` is called HeadMask, too
     reported = first.report(MAP)["mine"]
     assert reported == {"class": "elsewhere:Halve", "version": 1, "factor": 0.5}
-    name = Variant.of({"mine": 0.5}, MAP).name
-    assert Variant.of(name, MAP).name == name
 
     other = importlib.import_module("elsewhere").Other(0.5)
     assert other.settings() == first.settings() and other.identity(MAP) != first.identity(MAP)

@@ -19,7 +19,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
-from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -445,8 +444,6 @@ def test_an_upload_is_one_folder_and_a_failed_one_loses_nothing(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "is complete, but could not be uploaded to me/cut" in error and "hf upload me/cut" in error
     assert path.is_file() and path.with_name("model.safetensors").is_file()
-
-
 
 
 @pytest.mark.parametrize(

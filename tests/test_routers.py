@@ -262,7 +262,7 @@ def test_tensors_of_another_method_or_pool_are_refused(tmp_path: Path) -> None:
     for row in ROWS:
         router = fitted(row, 60)
         for index, wrong in enumerate(
-            [replace(router, pool=router.pool[1:]), replace(router, method=ROWS[(ROWS.index(row) + 2) % 4].name)]
+            [replace(router, pool=router.pool[1:]), replace(router, method=ROWS[1 - ROWS.index(row)].name)]
         ):
             wrong.save(tmp_path / f"{row.name}{index}")
             with pytest.raises(InputError, match=r"do not fit together|no setting|needs"):

@@ -20,10 +20,8 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
 from lmeval_prune.errors import CLASSES, InputError, note_class, notes_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune
-from lmeval_prune.grid.selection import _artefacts
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.plan import Plan
@@ -668,11 +666,3 @@ def test_what_is_no_artefact_is_named(install: Any, tmp_path: Path, content: Any
             install_all(install)
         with pytest.raises(InputError, match=r"is not a lmeval-prune/head-mask or .* artefact \(its schema is"):
             load_intervention(path)
-
-
-def test_a_grid_is_compared_without_the_packages_of_its_preparations(tmp_path: Path) -> None:
-    unavailable: list[str] = []
-    prepare = {"gone": {}, "prune": {"method": "gone", "ratio": 0.2}}
-    entry = {"model_args": {"mask": "mask.json"}, "prepare": prepare}
-    assert _artefacts(GridFolder(tmp_path), entry, {}, unavailable) == [("mask", "mask.json")]
-    assert unavailable == ["prepare=gone", "prepare=prune"]

@@ -357,7 +357,7 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
             write_report(ReportOptions(**arguments))
 
     report(
-        r"different models \(test: toy with weights others, router: toy with weights w\)",
+        r"different models \(test: toy others, router: toy w\)",
         test=str(tmp_path / "other"),
         router=str(tmp_path / "router"),
     )

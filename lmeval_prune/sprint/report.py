@@ -143,7 +143,7 @@ def _check_models(models: dict[str, dict[str, Any]]) -> None:
     """Refuse different models, or one model under different pruning of its own."""
     identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
     if len(set(identities.values())) > 1:
-        parts = ", ".join(f"{name}: {_model_text(models[name])}" for name in identities)
+        parts = ", ".join(f"{name}: {models[name].get('name')} {identities[name]}" for name in identities)
         raise InputError(f"stores and router are of different models ({parts}); use the same model")
     if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
         under = ", ".join(
@@ -194,18 +194,6 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
     """Return the heads of random order and oracle."""
     return router.pool if router else test.pool
-
-
-def _model_text(model: dict[str, Any]) -> str:
-    """Describe a model by its name, type and server, and by its weights, which models of one name may differ in."""
-    weights = str(model.get("weights") or model.get("checkpoint", ""))[:8]
-    texts = {
-        "": model.get("name"),
-        "in ": str(model.get("dtype", "")).removeprefix("torch."),
-        "on ": model.get("server"),
-        "with weights ": weights,
-    }
-    return " ".join(f"{word}{text}" for word, text in texts.items() if text)
 
 
 def _model_identity(model: dict[str, Any]) -> Any:

@@ -491,7 +491,6 @@ def test_an_interrupted_command_says_what_resumes_it(
         (FitOptions, {}, "seed", (-1, 2**31)),
         (ReportOptions, {"test": "test", "output": "out"}, "seed", (-1, 2**31)),
         (SweepOptions, {"model_args": {}, "tasks": ("task",), "output": "out"}, "seed", (-1, 2**31)),
-        (SweepOptions, {"model_args": {}, "tasks": ("task",), "output": "out"}, "random_seed", (-1, 2**31)),
         (TextOptions, {"task": "task"}, "seed", (-1, 2**31)),
         (DistanceOptions, {"text": "text"}, "seed", (-1, 2**31)),
         (RandomScores, {}, "seed", (-1, 2**70)),

@@ -274,6 +274,14 @@ def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path
             load_pretrained(tmp_path / "c")
 
 
+def test_a_quantisation_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    """It would be left out, and the weights read as if they were not quantised."""
+    tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    edit(tmp_path / "m", quantization_config={"quant_method": "zzz"})
+    with pytest.raises(InputError, match="zzz"):
+        load_pretrained(tmp_path / "m")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_another_class_are_refused(tied: bool, tmp_path: Path, tiny_folder: Path) -> None:
     """With a tied head no tensor is missing, and only additional tensors show the other class."""

@@ -209,6 +209,35 @@ def test_caches_are_filled_in_order_where_layers_have_no_attention(family: str, 
     assert cache.get_seq_length() == 9
 
 
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8} | {
+    f"linear_{name}": size
+    for name, size in (("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8), ("value_head_dim", 8))
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **_LINEAR,
+        **dict.fromkeys(("num_experts", "num_experts_per_tok"), 2),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    },
+    "qwen3_5_text": _LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48},
+    "jamba": {
+        **dict.fromkeys(("attn_layer_period", "expert_layer_period", "num_experts"), 2),
+        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+        **dict.fromkeys(("mamba_d_state", "mamba_dt_rank"), 4),
+        "use_mamba_kernels": False,
+    },
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_lose_blocks_and_layers_of_their_attention(family: str, tmp_path: Path) -> None:
+    """Their other layers, of linear attention, convolutions or state spaces, stay as they are."""
+    model = stored(family, tmp_path / "parent", num_hidden_layers=4, **HYBRIDS[family])
+    for blocks in ("L1.attention", "L1.feed_forward", "L1"):
+        loaded(family, model, Plan(blocks=blocks), tmp_path / blocks)
+
+
 def test_cuts_of_cuts_lack_what_earlier_ones_lacked(tmp_path: Path) -> None:
     """A block, then heads, then the other block of the layer, with which the layer goes, then another layer."""
     model = stored("llama", tmp_path / "parent", num_hidden_layers=4)

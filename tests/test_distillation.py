@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
@@ -773,7 +774,7 @@ def test_missing_models_are_refused_without_leftovers(
     with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
     with pytest.raises(InputError, match=r"is not a fold of asdiv_a; give a fold, e\.g\. test=fold0"):
-        distill(replace(language, test=None))
+        distill(replace(language, test="all"))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
 
@@ -968,8 +969,9 @@ def test_mistakes_with_language_models(
     monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
     other = tmp_path / "other"
     shutil.copytree(language.pretrained, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
     for changes, message in (
         ({"teacher": str(other)}, "has another vocabulary"),
         ({"unit": "head"}, "use group or balanced"),
@@ -982,6 +984,18 @@ def test_mistakes_with_language_models(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(language, **changes))
+
+
+def test_the_defaults_need_a_task_alone(
+    dense: TrainOptions, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of grouped queries the unit that can be cut, and of data in folds the first as the test."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    tiny("llama", vocab_size=259, num_hidden_layers=6, max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(dense.data_dir))
+    note = distill(DistillOptions(str(tmp_path / "model"), str(tmp_path / "out"), task="prune_asdiv_a_equation"))
+    assert [stage["removed"]["kv_heads"] for stage in note["stages"]] == [1, 1, 1]
+    assert note["material"]["splits"]["test"] == "fold0"
 
 
 def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> None:
@@ -1003,8 +1017,6 @@ def test_tuning_questions_are_refused_as_test(language: DistillOptions, tmp_path
 
 def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
     """Also of a grandparent, of a cut copy, and of the teacher."""
-    from transformers import AutoTokenizer
-
     tuning = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, batch=24)
     first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
     distill(first)

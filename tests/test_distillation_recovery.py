@@ -631,6 +631,19 @@ def test_a_teacher_may_have_other_settings_of_the_tokenizer(options: DistillOpti
     assert AutoTokenizer.from_pretrained(tmp_path / "teacher").split_special_tokens
 
 
+def test_a_teacher_with_more_rows_teaches_the_rows_of_the_student(options: DistillOptions, tmp_path: Path) -> None:
+    """The vocabularies of a family's models are padded to different numbers of rows."""
+    options = replace(options, hidden=False)
+    teacher = load_pretrained(options.pretrained)
+    teacher.resize_token_embeddings(teacher.config.vocab_size + 5)
+    teacher.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(options.pretrained).save_pretrained(tmp_path / "teacher")
+    taught = replace(options, teacher=str(tmp_path / "teacher"), output=str(tmp_path / "taught"))
+    for each in (options, taught):
+        distill(each)
+    assert losses(taught.output) == losses(options.output)
+
+
 @pytest.mark.parametrize(
     ("questions", "count", "first"),
     [

@@ -23,7 +23,7 @@ from tests.conftest import ROOT, SHARED
 
 GUIDES = [ROOT / "README.md", ROOT / "docs/start.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 QUICK = ("add-a-method",)  # in every run of the tests
-BLOCK = re.compile(r"^(?:<!-- needs: (\S+) -->\n)?```(bash|python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(?:<!-- needs: (.+?) -->\n)?```(bash|python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -54,6 +54,7 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> None:
     interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
     done = subprocess.run([*interpreter, block.text], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "less than half of the top tokens" not in done.stdout, "the example destroys the model"
     printed = {without_numbers(line) for line in (done.stdout + done.stderr).splitlines()}
     for line in filter(lambda line: line.strip() != "…", block.printed):
         assert without_numbers(line) in printed, f"{line!r} was not printed:\n{done.stdout}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.interventions.channels import Channels
+from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.surgery.cut import cut
 from tests.conftest import run_command
 from tests.tiny_models import output, tiny, tokens
@@ -134,6 +136,7 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
             ("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"),
             "or give --budget heads, with which ratio counts",
         ),
+        (("--ratio", 0.25), "flap needs a calibration text; give --task NAME or --text FILE"),
         (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
         (("--method", "random"), "the options remove nothing; give --ratio (of the parameters), or --budget heads"),
@@ -174,16 +177,45 @@ def test_mistakes_are_refused_before_anything_is_loaded(
 def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
     prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = ("--ratio", 0.4, "--text", "text.txt", "--windows", 2, "--tokens", 16)
+    words = ("--method", "norm_entropy", "--ratio", 0.4, "--text", "text.txt", "--windows", 2, "--tokens", 16)
     for more, kinds in (((), "heads"), (("--parts", "both"), "heads and channels")):
         assert prune(prunable, tmp_path / f"{kinds}.json", *words, *more) == 0
         plan, shown = Plan.load(tmp_path / f"{kinds}.json"), capsys.readouterr().out
         assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
-        assert "scored by norm_entropy, as no --method is given\n" in shown
     channels = ("--budget", "heads", "--ffn_ratio", 0.2, "--ffn_method", "random")
     assert prune(prunable, tmp_path / "channels.json", *channels) == 0
-    assert "norm_entropy" not in capsys.readouterr().out
+    assert "as no --method is given" not in capsys.readouterr().out
+
+
+def test_a_plan_and_a_cut_say_how_far_they_are_from_the_dense_model(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model, tokenizer = load_pretrained(prunable / "model"), AutoTokenizer.from_pretrained(prunable / "model")
+    text = read_calibration(tokenizer, str(prunable / "text.txt"), None, windows=6, tokens=16)
+    ids = torch.cat([ids for ids, _ in text.batches])[2:]  # those after the windows that are read for the scores
+    words, warned = ("--text", "text.txt", "--windows", 2, "--tokens", 16), set()
+    for ratio in (0.05, 0.7):
+        path = tmp_path / f"{ratio}.json"
+        assert prune(prunable, path, "--ratio", ratio, *words) == 0
+        shown = capsys.readouterr().out
+        with torch.inference_mode():
+            dense = model(ids).logits[:, :-1].double().log_softmax(-1)
+            with Plan.load(path).applied_to(model):
+                pruned = model(ids).logits[:, :-1].double().log_softmax(-1)
+        kld, same = (dense.exp() * (dense - pruned)).sum(-1).mean(), dense.argmax(-1) == pruned.argmax(-1)
+        same_top, factor = same.double().mean(), (dense - pruned).gather(-1, ids[:, 1:, None]).mean().exp()
+        expected = (
+            f"mean KLD {kld:.3f}, same top token {same_top:.0%}, perplexity × {factor:,.2f}, on 60 tokens of text"
+        )
+        assert expected in shown and ("warning" in shown) == (same_top < 0.5)
+        warned.add("warning" in shown)
+    assert warned == {False, True}
+    assert prune(prunable, tmp_path / "random.json", "--method", "random", "--ratio", 0.4) == 0
+    cut = ("cut", "--pretrained", prunable / "model", "--plan", tmp_path / "random.json", "--output", tmp_path / "cut")
+    assert run_command(*cut) == 0
+    of_plan, of_cut = re.findall("from the dense model.* packaged sentences", capsys.readouterr().out)
+    assert of_plan == of_cut
 
 
 @pytest.mark.parametrize(
@@ -324,28 +356,6 @@ def test_importance_refuses_channels_of_a_method_without(
     assert run_command("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
                "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
     assert "confidence scores heads only" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- the results
-
-
-def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of the measurement, not of the report; null for old rows without one."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    benchmark: Any = import_module("pruning_result")
-    written: dict[str, Any] = {}
-    monkeypatch.setattr(benchmark, "write", lambda name, content: written.update(content))
-    monkeypatch.setattr(benchmark, "report", lambda results: None)
-    first, second, third = (benchmark.key_of(*row) for row in list(benchmark.rows())[:3])
-    first_run, second_run, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
-    known = {"dense": {}, first: {"environment": first_run}, second: {"environment": second_run}}
-    known[third] = {"environment": first_run, "speed": speed, "speed_environment": second_run}
-    benchmark.finish({"commit": "report"}, 8, {}, known)
-    results, about = written["results"], written["environments"]
-    assert results["dense"]["environment"] is None and about == [first_run, second_run]
-    assert [about[results[key]["environment"]] for key in (first, second, third)] == [first_run, second_run, first_run]
-    assert about[results[third]["speed_environment"]] == second_run and "speed_environment" not in results[first]
-    assert known[first] == {"environment": first_run}
 
 
 @pytest.mark.parametrize(

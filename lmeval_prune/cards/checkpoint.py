@@ -149,7 +149,7 @@ def without(manifest: Mapping[str, Any]) -> str:
     if not words:
         zeroed = any(stage["notes"] for stage in manifest["stages"])
         return ", with some of its weights set to zero" if zeroed else ""
-    total = f"{words.pop(0)}: in all " if counts.get("blocks") else ""
+    total = f"{words.pop(0)}: in all " if counts.get("blocks") and words[1:] else ""  # experts have no channels
     return f", without {total}" + " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 

@@ -16,6 +16,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.artefacts import read_json
@@ -61,7 +62,11 @@ def read_config(pretrained: str, revision: str | None = None) -> Any:
     """Read the configuration of a folder, hub model or embedded model without running code of the model."""
     embedded.check_name(pretrained, {"revision": revision})
     with as_input_error(f"cannot read the model {pretrained}"), modeling_pruned.without_warnings_of_layers():
-        return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
+        quantised = getattr(config, "quantization_config", None)
+        if quantised and not AutoHfQuantizer.supports_quant_method(quantised):  # else loaded as if it were not
+            raise InputError(f"{pretrained}: transformers does not know the quant_method {quantised['quant_method']}")
+        return config
 
 
 # --------------------------------------------------------------------------- classes

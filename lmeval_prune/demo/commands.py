@@ -67,11 +67,12 @@ def opening(pretrained: str) -> str:
 def next_steps(pretrained: str, heads: Sequence[str]) -> str:
     """Return commands that go on with the model and heads of it, and commands for a model of one's own."""
     model, names = shlex.quote(pretrained), "+".join(heads)
+    text = "--task prune_tiny_cloze --windows 9 --tokens 64"
     arguments = shlex.quote(f"pretrained={pretrained},heads={names}")
     return f"""Next, with the same model; data sets are not needed:
   lmeval-prune distance {model} --heads {names} --task prune_tiny_choice
   lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_cloze
-  lmeval-prune prune --pretrained {model} --method magnitude --ratio 0.2 --output out/fifth.json --cut out/fifth
+  lmeval-prune prune --pretrained {model} --method flap --ratio 0.2 {text} --output out/fifth.json --cut out/fifth
 With one of your own, a folder or a name on the Hub in place of {YOURS}:
   lmeval-prune heads --pretrained {YOURS}
   lmeval-prune demo --pretrained {YOURS} --output out/yours"""

@@ -25,6 +25,7 @@ from lmeval_prune.checkpoints.pruned import check_folder
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
 from lmeval_prune.demo.steps import Steps, show_steps
+from lmeval_prune.distance.effect import sentence
 from lmeval_prune.distance.summary import summarize_tokens
 from lmeval_prune.distance.tokens import Text, token_distances
 from lmeval_prune.errors import InputError
@@ -156,19 +157,6 @@ def check_heads(pretrained: str) -> None:
             f"{pretrained} has {heads} heads, and the demo prunes {share:.0%} of them and more: name a model with at "
             f"least {math.ceil(1 / share)} heads, or try `lmeval-prune distance {pretrained} --heads L0H0`"
         )
-
-
-# --------------------------------------------------------------------------- problems
-
-
-def right_answer(problem: Mapping[str, Any]) -> str:
-    """Return the right answer of a problem, with the space before it."""
-    return f" {problem['choices'][problem['gold']]}"
-
-
-def sentence(problem: Mapping[str, Any]) -> str:
-    """Return a problem completed by its right answer."""
-    return f"{problem['question']}{right_answer(problem)}."
 
 
 # --------------------------------------------------------------------------- masks

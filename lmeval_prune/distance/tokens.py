@@ -87,16 +87,8 @@ def token_distances(
         for request, distances in compared:
             name, number = request.tag
             results[name][number] = distances
-    dense = logits_of(engine.model)
-
-    def under(interventions: Sequence[Intervention]) -> Logits:
-        def logits(tokens: Sequence[int]) -> torch.Tensor:
-            with applied(interventions, engine.model, engine.model_map):
-                return dense(tokens)
-
-        return logits
-
-    others = {name: under(interventions) for name, interventions in variants.items() if name not in masks}
+    dense, model_map = logits_of(engine.model), engine.model_map
+    others = {name: logits_under(each, model_map) for name, each in variants.items() if name not in masks}
     for name, number, distances in pass_distances(dense, others, texts) if others else ():
         results[name][number] = distances
     return {name: results[name] for name in variants}
@@ -127,6 +119,17 @@ def logits_of(model: Any) -> Logits:
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         output: torch.Tensor = model(torch.tensor([list(tokens)], device=device), use_cache=False).logits[0]
         return output
+
+    return logits
+
+
+def logits_under(interventions: Sequence[Intervention], model_map: ModelMap) -> Logits:
+    """Return the function that runs a causal model on a text under interventions."""
+    run = logits_of(model_map.model)
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        with applied(interventions, model_map.model, model_map):
+            return run(tokens)
 
     return logits
 

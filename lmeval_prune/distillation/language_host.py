@@ -121,12 +121,10 @@ class LanguageHost(Host):
 
     @override
     def check_teacher(self, folder: str) -> None:
-        parent = self.options.pretrained
-        sizes = {skeleton_of(name).config.get_text_config().vocab_size for name in (folder, parent)}
-        tokenizers = (self.tokenizer_of(folder), self.tokenizer)
-        if len(sizes) > 1 or len({vocabulary_digest(tokenizer) for tokenizer in tokenizers}) > 1:
+        if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
             raise InputError(
-                f"the teacher {folder} has another vocabulary than {parent}; use a teacher with the same tokenizer"
+                f"the teacher {folder} has another vocabulary than {self.options.pretrained}; use a teacher with the "
+                f"same tokenizer"
             )
 
     @override
@@ -169,7 +167,18 @@ class LanguageHost(Host):
     @property
     def test_name(self) -> str:
         """Name of the test split, for messages."""
-        return self.options.test or "test"
+        return self.test or "test"
+
+    @cached_property
+    def test(self) -> str | None:
+        """Test split; None: the task's own. Of data in folds that is all of them, and the first fold is the test."""
+        options = self.options
+        data = options.task and (self.task.get_config("dataset_kwargs") or {}).get("prune_data")
+        if options.test or options.train or not data:
+            return options.test
+        from lmeval_prune.tasks.data import DATA
+
+        return "fold0" if "fold0" in DATA[data].splits and "train" not in DATA[data].splits else None
 
     @override
     def problems_digest(self) -> str:
@@ -240,7 +249,7 @@ class LanguageHost(Host):
             "repeated": rows.repeated,
             **({"corpus": corpus.note} if corpus.texts else {}),
             "datasets": [*([options.corpus] if is_on_hub(options.corpus) else []), *rows.datasets],
-            "splits": {"task": options.task, "test": options.test, "train": rows.names},
+            "splits": {"task": options.task, "test": self.test, "train": rows.names},
             **questions.to_artefact(),
         }
         lengths = [len(text.ids) for text in train]
@@ -285,7 +294,7 @@ class LanguageHost(Host):
         arguments = self.task.get_config("dataset_kwargs") or {}
         with as_input_error(f"the training split of {self.options.task} cannot be read"):
             if data := arguments.get("prune_data"):
-                return self._split_rows(data, self.options.test or arguments.get("prune_test", "test"))
+                return self._split_rows(data, self.test or arguments.get("prune_test", "test"))
             return self._task_rows()
 
     def _split_rows(self, data: str, test: str) -> Rows:
@@ -358,15 +367,10 @@ class LanguageHost(Host):
     @override
     def check_answers(self) -> None:
         options = self.options
-        if options.asks_models:
-            if options.calibrate_on == "own" or options.train_on == "teacher":
-                if options.task is None:
-                    raise InputError("answers of a model are to the problems of a task; give task")
-                check_generative(self.task)
-            elif self.answerer.task is None and options.max_gen_toks is None:
-                raise InputError(
-                    "corpus_answers=teacher without a generative task needs max_gen_toks: most tokens of an answer"
-                )
+        if options.calibrate_on == "own" or options.train_on == "teacher":
+            if options.task is None:
+                raise InputError("answers of a model are to the problems of a task; give task")
+            check_generative(self.task)
         if options.best_by == "accuracy":
             if options.task is None:
                 raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
@@ -547,7 +551,8 @@ class LanguageHost(Host):
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        options = self.options
+        options, rows = self.options, min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
+        expected, actual = expected[:, :rows], actual[:, :rows]
         return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
 
 

@@ -20,7 +20,14 @@ from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, HEADS
-from lmeval_prune.pruners.schedule import check_methods, most_units, resolve_options, smallest_removal, stages
+from lmeval_prune.pruners.schedule import (
+    check_methods,
+    cuttable_unit,
+    most_units,
+    resolve_options,
+    smallest_removal,
+    stages,
+)
 from lmeval_prune.pruners.scoring import kinds_read_for
 from lmeval_prune.pruners.sequential import count_removed
 from lmeval_prune.pruners.table import PRUNERS
@@ -35,7 +42,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     if not pruning.ratio and not pruning.ffn_ratio:
         return
     head_pruner, channel_pruner = make_pruners(options, 0)
-    stage_options = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
+    stage_options = _resolved(pruning, options, model_map, (head_pruner, channel_pruner))
     check_methods(head_pruner, channel_pruner, model_map, replace(stage_options, steps=1), True)
     reads_text = (
         bool(kinds_read_for(stage_options, head_pruner, channel_pruner, {})) or stage_options.compensation != "none"
@@ -115,7 +122,7 @@ def cut_stage(
     heads, channels = make_pruners(options, stage)
     unpruned = map_model(host.skeleton(options.pretrained))
     # units and parts are those that suit the unpruned model
-    stage_options = resolve_options(_within_stage(pruning, options), heads, unpruned, channels)
+    stage_options = _resolved(pruning, options, unpruned, (heads, channels))
     step = stage_pruning(
         replace(stage_options, **_schedule(pruning)), stage, unpruned, model_map, _allocation(stage_options, heads)
     )
@@ -148,9 +155,14 @@ def _with_fewer_steps(
     return replace(pruning, steps=min(pruning.steps, units))
 
 
-def _within_stage(pruning: PruneOptions, options: DistillOptions) -> PruneOptions:
+def _resolved(
+    pruning: PruneOptions, options: DistillOptions, model_map: ModelMap, pruners: tuple[Pruner, Pruner]
+) -> PruneOptions:
     """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
-    return replace(pruning, p_min=0.0, growth=1.0, steps=options.steps)
+    heads, channels = pruners
+    if pruning.budget == "heads" and HEADS in pruning.kinds:  # fillers would be trained again
+        pruning = replace(pruning, unit=pruning.unit or cuttable_unit(model_map, heads))
+    return resolve_options(replace(pruning, p_min=0.0, growth=1.0, steps=options.steps), heads, model_map, channels)
 
 
 def _schedule(pruning: PruneOptions) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOpt
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
 
+DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
+
 
 def with_method_names(command: Callable[..., int]) -> Callable[..., int]:
     """Replace METHODS in a command's help by the names of the pruners."""
@@ -130,7 +132,7 @@ def prune(
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
         output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
-        method: METHODS; default: norm_entropy
+        method: METHODS; default: flap, which needs --task or --text
         options: options of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
@@ -151,6 +153,8 @@ def prune(
     from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.distance.effect import print_effect
+    from lmeval_prune.distance.tokens import logits_under
     from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.surgery.cut import cut_to
@@ -158,6 +162,10 @@ def prune(
 
     check_push(push_to_hub)
     torch_device = resolve_device(device)
+    is_default = not method and not scores
+    if is_default and ffn_method and pruning.kinds == ("channels",):
+        method, options, is_default = ffn_method, ffn_options, False
+    method = DEFAULT if is_default else method
     scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
@@ -166,8 +174,8 @@ def prune(
         raise InputError("ffn_method scores channels, and none are removed; leave it out, or give --parts both")
     stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
-    if not method and not scored_plan and not (ffn_method and pruning.kinds == ("channels",)):
-        print("scored by norm_entropy, as no --method is given", flush=True)
+    if is_default:
+        print(f"scored by {DEFAULT}, as no --method is given", flush=True)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
     record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
     check_replaceable(output, cut, record)
@@ -184,8 +192,10 @@ def prune(
     plan = _with_provenance(plan, scored_plan, stored, uses, calibration, {RECORD: record})
     plan.save(output, model_map)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
+    tokenizer = tokenizer_of(pretrained, revision)
+    print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
     if cut:
-        print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
+        print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer))
     rmtree(work, ignore_errors=True)
     if cut:
         push(cut, push_to_hub)
@@ -214,11 +224,15 @@ def cut_model(
         allow_other_model: accept a plan of another model, if it fits
     """
     from lmeval_prune.cards.hub import check_push, push
+    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.distance.effect import print_effect
+    from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.writing import write_cut
 
     check_push(push_to_hub)
-    write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+    smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+    print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
     push(output, push_to_hub)
     return 0
 

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
+UNREAD = 4  # windows of a text beyond those of the calibration, on which its result is measured
 
 
 class Batch(NamedTuple):
@@ -45,6 +46,7 @@ class CalibrationText:
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
     counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
     report: Callable[[float], None] = field(default=lambda _: None, compare=False)  # receives the share that is read
+    unread: Sequence[Sequence[int]] = field(default=(), compare=False)  # windows that follow in the text
 
     @classmethod
     def from_windows(
@@ -263,9 +265,10 @@ def read_calibration(
     ids: list[int] = []
     for piece in pieces:
         ids += tokenizer.encode(to_text(piece), add_special_tokens=False)
-        if len(ids) >= windows * tokens:
+        if len(ids) >= (windows + UNREAD) * tokens:
             break
-    rows = _windows(ids, tokens, before, after)[:windows]
+    every = _windows(ids, tokens, before, after)
+    rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
         raise InputError(
             f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
@@ -277,7 +280,8 @@ def read_calibration(
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    return CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
+    calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
+    return replace(calibration, unread=unread)
 
 
 def _source(

@@ -257,6 +257,11 @@ class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
 
     uses: ClassVar[tuple[Use, ...]] = (Use("several --steps", lambda options: options.steps > 1, ("regenerate",)),)
+    ratio: ShareBelowOne | None = None  # type: ignore[assignment]  # --help shows no default, which removes nothing
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", self.ratio or 0.0)
+        super().__post_init__()
 
 
 def pick(base: type[T], settings: Any) -> T:

@@ -33,7 +33,7 @@ from lmeval_prune.pruners.composition import BLOCKS, block_costs, check_costs, c
 from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of
 from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds
@@ -444,9 +444,14 @@ def _default_parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner
     return HEADS if parts == "both" and not model_map.channels() else parts
 
 
-def _default_unit(model_map: ModelMap, budget: str, pruner: Pruner) -> str:
+def _default_unit(model_map: ModelMap, budget: str, pruner: Pruner) -> Unit:
     """Return `head`, or for a budget of parameters the unit that can be cut."""
-    if budget == "heads" or uncuttable(model_map):
+    return "head" if budget == "heads" else cuttable_unit(model_map, pruner)
+
+
+def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
+    """Return the unit in which heads can be cut without fillers; `head` if they cannot be cut."""
+    if uncuttable(model_map):
         return "head"
     have_groups = ["group" in units_of(layer) for layer in model_map.attention]
     if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads

@@ -58,8 +58,3 @@ def drawn_outcomes(
     z = {name: draw.integers(0, 2, len(texts) or questions).astype(float).tolist() for name in [DENSE, *heads]}
     folder = folder or Path(tempfile.mkdtemp(prefix="outcomes"))
     return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights}, texts)
-
-
-def options_of(method: str, model_map: ModelMap) -> dict[str, Any]:
-    """Return the options without which a method cannot score a model."""
-    return {"outcomes": str(drawn_outcomes(model_map))} if method == "sweep" else {}

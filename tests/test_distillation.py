@@ -900,8 +900,6 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"method": "slimgpt"}, "slimgpt counts parameters; give --budget parameters"),
         ({"method": "wanda_sp"}, "wanda_sp counts parameters; give --budget parameters"),
         ({"method": "slimgpt", "budget": "parameters", "steps": 2}, "goes through the layers once; leave out --steps"),
-        ({"method": "sweep", "options": {"outcomes": "swept"}}, "sweep scores one model, .*give --stages 1"),
-        ({"method": "sweep", "stages": 1}, "give --outcomes FOLDER"),
         ({"calibrate_on": "own"}, "calibrate_on is for language models"),
         ({"train_on": "teacher"}, "train_on is for language models"),
         ({"budget": "parameters", "ffn_ratio": 0.2}, "leave out ffn_ratio and ffn_multiple"),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lmeval_prune import InputError, Plan, cut, map_model
+from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
@@ -28,9 +28,6 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write, write_lm_eval
-from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -41,8 +38,6 @@ from lmeval_prune.reporting.statistics import (
     pareto,
     sign_flip_test,
 )
-from tests.swept_outcomes import drawn_outcomes
-from tests.tiny_models import tiny
 
 RNG = np.random.default_rng(0)
 
@@ -518,29 +513,6 @@ def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypa
     assert comparison.rows["x", "t"].chosen_on == 1 and comparison.notes == []
     router.rename(router.with_name("moved"))
     assert compare(path).notes == ["x: router=out/router is missing or has changed; its questions are unknown"]
-
-
-def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
-    change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
-    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
-    mask = path / "prepared" / "made" / "mask.json"
-    write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
-    assert compare(path).rows["x", "t"].chosen_on == 1
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_plan_by_outcomes_is_marked_on_their_questions(tmp_path: Path, is_cut: bool) -> None:
-    """Those of the sweep that scored the heads: under the plan, and of the checkpoint cut by it, once more, too."""
-    model, texts = tiny("llama"), [f"t question {i}?" for i in (1, 5)]
-    model_map = map_model(model)
-    pruner = make_pruner("sweep", {"outcomes": str(drawn_outcomes(model_map, tmp_path / "swept", texts=texts))})
-    *_, plan = stages(pruner, model_map, PruneOptions(ratio=0.25))
-    plan.save(tmp_path / "plan.json", model_map)
-    cut(cut(model, plan).model, Plan("L0H0")).save(tmp_path / "cut")
-    args = {"pretrained": str(tmp_path / "cut")} if is_cut else {"pretrained": "x", "plan": str(tmp_path / "plan.json")}
-    values = {name: {"t": [1.0, 0.0]} for name in ("dense", "pruned")}
-    comparison = compare(write_grid(tmp_path / "g", values, pruned={"model_args": args}))
-    assert [comparison.rows[name, "t"].chosen_on for name in values] == [0, 1] and comparison.notes == []
 
 
 # ---------------------------------------------------------------------- mistakes in the YAML and on the command line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +197,10 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def read_table(
-    path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
-) -> Any:
+def read_table(path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None) -> Any:
     """Read and validate a parquet file as an Arrow table; `InputError` with `remedy` if it is damaged.
 
-    With a `schema`, columns are cast to its types, and `optional` columns that the file lacks are null.
+    With a `schema`, columns are cast to its types.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -213,8 +211,6 @@ def read_table(
         if schema is None:
             return table
         columns = columns or schema.names
-        for name in set(optional).intersection(columns).difference(table.column_names):
-            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         raise

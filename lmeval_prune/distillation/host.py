@@ -23,7 +23,6 @@ from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import BestBy, DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
-from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
@@ -194,7 +193,6 @@ class Host(ABC):
         questions = questions if is_trained else TrainingQuestions()
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
-        self._check_scored(tested, validated, test_name)
         for folder in filter(None, (self.options.pretrained, self.options.teacher if is_trained else None)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
@@ -210,22 +208,6 @@ class Host(ABC):
                 )
             total |= earlier
         return total
-
-    def _check_scored(self, tested: frozenset[str], validated: frozenset[str], test_name: str) -> None:
-        """Raise an `InputError` if heads are scored by outcomes of test questions or validation problems."""
-        texts = make_pruner(self.options.method, self.options.options).questions() if self.options.ratio else []
-        scored = question_keys({"question": text} for text in texts)
-        subject = f"{self.options.method} scores heads by outcomes of"
-        if count := len(tested & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(tested)} questions of the test split {test_name}, so they would be "
-                f"chosen on the test; sweep the training split (`lmeval-prune sweep --split train`)"
-            )
-        if count := len(validated & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(validated)} validation problems, so these cannot choose the best "
-                f"epoch; sweep other questions, or give --validation 0"
-            )
 
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -63,8 +63,6 @@ RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
 }
 FILES = ("answers.", "rank-")  # prefixes of the store's files
 
-_OPTIONAL_COLUMNS = {"length", "cut_off", "logprob"}  # older tables of outcomes lack them
-
 
 class AnswerStore:
     """Answers of one or more runs in a folder.
@@ -212,7 +210,7 @@ def _closed(body: bytes) -> bytes:
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
     """Read a parquet file of a store; an empty table if the file is missing, `InputError` if it is damaged."""
     try:
-        return artefacts.read_table(path, "the store is damaged", columns, schema, _OPTIONAL_COLUMNS)
+        return artefacts.read_table(path, "the store is damaged", columns, schema)
     except FileNotFoundError:
         return schema.empty_table()
 

@@ -784,7 +784,6 @@ COMMANDS = [
     "importance --method magnitude --output o.json",
     "export model --heads L0H0 --output o",
     "export adapter --heads L0H0 --output o",
-    "filter-map --text words --output o",
     "athena train --encoder",
 ]
 
@@ -804,7 +803,7 @@ def test_no_command_runs_a_strangers_code_or_asks_whether_to(
         path = Path("m/tokenizer_config.json")
         settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.T", "theirs.T"]}}
         path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-        if command.split()[0] not in ("prune", "cut", "filter-map") and "model" not in command:
+        if command.split()[0] not in ("prune", "cut") and "model" not in command:
             return  # it reads no tokenizer
         if command.startswith("prune"):
             command = "prune --ratio 0.25 --method flap --text plan.json --output o.json"

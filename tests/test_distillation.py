@@ -731,21 +731,6 @@ def test_what_was_read_may_not_change(
     assert len(distill(options)["stages"]) == 2
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-def test_folders_of_versions_that_recorded_no_contents(
-    language: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = replace(language, stages=2, epochs=0)
-    killed_and_resumed(options, ends, monkeypatch)
-    for path in Path(options.output).parent.rglob("*.json"):
-        if path.name in ("options.json", "distillation.json"):
-            content = json.loads(path.read_text())
-            recorded = content if path.name == "options.json" else content["options"]
-            del recorded["pretrained_files"], recorded["problems"]
-            path.write_text(json.dumps(content))
-    assert len(distill(options)["stages"]) == 2
-
-
 def test_each_stage_has_its_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, orders = [], []
 
@@ -1070,18 +1055,6 @@ def test_training_questions_of_athena_are_refused_as_test(
                 **changes,
             )
         )
-
-
-def test_an_older_host_draws_its_validation_split_again(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    model = checkpoint.read(dense.output)
-    expected = model.about.pop("validated_on")
-    checkpoint.write(model, tmp_path / "older")
-    questions = make_host(athena).questions_of(str(tmp_path / "older"))
-    assert questions.to_artefact()["validated_on"] == expected
-    assert len(expected) == 4
-    assert questions == make_host(athena).questions_of(dense.output)
 
 
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    default_settings,
     report_full_disk,
     result_settings,
     write_options,
@@ -148,7 +147,7 @@ def train(options: TrainOptions) -> Athena:
     settings = result_settings(options)
     if target.exists():
         about = checkpoint.describe(target)
-        check_same_settings(settings, about.get("options", {}), target, default_settings(TrainOptions))
+        check_same_settings(settings, about.get("options", {}), target)
         read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
         check_same_contents(read, about.get("contents", {}), target)
     else:
@@ -168,10 +167,10 @@ def _encoder_digest(encoder: str) -> str:
 
 def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     """Train a model with checkpoints in `work`."""
-    check_resumable(work, settings, default_settings(TrainOptions))
+    check_resumable(work, settings)
     split = ProblemSplit.load(options)
     contents = {ENCODER: _encoder_digest(options.encoder), PROBLEMS: split.digest}
-    check_resumable(work, settings | contents, default_settings(TrainOptions))
+    check_resumable(work, settings | contents)
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,

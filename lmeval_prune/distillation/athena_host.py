@@ -95,8 +95,6 @@ class AthenaHost(Host):
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         about = checkpoint.describe(folder)
-        if "options" in about and "validated_on" not in about:  # an older file: draw its validation split again
-            about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
         return TrainingQuestions.from_artefact(about)
 
     def _training_options(self, folder: str, **changes: Any) -> TrainOptions:

@@ -38,7 +38,7 @@ def distill(**options: Any) -> int:
         in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
         summary = f"{', '.join(named)}{blocks_text} removed{in_all}"
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
-        if distance := stage.get("distance"):  # stages of earlier versions lack it
+        if distance := stage.get("distance"):
             shown = cells(distance)
             text = f"mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"

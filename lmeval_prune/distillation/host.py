@@ -22,7 +22,6 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import BestBy, DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
@@ -39,7 +38,7 @@ class StageNote(TypedDict):
     stage: int
     heads: dict[str, list[int]]
     removed: dict[str, Any]
-    removed_blocks: NotRequired[list[str]]  # earlier versions did not note them
+    removed_blocks: list[str]
     parameters: int
 
 
@@ -155,10 +154,7 @@ class Host(ABC):
         """Raise an `InputError` if the model was cut with zeroed fillers, which training would change."""
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
-            removed, sizes = stage["plan"].get("channels", {}), stage["parent"]["channels"]
-            emptied = [block for block, text in removed.items() if len(Channels(text).numbers) == sizes[block]]
-            zeroed = stage["removed"].get("zeroed_channels", emptied)  # manifests of earlier versions do not have them
-            if layers := ", ".join([*stage["removed"]["fillers"], *zeroed]):
+            if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"]["zeroed_channels"]]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
                     f"cut it by whole groups (unit=group or balanced), and keep some in each layer"

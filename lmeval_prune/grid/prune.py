@@ -90,8 +90,6 @@ class Prune(Preparation):
     def settings(self) -> dict[str, Any]:
         """Return the fields, and digests of the text file and of measured costs."""
         settings, costs = super().settings(), self.prune_options().costs
-        if self.own_answers is None:  # results of earlier versions, without this field, stay valid
-            del settings["own_answers"]
         if self.text:
             check_exists(self.text, file=True)
             settings["text_content"] = content_digest(self.text)

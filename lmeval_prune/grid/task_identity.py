@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lm_eval.evaluator_utils import get_sample_size
 from transformers import GenerationConfig
 
 from lmeval_prune.artefacts import digest
@@ -55,7 +56,7 @@ class TaskIdentity:
             samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = exemplars_of(task)
-            questions = list(_first_documents(task.eval_docs, compat.sample_size(task, grid_task.limit)))
+            questions = list(_first_documents(task.eval_docs, get_sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
                 "version": str((config.get("metadata") or {}).get("version", "")),

@@ -19,7 +19,6 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
 from lmeval_prune.models.http_client import RejectedError, RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
@@ -97,15 +96,14 @@ class ServerClient:
             sums[number] += score[0]
             remaining[number] -= 1
             if not remaining[number]:
-                response = compat.rolling_response(sums[number])
-                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, response)
+                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
 
         jobs = [
             self._scoring_job(_request_name(requests[number]), context, continuation, index)
             for index, (number, (context, continuation)) in enumerate(windows)
         ]
         self._run(jobs, on_score, show_progress)
-        return list(map(compat.rolling_response, sums))
+        return sums
 
     def truncated_length(self, kind: str, request: Any) -> int | None:
         """Return the number of tokens that a request is truncated to; None if it fits."""

@@ -106,7 +106,7 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
     if path.is_file():
         router = read_json(path)
         before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
-        check_same_settings(_by_option(json.loads(json.dumps(settings))), before, Path(output), {})
+        check_same_settings(_by_option(json.loads(json.dumps(settings))), before, Path(output))
 
 
 def _by_option(settings: dict[str, Any]) -> dict[str, Any]:

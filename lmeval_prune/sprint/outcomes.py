@@ -341,7 +341,7 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
             f"{folder} has outcomes computed by {backends[0]}, these are by {backends[1]}: give a new folder"
         )
     if before.get("versions") != now.get("versions"):
-        reason = describe_version_change(before.get("versions"), now.get("versions") or {})
+        reason = describe_version_change(before.get("versions") or {}, now.get("versions") or {})
         raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()

@@ -30,7 +30,7 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
-from lmeval_prune.tasks.code import user_code_digest
+from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
 from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
@@ -223,7 +223,7 @@ class Sweep:
     def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
-        code = user_code_digest(task, dict(vars(task.config)))
+        code = code_digest(task, dict(vars(task.config)), own=False)
         return {
             "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
             "num_fewshot": task.get_config("num_fewshot"),

@@ -18,7 +18,6 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.cards.command import remembered
 from lmeval_prune.errors import InputError, did_you_mean, disk_error, first_line
 from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
@@ -95,7 +94,6 @@ def _run(name: str, words: Sequence[str]) -> int:
 
             registration.register()
         with ExitStack() as stack:
-            stack.enter_context(remembered(words))
             stack.enter_context(including(options.get(INCLUDE_PATH)))
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))

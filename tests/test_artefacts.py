@@ -72,7 +72,6 @@ from lmeval_prune.options import Parser
 from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.score_store import ScoreStore
-from lmeval_prune.sprint import hidden_states
 from lmeval_prune.sprint.curves import samples_curve
 from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import FitOptions
@@ -606,21 +605,12 @@ def _fitted_router(method: str) -> Callable[[Path], Kind]:
 
         def read() -> Any:
             result, x = Router.load(folder), torch.ones(2, 3)
-            chances = result.chances(x)
-            assert chances is not None
-            outputs = result.ranking(x), chances.tolist(), result.pool, result.method, str(result.about)
+            outputs = result.ranking(x), result.pool, result.method, str(result.about)
             return tensors_of(result.ranker.tensors), result.ranker.settings, *outputs
 
         return Kind(sorted(folder.glob("router.*")), read)
 
     return make
-
-
-def _hidden_states(folder: Path) -> Kind:
-    states = {f"digest {i}": torch.full((4,), float(i)) for i in range(3)}
-    path = folder / f"{hidden_states.PREFIX}0.safetensors"
-    hidden_states._write(path, states, {"weights": "w"})
-    return Kind([path], lambda: tensors_of(hidden_states.read_states(folder, {"weights": "w"})))
 
 
 def _outcomes(folder: Path) -> Kind:
@@ -824,8 +814,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     **{row.name: _intervention({row.name: row.value}) for row in ROWS if row.value is not None},
     "plan with tensors": _plan,
     "router": _router,
-    **{f"router {name}": _fitted_router(name) for name in ("knn", "sequential")},
-    "hidden states": _hidden_states,
+    "router knn": _fitted_router("knn"),
     "outcomes": _outcomes,
     "answers": _answers(False),
     "compacted answers": _answers(True),

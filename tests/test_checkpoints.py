@@ -148,9 +148,7 @@ def test_auto_classes_load_a_cut_model_with_its_head(tmp_path: Path) -> None:
         again = getattr(transformers, name).from_pretrained(tmp_path / "cut", trust_remote_code=True)
         with plan.applied_to(model):
             assert same(again, model), name
-    card = (tmp_path / "cut" / "README.md").read_text()
-    assert "AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=True)" in card
-    assert "pipeline_tag: image-text-to-text" in card
+    assert "pipeline_tag: image-text-to-text" in (tmp_path / "cut" / "README.md").read_text()
 
 
 def test_what_stays_beside_the_weights_goes_along(tmp_path: Path) -> None:

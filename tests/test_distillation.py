@@ -885,8 +885,6 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"method": "slimgpt"}, "slimgpt counts parameters; give --budget parameters"),
         ({"method": "wanda_sp"}, "wanda_sp counts parameters; give --budget parameters"),
         ({"method": "slimgpt", "budget": "parameters", "steps": 2}, "goes through the layers once; leave out --steps"),
-        ({"method": "sweep", "options": {"outcomes": "swept"}}, "sweep scores one model, .*give --stages 1"),
-        ({"method": "sweep", "stages": 1}, "give --outcomes FOLDER"),
         ({"calibrate_on": "own"}, "calibrate_on is for language models"),
         ({"train_on": "teacher"}, "train_on is for language models"),
         ({"budget": "parameters", "ffn_ratio": 0.2}, "leave out ffn_ratio and ffn_multiple"),
@@ -1146,8 +1144,7 @@ def test_a_model_that_was_only_pruned_was_trained_on_nothing(language: DistillOp
     material = distill(pruned)["material"]
     assert material["trained_on"] == material["validated_on"] == [] and material["train"] > material["validation"] > 0
     assert (read_manifest(pruned.output) or {})["trained_on"] == []
-    card = Path(pruned.output, "README.md").read_text()
-    assert "Nothing was trained" in card and "trained further" not in card
+    assert "Nothing was trained" in Path(pruned.output, "README.md").read_text()
     later = replace(
         pruned, pretrained=pruned.output, teacher=pruned.pretrained, ratio=0.0, epochs=1, seed=1, batch=24,
         output=str(tmp_path / "later"),

@@ -19,14 +19,11 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune
-from lmeval_prune.grid.selection import _artefacts
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.variants import Variant
 from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import Registry
@@ -444,8 +441,6 @@ def test_classes_of_one_name_share_no_answers_and_no_artefacts(install: Any, tmp
     assert load_intervention(tmp_path / "mask.json") == HeadMask("L0H1")  # although `masked` is called HeadMask, too
     reported = first.report(MAP)["mine"]
     assert reported == {"class": "elsewhere:Halve", "version": 1, "factor": 0.5}
-    name = Variant.of({"mine": 0.5}, MAP).name
-    assert Variant.of(name, MAP).name == name
 
     other = importlib.import_module("elsewhere").Other(0.5)
     assert other.settings() == first.settings() and other.identity(MAP) != first.identity(MAP)
@@ -608,11 +603,3 @@ def test_what_is_no_artefact_is_named(install: Any, tmp_path: Path, content: Any
             install_all(install)
         with pytest.raises(InputError, match=r"is not a lmeval-prune/head-mask or .* artefact \(its schema is"):
             load_intervention(path)
-
-
-def test_a_grid_is_compared_without_the_packages_of_its_preparations(tmp_path: Path) -> None:
-    unavailable: list[str] = []
-    prepare = {"gone": {}, "prune": {"method": "gone", "ratio": 0.2}}
-    entry = {"model_args": {"mask": "mask.json"}, "prepare": prepare}
-    assert _artefacts(GridFolder(tmp_path), entry, {}, unavailable) == [("mask", "mask.json")]
-    assert unavailable == ["prepare=gone", "prepare=prune"]

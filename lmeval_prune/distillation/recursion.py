@@ -314,7 +314,7 @@ class Stage:
             if self.number == self.host.options.stages:
                 if self.host.options.epochs:
                     draw(note["stages"], LINES, TITLE, folder / "distillation")
-                self.host.card(student, manifest, note).write(folder)
+                self.host.write_card(student, manifest, note, folder)
 
         self.host.write(student, manifest, self.folder, add_files)
 

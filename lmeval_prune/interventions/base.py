@@ -136,8 +136,6 @@ class Intervention(Settings, ABC):
         by_sequence: (class variable) the effect on a token depends on earlier tokens of the same sequence, and the
             method keeps its state of each sequence in the engine's store (`AttentionCall.store`). The engine runs such
             methods, but never removes tokens. Any other method falls back to `generate`.
-        capturable: (class variable, or set from the fields) its hooks run the same operations on the same tensors in
-            each decoding step, and never wait for the device, so that a CUDA graph can replay the step.
         origin: the artefact that it was loaded from.
     """
 
@@ -146,7 +144,6 @@ class Intervention(Settings, ABC):
     version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
-    capturable: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod

@@ -123,7 +123,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     # ------------------------------------------------------------------ set-up
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        for name in ("engine", "engine_rows", "engine_compile", "deterministic"):
+        for name in ("engine", "engine_rows", "deterministic"):
             if name in arguments:
                 raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
         for intervention in self.arguments.interventions:

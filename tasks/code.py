@@ -6,20 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lmeval_prune
 from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import files_digest
 
 _LIBRARY = Path(inspect.__file__).resolve().parent
-_PACKAGE = Path(str(lmeval_prune.__file__)).resolve().parent
+_PACKAGE = Path(scoring.__path__[0]).resolve().parent
 _OWN = [Path(root).resolve() for package in (scoring, tasks) for root in package.__path__]
 
 
 def code_digest(task: Any, settings: dict[str, Any], own: bool = True) -> str:
     """Return a digest of the YAML and Python files beside the code of a task, with functions in its `settings`; or "".
 
-    With `own`, all files of this package's tasks and scoring are among them if the task uses any. Installed packages
-    count by their versions.
+    With `own`, all files of this package's tasks and scoring are among them if the task uses any.
     """
     sources = {source for source in _sources([settings, *type(task).__mro__]) if source.is_file()}
     folders = {source.parent for source in sources if not any(map(source.is_relative_to, [_PACKAGE, *_OWN]))}

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.options import takes_tasks
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions, pick
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
 
@@ -51,7 +51,7 @@ def importance(
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    text_options = ScoringOptions(**calibration_options)
+    text_options = TextOptions(**calibration_options)
     _check_paths(output, text_options)  # before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable

@@ -26,7 +26,7 @@ def command_settings(
 
     `pruners` are those of heads and of channels, `scores` a file of stored scores.
     """
-    files = {"text": options.text, "costs": options.costs, "scores": scores}
+    files = {"text": options.text, "scores": scores}
     return {
         **_model_settings(pretrained, revision),
         "method": pruners[0].identity,

@@ -142,8 +142,6 @@ def gradients(
             count = int(predicted.sum())
             for module in modules:
                 weight: Any = module.weight
-                if weight.grad is None:  # of a block that an earlier step removed
-                    continue
                 grad = weight.grad.T if is_transposed(module) else weight.grad
                 grad = grad.to("cpu", first[module].dtype)
                 first[module] += grad / total

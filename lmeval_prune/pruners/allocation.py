@@ -259,7 +259,6 @@ def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
 
 
 def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
-    """Return the pool index of each removable unit, lowest score first."""
     removable = [pool.limit(allow_empty) - pool.removed for pool in pools]
     owners = torch.cat([torch.full((count,), index) for index, count in enumerate(removable)])
     return owners[torch.cat([p.scores[:n] for p, n in zip(pools, removable, strict=True)]).argsort(stable=True)]

@@ -149,7 +149,6 @@ def _remove_lowest(
 def _record(
     pruner: Pruner, channel_pruner: Pruner, options: PruneOptions, text: CalibrationText | None
 ) -> dict[str, Any]:
-    """Return what a plan stores about its methods, options and text."""
     record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
     if options.ffn_ratio or channel_pruner is not pruner:
         record |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
@@ -157,7 +156,6 @@ def _record(
 
 
 def _identity(record: Mapping[str, Any], model_map: ModelMap) -> list[Any]:
-    """Return what stored scores and layers depend on, given the plan's record."""
     return [record, model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
 
 
@@ -242,12 +240,13 @@ def resolve_options(
     if counts_parameters:
         both = channel_pruner is not None and channel_pruner is not pruner
         parts: Any = options.parts or ("both" if both else HEADS if pruner.heads_only else pruner.parts)
-        options = replace(options, parts=HEADS if parts == "both" and not model_map.channels() else parts)
+        parts = HEADS if parts == "both" and not model_map.channels() else parts
+        options = replace(options, parts=parts)
     has_width = {*options.kinds} <= {*KINDS}
     unit = options.unit
     if unit is None and HEADS in options.kinds:
         unit = _cuttable_unit(model_map, pruner) if counts_parameters else "head"
-    allocation = (pruner.allocation if has_width else "global") if counts_parameters else None
+    allocation: Any = (pruner.allocation if has_width else "global") if counts_parameters else None
     compensation: Any = pruner.compensates if has_width else "none"
     return replace(
         options,
@@ -268,7 +267,6 @@ def _cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Any:
 
 
 def _has_groups(model_map: ModelMap) -> bool:
-    """Return whether query heads share key-value heads (but not all of them a single one) and can be cut with them."""
     return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
 
 

@@ -80,7 +80,6 @@ def score(
 
 
 def _name_of(pruner: Pruner, kinds: Collection[str], text: CalibrationText | None, removed: Removed) -> str:
-    """Return the name of scores in a store: the kinds, and a digest of what they depend on within a run."""
     read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)] if text else []
     removed_members = {key: sorted(members) for key, members in removed.items() if members}
     return f"{'-'.join(kinds)}-{digest([pruner.identity, read, removed_members])}"

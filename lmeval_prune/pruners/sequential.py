@@ -170,13 +170,11 @@ class LayerwisePruning:
     def _run_layer(
         self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
     ) -> None:
-        """Run a layer with earlier removals applied; see `LayerReplay.run_layer`."""
         plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
             self.replay.run_layer(number, moments, keep_output)
 
     def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
-        """Return the damped mean of x·xᵀ, and record in `removal` if the damping was raised."""
         second, damping = damped(moments.second, self.options.damping)
         if damping != self.options.damping:
             removal.damping[part.projection_name] = damping
@@ -284,8 +282,7 @@ def check_layerwise(model_map: ModelMap, name: str) -> None:
     """Raise `InputError` for a model with several stacks; it may have no weights."""
     if model_map.stacks != ("",):
         raise InputError(
-            f"{name} prunes layer by layer, which encoder-decoders such as this {model_map.model_type} model do not "
-            f"support; use another method or compensation"
+            f"{name} prunes layer by layer; encoder-decoders such as this {model_map.model_type} model need another one"
         )
 
 

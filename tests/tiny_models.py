@@ -158,7 +158,7 @@ def tiny(
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **ALL[family],
+        **ALL.get(family, _HEADS),
         **changes,
     }
     config = AutoConfig.for_model(family, **settings)

@@ -16,12 +16,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, brief, first_few, first_line, note_class
+from lmeval_prune.errors import InputError, brief, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -37,17 +38,12 @@ _MULTI_TOKEN_PREDICTION = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_hea
 
 @contextmanager
 def as_input_error(problem: str) -> Iterator[None]:
-    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block.
-
-    An error in a class of another package, whose mistake it is, stays what it is; see `note_class`.
-    """
+    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # transformers raises errors of any type for files that it cannot read
-        if note_class(error):
-            raise
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
@@ -61,7 +57,11 @@ def read_config(pretrained: str, revision: str | None = None) -> Any:
     """Read the configuration of a folder, hub model or embedded model without running code of the model."""
     embedded.check_name(pretrained, {"revision": revision})
     with as_input_error(f"cannot read the model {pretrained}"), modeling_pruned.without_warnings_of_layers():
-        return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
+        quantised = getattr(config, "quantization_config", None)
+        if quantised and not AutoHfQuantizer.supports_quant_method(quantised):  # else loaded as if it were not
+            raise InputError(f"{pretrained}: transformers does not know the quant_method {quantised['quant_method']}")
+        return config
 
 
 # --------------------------------------------------------------------------- classes

@@ -19,15 +19,12 @@ from typing_extensions import override
 
 from lmeval_prune.architectures import input_device, position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
-from lmeval_prune.cards.card import Card
-from lmeval_prune.cards.checkpoint import checkpoint_card
-from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
-from lmeval_prune.distillation.card import training_of
+from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.corpus import (
     Corpus,
@@ -50,8 +47,8 @@ from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, cali
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode
 from lmeval_prune.settings import differs_from_default
+from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks import tries
-from lmeval_prune.tasks.hub import hub_dataset, is_on_hub
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
 from lmeval_prune.training.questions import (
@@ -77,14 +74,12 @@ class Rows(NamedTuple):
         train: training documents.
         test: test documents.
         names: names of the training splits.
-        datasets: names of their data sets on the Hub.
         repeated: number of training documents that were dropped because they are in the test, too.
     """
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
     names: str
-    datasets: tuple[str, ...] = ()
     repeated: int = 0
 
 
@@ -121,12 +116,10 @@ class LanguageHost(Host):
 
     @override
     def check_teacher(self, folder: str) -> None:
-        parent = self.options.pretrained
-        sizes = {skeleton_of(name).config.get_text_config().vocab_size for name in (folder, parent)}
-        tokenizers = (self.tokenizer_of(folder), self.tokenizer)
-        if len(sizes) > 1 or len({vocabulary_digest(tokenizer) for tokenizer in tokenizers}) > 1:
+        if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
             raise InputError(
-                f"the teacher {folder} has another vocabulary than {parent}; use a teacher with the same tokenizer"
+                f"the teacher {folder} has another vocabulary than {self.options.pretrained}; use a teacher with the "
+                f"same tokenizer"
             )
 
     @override
@@ -143,12 +136,17 @@ class LanguageHost(Host):
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
     @override
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        origin, title = Origin.of(self.options.pretrained), Path(self.options.output).resolve().name
-        training = training_of(
-            self.options, note, self.best_by, self.shown_metric, note["material"].get("datasets", ())
-        )
-        return checkpoint_card(title, model, manifest, origin, True, training)
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
+        options, material, training = self.options, note["material"], ""
+        if options.epochs:
+            source = shown(" and ".join(filter(None, (options.task, options.corpus))))
+            teacher = f", taught by {shown(options.teacher or options.pretrained)}" if options.uses_teacher else ""
+            training = f"Trained after each stage on {material['train']} texts of {source}{teacher}."
+            if distance := note["stages"][-1].get("distance"):
+                kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
+                training += f" From the unpruned model on texts like these: mean KLD {kld}, same top token {same}%."
+        title = Path(options.output).resolve().name
+        write_checkpoint_card(folder, title, model, manifest, (options.pretrained, None), True, training)
 
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -169,7 +167,18 @@ class LanguageHost(Host):
     @property
     def test_name(self) -> str:
         """Name of the test split, for messages."""
-        return self.options.test or "test"
+        return self.test or "test"
+
+    @cached_property
+    def test(self) -> str | None:
+        """Test split; None: the task's own. Of data in folds that is all of them, and the first fold is the test."""
+        options = self.options
+        data = options.task and (self.task.get_config("dataset_kwargs") or {}).get("prune_data")
+        if options.test or options.train or not data:
+            return options.test
+        from lmeval_prune.tasks.data import DATA
+
+        return "fold0" if "fold0" in DATA[data].splits and "train" not in DATA[data].splits else None
 
     @override
     def problems_digest(self) -> str:
@@ -239,8 +248,7 @@ class LanguageHost(Host):
             "empty": len(drawn) - len(answered),
             "repeated": rows.repeated,
             **({"corpus": corpus.note} if corpus.texts else {}),
-            "datasets": [*([options.corpus] if is_on_hub(options.corpus) else []), *rows.datasets],
-            "splits": {"task": options.task, "test": options.test, "train": rows.names},
+            "splits": {"task": options.task, "test": self.test, "train": rows.names},
             **questions.to_artefact(),
         }
         lengths = [len(text.ids) for text in train]
@@ -285,7 +293,7 @@ class LanguageHost(Host):
         arguments = self.task.get_config("dataset_kwargs") or {}
         with as_input_error(f"the training split of {self.options.task} cannot be read"):
             if data := arguments.get("prune_data"):
-                return self._split_rows(data, self.options.test or arguments.get("prune_test", "test"))
+                return self._split_rows(data, self.test or arguments.get("prune_test", "test"))
             return self._task_rows()
 
     def _split_rows(self, data: str, test: str) -> Rows:
@@ -297,9 +305,7 @@ class LanguageHost(Host):
         if test in splits:
             raise InputError(f"test={test} is also a training split; leave it out of train")
         rows = [dict(row) for row in load(data, "+".join(splits), folder)]
-        sources = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
-        datasets = tuple(dict.fromkeys(source.id for source in sources if source))
-        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits), datasets)
+        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
 
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
@@ -312,10 +318,8 @@ class LanguageHost(Host):
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        source = hub_dataset(self.task.dump_config())
-        datasets = (source.id,) if source else ()
         train = [dict(row) for row in self.task.training_docs()]
-        return Rows(train, [dict(row) for row in test or ()], "train", datasets)
+        return Rows(train, [dict(row) for row in test or ()], "train")
 
     def _with_questions(self, rows: Rows) -> Rows:
         """Add the field `question` to documents without it."""
@@ -323,7 +327,7 @@ class LanguageHost(Host):
             return rows
         parts = (rows.train, rows.test)
         train, test = ([{**row, "question": question_of(self.task, row)} for row in part] for part in parts)
-        return Rows(train, test, rows.names, rows.datasets)
+        return Rows(train, test, rows.names)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""
@@ -358,15 +362,10 @@ class LanguageHost(Host):
     @override
     def check_answers(self) -> None:
         options = self.options
-        if options.asks_models:
-            if options.calibrate_on == "own" or options.train_on == "teacher":
-                if options.task is None:
-                    raise InputError("answers of a model are to the problems of a task; give task")
-                check_generative(self.task)
-            elif self.answerer.task is None and options.max_gen_toks is None:
-                raise InputError(
-                    "corpus_answers=teacher without a generative task needs max_gen_toks: most tokens of an answer"
-                )
+        if options.calibrate_on == "own" or options.train_on == "teacher":
+            if options.task is None:
+                raise InputError("answers of a model are to the problems of a task; give task")
+            check_generative(self.task)
         if options.best_by == "accuracy":
             if options.task is None:
                 raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
@@ -547,7 +546,8 @@ class LanguageHost(Host):
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        options = self.options
+        options, rows = self.options, min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
+        expected, actual = expected[:, :rows], actual[:, :rows]
         return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
 
 

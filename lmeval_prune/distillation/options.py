@@ -39,14 +39,14 @@ class DistillOptions(Settings):
     Attributes:
         pretrained: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
         output: folder of the distilled model; the same command resumes an interrupted distillation
-        teacher: teacher of the first stage instead of the unpruned model; it must have the same vocabulary
+        teacher: teacher of the first stage instead of the unpruned model; it must have the same tokenizer
         teachers: teacher of the later stages: previous (the student of the stage before, Algorithm 2) or first (the
             teacher of the first stage)
         task: (language models) task with the training problems, e.g. prune_asdiv_a_equation
         train: splits to train on (default: for an ATHENA, those that it was trained on; for a language model, the
             task's training split, or all folds but the test fold)
         test: test split, whose questions are excluded from training (default: for an ATHENA, that of its training; for
-            a language model, the task's)
+            a language model, the task's; of data in folds, fold0)
         validation: share of the training problems used to choose the best epoch; 0 takes the last epoch (default: for
             an ATHENA, that of its training; for a language model, 0.1)
         best_by: what chooses the epoch whose weights are kept: accuracy (validation problems solved by greedy answers,
@@ -71,7 +71,7 @@ class DistillOptions(Settings):
         ratio: share to remove in total, of all query heads, or with budget=parameters of the parameters of heads and
             channels; if ratio and ffn_ratio are 0, the model is only trained
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
-            default: head, with budget=parameters what can be cut
+            default: what can be cut
         ffn_ratio: share of all feed-forward channels to remove
         ffn_multiple: the number of remaining channels in each block is a multiple of this
         allocation: as for `lmeval-prune prune` (default: the method's)
@@ -103,7 +103,7 @@ class DistillOptions(Settings):
         samples: own answers, or the teacher's, to each question or prompt; several need a sample_temperature
         sample_temperature: temperature of these answers; 0: greedy
         max_gen_toks: (language models) tokens of such an answer, or of one for best_by=accuracy, at most (default: the
-            task's)
+            task's, without one 256)
         prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
         regenerate: stages after which the model pruned so far answers again for the calibration; 0: the unpruned
             model's answers are used throughout
@@ -285,8 +285,6 @@ class DistillOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.unit is None and self.budget == "heads":
-            object.__setattr__(self, "unit", "head")
         self.pruning()
         check_samples(self.samples, self.sample_temperature)
         if self.test in self.train:
@@ -334,6 +332,4 @@ class DistillOptions(Settings):
         """Return the pruner's options; each stage is one step of its schedule."""
         names = {option.name for option in fields(PruneOptions)} & {option.name for option in fields(self)}
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.budget == "heads" and self.unit == "head":
-            shared["unit"] = None  # it is the default, also where no heads are removed
         return PruneOptions(**{**shared, "steps": self.stages})

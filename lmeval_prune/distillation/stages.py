@@ -13,10 +13,10 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
-from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
+from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
-from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, resolve_options, stages
+from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
 from lmeval_prune.pruners.scoring import kinds_read_for
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
@@ -30,12 +30,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     if not pruning.ratio and not pruning.ffn_ratio:
         return
     head_pruner, channel_pruner = make_pruners(options, 0)
-    for pruner in (head_pruner, channel_pruner):
-        if pruner.one_model and options.stages > 1:
-            raise InputError(
-                f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1"
-            )
-    stage_options = resolve_options(_within_stage(pruning, options), head_pruner, model_map, channel_pruner)
+    stage_options = _resolved(pruning, options, model_map, (head_pruner, channel_pruner))
     check_methods(head_pruner, channel_pruner, model_map, replace(stage_options, steps=1), True)
     reads_text = (
         bool(kinds_read_for(stage_options, head_pruner, channel_pruner, {})) or stage_options.compensation != "none"
@@ -95,7 +90,7 @@ def cut_stage(
     heads, channels = make_pruners(options, stage)
     unpruned = map_model(host.skeleton(options.pretrained))
     # units and parts are those that suit the unpruned model
-    stage_options = resolve_options(_within_stage(pruning, options), heads, unpruned, channels)
+    stage_options = _resolved(pruning, options, unpruned, (heads, channels))
     step = stage_pruning(
         replace(stage_options, **_schedule(pruning)), stage, unpruned, model_map, _allocation(stage_options, heads)
     )
@@ -110,9 +105,14 @@ def cut_stage(
     return cut(backbone, plan)
 
 
-def _within_stage(pruning: PruneOptions, options: DistillOptions) -> PruneOptions:
+def _resolved(
+    pruning: PruneOptions, options: DistillOptions, model_map: ModelMap, pruners: tuple[Pruner, Pruner]
+) -> PruneOptions:
     """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
-    return replace(pruning, p_min=0.0, growth=1.0, steps=options.steps)
+    heads, channels = pruners
+    if pruning.budget == "heads" and HEADS in pruning.kinds:  # fillers would be trained again
+        pruning = replace(pruning, unit=pruning.unit or cuttable_unit(model_map, heads))
+    return resolve_options(replace(pruning, p_min=0.0, growth=1.0, steps=options.steps), heads, model_map, channels)
 
 
 def _schedule(pruning: PruneOptions) -> dict[str, Any]:

@@ -87,16 +87,11 @@ class Prune(Preparation):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and digests of the text file and of a sweep's outcomes."""
+        """Return the fields, and a digest of the text file."""
         settings = super().settings()
-        if self.own_answers is None:  # results of earlier versions, without this field, stay valid
-            del settings["own_answers"]
         if self.text:
             check_exists(self.text, file=True)
             settings["text_content"] = content_digest(self.text)
-        if outcomes := getattr(make_pruner(self.method, self.options), "outcomes", ""):
-            check_exists(outcomes)
-            settings["outcomes_content"] = content_digest(outcomes)
         return settings
 
     def identity(self) -> dict[str, Any]:

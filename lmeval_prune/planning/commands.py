@@ -35,7 +35,6 @@ def importance(
     output: str,
     method: str = "norm_entropy",
     options: dict[str, Any] | None = None,
-    outcomes: str | None = None,
     channels: bool = False,
     revision: str | None = None,
     device: str | None = None,
@@ -49,7 +48,6 @@ def importance(
             beside it. Scores that were made there with the same settings are replaced
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
-        outcomes: folder of a sweep, for --method sweep
         channels: also score feed-forward channels
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -65,17 +63,16 @@ def importance(
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.score_store import ScoreStore
-    from lmeval_prune.pruners.scoring import scored_questions
     from lmeval_prune.reporting.maps import draw_scores
 
-    pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
+    pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
     check_writable(output)
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
     record = scoring_settings(text_options, pretrained, revision, pruner, channels)
-    check_replaceable(output, "importance", record, TextOptions)
+    check_replaceable(output, "importance", record)
     text = _calibration(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
     model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
     calibration = text.of(model_map.model) if text else None
@@ -98,7 +95,7 @@ def importance(
         columns, scored = None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
-    provenance = {**pruner.identity, **scored_questions({HEADS: pruner}, kinds), **calibrated, RECORD: record}
+    provenance = {**pruner.identity, **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
@@ -115,12 +112,10 @@ def prune(
     output: str,
     method: str | None = None,
     options: dict[str, Any] | None = None,
-    outcomes: str | None = None,
     ffn_method: str | None = None,
     ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
     cut: str | None = None,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     **settings: Any,
@@ -132,24 +127,18 @@ def prune(
         output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
         method: METHODS; default: flap, which needs --task or --text
         options: options of the method, e.g. alpha=0.5,entropy=raw
-        outcomes: folder of a sweep, for --method sweep
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint; replaced as the plan is
-        push_to_hub: with cut: name on the Hub, USER/NAME, to which that folder is uploaded when it is complete; needs a
-            login
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
-    if push_to_hub and not cut:
-        raise InputError("--push_to_hub uploads the smaller checkpoint; name its folder in --cut")
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
@@ -163,8 +152,7 @@ def prune(
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
     from lmeval_prune.surgery.writing import print_cut
 
-    check_push(push_to_hub)
-    torch_device, options, scored = resolve_device(device), _with_outcomes(options, outcomes), None
+    torch_device, scored = resolve_device(device), None
     if scores:
         scored = Plan.load(scores)
         if pruning.steps > 1 or scored.provenance.get("options", {}).get("steps", 1) > 1:
@@ -187,7 +175,7 @@ def prune(
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     check_writable(output)
     record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
-    check_replaceable(output, "prune", record, PruneSettings, cut)
+    check_replaceable(output, "prune", record, cut)
     if cut:
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
@@ -215,8 +203,6 @@ def prune(
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer))
     rmtree(work, ignore_errors=True)
-    if cut:
-        push(cut, push_to_hub)
     return 0
 
 
@@ -224,7 +210,6 @@ def cut_model(
     pretrained: str,
     plan: str,
     output: str,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -236,27 +221,19 @@ def cut_model(
         plan: file of the plan, or of a head mask
         output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
             the new one is complete
-        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
     """
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.writing import write_cut
 
-    check_push(push_to_hub)
     smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
-    push(output, push_to_hub)
     return 0
-
-
-def _with_outcomes(options: dict[str, Any] | None, outcomes: str | None) -> dict[str, Any]:
-    return {**(options or {}), **({"outcomes": outcomes} if outcomes else {})}
 
 
 def _work_folder(output: str) -> Path:
@@ -307,7 +284,6 @@ def _with_texts(
     from lmeval_prune.pruners.scoring import has_scores_of
 
     provenance = {name: value for name, value in provenance.items() if name != "calibration"}
-    provenance |= {name: value for name, value in scored.provenance.items() if name in ("swept", "seen")}
     if stored and "calibration" in scored.provenance:
         is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
         provenance["ffn_calibration" if is_of_channels else "calibration"] = scored.provenance["calibration"]

@@ -14,7 +14,7 @@ from lmeval_prune.interventions.base import SCHEMA_VERSION
 from lmeval_prune.interventions.plan import Plan, PlanContents
 from lmeval_prune.pruners.base import Pruner
 from lmeval_prune.pruners.options import PruneSettings, TextOptions
-from lmeval_prune.training.resuming import check_same_settings, default_settings, result_settings
+from lmeval_prune.training.resuming import check_same_settings, result_settings
 
 RECORD = "command"  # the settings, in the provenance of a plan
 
@@ -56,9 +56,7 @@ def _model_settings(pretrained: str, revision: str | None) -> dict[str, Any]:
     }
 
 
-def check_replaceable(
-    output: str, command: str, settings: Mapping[str, Any], options: type, cut: str | None = None
-) -> None:
+def check_replaceable(output: str, command: str, settings: Mapping[str, Any], cut: str | None = None) -> None:
     """Raise `InputError` if a plan, scores or a checkpoint stand at a path that a command did not make so."""
     made: dict[str, Mapping[str, Any]] = {}
     if Path(output).exists():
@@ -74,4 +72,4 @@ def check_replaceable(
             raise InputError(
                 f"{path} was not made by `{command}`, and would be lost; name another output, or delete it"
             )
-        check_same_settings(settings, provenance[RECORD], Path(path), default_settings(options))
+        check_same_settings(settings, provenance[RECORD], Path(path))

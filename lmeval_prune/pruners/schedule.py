@@ -21,10 +21,10 @@ from lmeval_prune.pruners.compensation import bias_for
 from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of
 from lmeval_prune.pruners.score_store import ScoreStore
-from lmeval_prune.pruners.scoring import has_scores_of, score, scored_questions
+from lmeval_prune.pruners.scoring import has_scores_of, score
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
     SequentialPruner,
@@ -82,7 +82,6 @@ def stages(
     pruners = {HEADS: pruner, CHANNELS: channel_pruner}
     check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
     record = _record(pruner, channel_pruner, options, text)
-    record |= scored_questions(pruners, [kind for kind in options.kinds if not has_scores_of(scores, kind)])
     if isinstance(pruner, SequentialPruner):
         with fast_products():
             plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
@@ -245,7 +244,7 @@ def resolve_options(
     has_width = {*options.kinds} <= {*KINDS}
     unit = options.unit
     if unit is None and HEADS in options.kinds:
-        unit = _cuttable_unit(model_map, pruner) if counts_parameters else "head"
+        unit = cuttable_unit(model_map, pruner) if counts_parameters else "head"
     allocation: Any = (pruner.allocation if has_width else "global") if counts_parameters else None
     compensation: Any = pruner.compensates if has_width else "none"
     return replace(
@@ -256,7 +255,7 @@ def resolve_options(
     )
 
 
-def _cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Any:
+def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
     """Return the unit in which heads have a share of the parameters and can be cut."""
     if uncuttable(model_map):
         return "head"

@@ -227,7 +227,8 @@ def _with_cache_numbers(base: Base, kept: Kept) -> Base:
         if not staying_layers or len(staying_layers) == len(layers):
             continue
         types = list(getattr(text, "layer_types", None) or [""] * (1 + max(map(_number, layers))))
-        if types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
+        has_first = 0 in map(_number, layers)  # of a hybrid, the first layer may have no attention
+        if has_first and types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
             types[0] = types[_number(staying_layers[0])]
             text.layer_types = types
         free = sorted(map(_number, layers))

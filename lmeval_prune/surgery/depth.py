@@ -35,13 +35,14 @@ class Depth:
         absent: arguments of `Absent` by module name.
         layers: the same of layers that return their input, by name.
         removed: names of the removed blocks, as in a plan.
-        logits: the model's output under the plan, (1, tokens, …); None if no block is removed.
+        outputs: the model's under the plan, (1, tokens, …): of one pass, and of two with a cache if it decodes; empty
+            if no block is removed.
     """
 
     absent: Mapping[str, Outputs] = field(default_factory=dict)
     layers: Mapping[str, Outputs] = field(default_factory=dict)
     removed: Sequence[str] = ()
-    logits: Tensor | None = None
+    outputs: Sequence[Tensor] = ()
 
 
 def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Depth:
@@ -80,7 +81,9 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
             )
         absent[name] = outputs or []
     absent = {name: arguments for name, arguments in absent.items() if not is_inside(name, [*layers, *absent])}
-    return Depth(absent, layers, [*map(str, removed)], logits)
+    with torch.no_grad(), exact_products(), plan.applied_to(model_map.model, model_map):
+        decoded = _decoded(model_map.model)  # of some state spaces, not what one pass computes
+    return Depth(absent, layers, [*map(str, removed)], [logits, *decoded])
 
 
 def _arguments(module: Any) -> Outputs:
@@ -230,15 +233,17 @@ def run(model: Any) -> Tensor:
 
 def why_different(model: Any, depth: Depth) -> str:
     """Return how a cut model differs from the plan; empty if it does not, or if no block is removed."""
-    if depth.logits is None:
+    if not depth.outputs:
         return ""
-    tolerance = (0.05 if depth.logits.dtype.itemsize < 4 else 1e-3) * float(depth.logits.abs().max())
+    logits = depth.outputs[0]
+    tolerance = (0.05 if logits.dtype.itemsize < 4 else 1e-3) * float(logits.abs().max())
     try:
         with torch.no_grad(), exact_products():
             outputs = [run(model), *_decoded(model)]
     except Exception as error:  # model classes raise errors of any type
         return f"does not run ({first_line(error)})"
-    difference = float(torch.stack([(output - depth.logits).abs().max() for output in outputs]).max())  # NaN if one is
+    differences = [(output - expected).abs().max() for output, expected in zip(outputs, depth.outputs, strict=True)]
+    difference = float(torch.stack(differences).max())  # NaN if one is
     return "" if difference <= tolerance else f"computes something else than the plan (difference {difference:.2g})"
 
 

@@ -22,7 +22,6 @@ from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
-from lmeval_prune.distillation.stages import check_pruning
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
@@ -36,7 +35,6 @@ from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder
 from tests.kills import Killed, counted, run_killed
-from tests.test_depth_pruners import table_of
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -136,20 +134,6 @@ def test_a_budget_of_parameters_needs_no_unit(options: DistillOptions) -> None:
     distill(replace(options, method="gisp", stages=1))
     removed = read_note(options.output)["stages"][0]["removed"]
     assert removed["heads"] == 2 * removed["kv_heads"] and not removed["fillers"]
-
-
-def test_stages_compose_blocks_heads_and_channels(options: DistillOptions) -> None:
-    """A share that no other allocation can remove, by the method for blocks that is named."""
-    blocks: Any = {"allocation": "composition", "depth_method": "random"}
-    distill(replace(options, method="magnitude", ratio=0.7, **blocks))
-    manifest = read_manifest(options.output)
-    assert manifest is not None
-    provenances = [stage["plan"]["made"] for stage in manifest["stages"]]
-    assert [provenance["options"]["depth_method"] for provenance in provenances] == ["random"] * 2
-    removable = provenances[0]["parameters"]["removable"]
-    assert sum(provenance["parameters"]["removed"] for provenance in provenances) >= 0.7 * removable - 2
-    with pytest.raises(InputError, match="depth_method is for --allocation composition"):
-        replace(options, depth_method="random")
 
 
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
@@ -560,115 +544,22 @@ def test_outputs_of_versions_without_these_options_are_complete(options: Distill
         distill(replace(options, method="random", stages=1, steps=2))
 
 
-def test_stages_remove_whole_layers_and_compositions(options: DistillOptions, tmp_path: Path) -> None:
-    """One layer of four in each stage; then heads, channels and blocks chosen together."""
+def test_stages_remove_whole_layers(options: DistillOptions) -> None:
+    """One layer of four in each stage."""
     depth = replace(options, method="block_influence", parts="layers", ratio=0.5)
     note = distill(depth)
     assert len(map_model(load_pretrained(depth.output)).attention) == 2
     assert len(note["stages"]) == 2 and [len(stage["heads"]) for stage in note["stages"]] == [3, 2]
-    together = replace(options, method="magnitude", allocation="composition", output=str(tmp_path / "together"))
-    dense = sum(parameter.numel() for parameter in load_pretrained(options.pretrained).parameters())
-    sizes = [stage["parameters"] for stage in distill(together)["stages"]]
-    assert dense > sizes[0] > sizes[1]
 
 
 def test_stages_whose_units_the_scores_decide_on(options: DistillOptions, capsys: pytest.CaptureFixture) -> None:
-    """Before scoring only what no scores could make work is refused: blocks are of two sizes, heads larger than channels."""
-    model_map = map_model(load_pretrained(options.pretrained))
-    random = replace(options, method="random")
-    check_pruning(replace(random, allocation="joint", ratio=0.7, stages=6, steps=4), model_map)
-    blocks = replace(random, parts="blocks")
-    for changes, message in (
-        ({"stages": 3, "steps": 2}, "stage 1 of 3 may remove only 1 units, .* give --steps 1 or fewer"),
-        ({"stages": 6}, "stage 1 of 6 has nothing left to remove: 0 of 16 heads"),
-    ):
-        with pytest.raises(InputError, match=f"^{message}"):
-            check_pruning(replace(blocks, **changes), model_map)
-    check_pruning(replace(blocks, stages=4), model_map)
+    """Blocks are of two sizes: a stage after one that had to remove more only trains."""
+    blocks = replace(options, method="random", parts="blocks")
     note = distill(replace(blocks, stages=3, options={"seed": 1}, output=f"{options.output}3"))
     assert "stage 2 of 3 removes nothing, as the earlier ones removed enough\n" in capsys.readouterr().out
     assert [bool(stage["removed_blocks"]) for stage in note["stages"]] == [True, False, True]
     note = distill(replace(blocks, ratio=0.4, steps=2))
-    assert "stage 2 of 2 has 1 of its 2 steps, as each removes at least one unit\n" in capsys.readouterr().out
     assert [len(stage["heads"]) for stage in note["stages"]]
-
-
-@pytest.fixture
-def costs(tmp_path: Path) -> str:
-    """A table of costs of the model's blocks, 12 in all."""
-    table_of({"2/1": 0.9, "4/2": 1.0}, {"16": 1.0, "32": 1.5, "48": 2.0}).save(tmp_path / "costs.json")
-    return str(tmp_path / "costs.json")
-
-
-def test_stages_share_a_budget_of_latency(options: DistillOptions, costs: str) -> None:
-    """Stage t of T keeps at most 1 − ratio·t/T of the unpruned model's time, as plans made one after another."""
-    latency: Any = {"allocation": "composition", "budget": "latency", "costs": costs, "depth_method": "block_influence"}
-    options = replace(options, method="magnitude", ratio=0.5, **latency)
-    host: Any = make_host(options)
-    examples, model, left = host.examples(), host.read(options.pretrained), 12.0
-    for limit in (9.0, 6.0):
-        text = host.calibration(examples, model, None)
-        settings = PruneOptions(1 - limit / left, unit="group", **latency)
-        *_, plan = stages(make_pruner("magnitude", {}), map_model(model), settings, text)
-        model, left = cut(model, plan).model, plan.provenance["kept_cost"]
-    distill(options)
-    expected, actual = model.state_dict(), load_pretrained(options.output).state_dict()
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
-    manifest = read_manifest(options.output)
-    assert manifest is not None
-    first, second = (stage["plan"]["made"] for stage in manifest["stages"])
-    assert first["whole_cost"] == pytest.approx(12.0) and 6.0 < first["kept_cost"] <= 9.0 + 1e-9
-    assert second["whole_cost"] == pytest.approx(first["kept_cost"]) and second["kept_cost"] <= 6.0 + 1e-9
-    table_of({"2/1": 0.8, "4/2": 1.0}, {"16": 1.0, "32": 1.5, "48": 2.0}).save(costs)
-    with pytest.raises(InputError, match=r"was made with other options \(costs=\w+\); name another output"):
-        distill(options)
-
-
-def test_a_stage_after_one_that_had_to_remove_more_only_trains(options: DistillOptions, costs: str) -> None:
-    """With whole blocks alone in the table: the first stage removes one, which is more than the share of both."""
-    table_of({"4/2": 1.0}, {"48": 2.0}).save(costs)
-    latency: Any = {"allocation": "composition", "budget": "latency", "costs": costs}
-    note = distill(replace(options, method="magnitude", ratio=0.08, **latency))
-    assert note["stages"][0]["parameters"] == note["stages"][1]["parameters"]
-    assert len(map_model(load_pretrained(options.output)).sublayers) == 7
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"allocation": "composition"}, "needs measured costs, and only it reads them"),
-        ({"budget": "parameters", "costs": "c.json"}, "needs measured costs, and only it reads them"),
-        ({"costs": "c.json"}, "is met by --allocation composition"),
-        ({"allocation": "composition", "costs": "nowhere.json"}, "nowhere.json"),
-    ],
-)
-def test_a_budget_of_latency_needs_its_options(options: DistillOptions, changes: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        distill(replace(options, **{"budget": "latency", "method": "magnitude", **changes}))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "table", "message"),
-    [
-        ("float64", table_of({"2/1": 1.0}, {"48": 1.0}), "lacks the cost of heads.L0 with 2 units"),
-        ("float32", table_of({"4/2": 1.0}, {"48": 1.0}), "costs of other blocks .*dtype float64.*dtype float32"),
-        ("bfloat16", table_of({"4/2": 1.0}, {"48": 1.0}, dtype="bfloat16"), "distilled and written in float32, .*bfloat16"),
-    ],
-)  # fmt: skip
-def test_tables_that_do_not_fit_are_refused_before_weights_are_read(
-    options: DistillOptions, tmp_path: Path, dtype: str, table: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load_pretrained(options.pretrained).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(options.pretrained).save_pretrained(tmp_path / "model")
-    table.save(tmp_path / "costs.json")
-    latency: Any = {"allocation": "composition", "budget": "latency", "costs": str(tmp_path / "costs.json")}
-    changed = replace(options, pretrained=str(tmp_path / "model"), method="magnitude", **latency)
-    monkeypatch.setattr(LanguageHost, "read", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(InputError, match=message) as error:
-        distill(changed)
-    assert "\n" not in str(error.value)
 
 
 def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(

@@ -75,8 +75,6 @@ class DistillOptions(Settings):
         ffn_ratio: share of all feed-forward channels to remove
         ffn_multiple: the number of remaining channels in each block is a multiple of this
         allocation: as for `lmeval-prune prune` (default: the method's)
-        depth_method: as for `lmeval-prune prune`, with allocation=composition
-        costs: with budget=latency, the file of `lmeval-prune costs --pretrained` for this model
         p_min: share at which the schedule starts; after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         growth: exponent of the schedule
         stages: number of stages of pruning and training
@@ -84,8 +82,7 @@ class DistillOptions(Settings):
         options: options of the method, e.g. alpha=0.5
         ffn_method: pruner that scores channels (default: the same as `method`)
         ffn_options: options of ffn_method
-        budget: heads (ratio counts query heads, ffn_ratio channels), latency (with allocation=composition, ratio counts
-            the measured time of all blocks of the unpruned model) or parameters (ratio counts those of heads and
+        budget: heads (ratio counts query heads, ffn_ratio channels) or parameters (ratio counts those of heads and
             channels; needed by slimgpt and wanda_sp)
         parts: with budget=parameters, what is removed: both, heads or channels, or whole layers or blocks: layers,
             attention, feed_forward or blocks (default: what the method's paper removes)
@@ -232,8 +229,6 @@ class DistillOptions(Settings):
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
     allocation: Allocation | None = None
-    depth_method: str = "block_kl"
-    costs: str | None = None
     p_min: float = 0.0
     growth: float = 1.0
     stages: Count = 3
@@ -241,7 +236,7 @@ class DistillOptions(Settings):
     options: dict[str, Any] = field(default_factory=dict)
     ffn_method: str | None = None
     ffn_options: dict[str, Any] = field(default_factory=dict)
-    budget: Literal["heads", "parameters", "latency"] = "heads"
+    budget: Literal["heads", "parameters"] = "heads"
     parts: Parts | None = None
     skip_first: Natural = 0
     skip_last: Natural = 0

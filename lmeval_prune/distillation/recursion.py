@@ -35,7 +35,6 @@ from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_m
 from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments, stage_seed
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
 from lmeval_prune.training.resuming import (
@@ -87,8 +86,6 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     settings |= foreign_methods(options)
     if options.corpus:
         settings["corpus"] = corpus_identity(options.corpus)
-    if options.costs:
-        settings["costs"] = CostTable.load(options.costs).record["sha256"]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import COMPOSITION, Budget, share_of, unit_pools
+from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
-from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, HEADS
-from lmeval_prune.pruners.schedule import (
-    check_methods,
-    cuttable_unit,
-    most_units,
-    resolve_options,
-    smallest_removal,
-    stages,
-)
+from lmeval_prune.pruners.parts import HEADS
+from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
 from lmeval_prune.pruners.scoring import kinds_read_for
-from lmeval_prune.pruners.sequential import count_removed
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.settings import Use, check_used
@@ -56,31 +44,11 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "unit=head keeps zeroed heads in groups with a shared key-value head, and training would change them; use "
             "group or balanced"
         )
-    if pruning.allocation == COMPOSITION:  # removes any share
-        if pruning.costs:
-            _check_costs(model_map)
-        return
-    before, pruners = 0, {HEADS: head_pruner, CHANNELS: channel_pruner}
-    for stage, removal in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
-        if removal.most == before:
-            counts = count_removed(removal.removed)
-            raise InputError(
-                f"stage {stage} of {pruning.steps} has nothing left to remove: {counts['heads']} of "
-                f"{model_map.total_heads} heads and {counts['channels']} of {sum(model_map.channels().values())} "
-                f"channels are already removed; give fewer stages, a larger ratio, another unit, allocation global "
-                f"or a smaller ffn_multiple"
-            )
-        if removal.most - before < options.steps:
-            raise InputError(
-                f"stage {stage} of {pruning.steps} may remove only {removal.most - before} units, fewer than its "
-                f"{options.steps} steps; give --steps {removal.most - before} or fewer"
-            )
-        before = removal.fewest
 
 
 def foreign_methods(options: DistillOptions) -> dict[str, str]:
     """Return import path and version of each pruner from another package, which its name does not determine."""
-    names = {name: getattr(options, name) for name in ("method", "ffn_method", "depth_method")}
+    names = {name: getattr(options, name) for name in ("method", "ffn_method")}
     kinds = {name: PRUNERS.load(method) for name, method in names.items() if method and method not in PRUNERS.own}
     return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
@@ -126,33 +94,15 @@ def cut_stage(
     step = stage_pruning(
         replace(stage_options, **_schedule(pruning)), stage, unpruned, model_map, _allocation(stage_options, heads)
     )
-    pruners = {HEADS: heads, CHANNELS: channels}
-    plan = Plan()
-    if possible := _with_fewer_steps(
-        replace(step, steps=options.steps), pruners, model_map, f"stage {stage} of {options.stages}"
-    ):
-        text = host.calibration(examples, model, answering)
-        progress = partial(print, flush=True)
-        *_, plan = stages(heads, model_map, possible, text, channels, progress=progress, work=work)
+    text, progress = host.calibration(examples, model, answering), partial(print, flush=True)
+    try:
+        *_, plan = stages(
+            heads, model_map, replace(step, steps=options.steps), text, channels, progress=progress, work=work
+        )
+    except EmptyPlanError:
+        print(f"stage {stage} of {options.stages} removes nothing, as the earlier ones removed enough", flush=True)
+        plan = Plan()
     return cut(backbone, plan)
-
-
-def _with_fewer_steps(
-    pruning: PruneOptions, pruners: Mapping[str, Pruner], model_map: ModelMap, stage: str
-) -> PruneOptions | None:
-    """Return the options of a stage with no more steps than units that it can remove, and say so if those are fewer.
-
-    How many they are depends on what the earlier stages have removed. None: they have removed enough for this one.
-    """
-    if pruning.allocation == COMPOSITION and pruning.ratio:  # removes any share
-        return pruning
-    units = most_units(pruners, model_map, pruning) if pruning.ratio or pruning.ffn_ratio else 0
-    if not units:
-        print(f"{stage} removes nothing, as the earlier ones removed enough", flush=True)
-        return None
-    if units < pruning.steps:
-        print(f"{stage} has {units} of its {pruning.steps} steps, as each removes at least one unit", flush=True)
-    return replace(pruning, steps=min(pruning.steps, units))
 
 
 def _resolved(
@@ -196,17 +146,5 @@ def stage_pruning(
 
 
 def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
-    """Return what the budget counts in a model: parameters, or the measured seconds of its blocks."""
-    pools = unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning))
-    costs, _ = block_costs(model_map, pruning, pools)
-    return costs.total
-
-
-def _check_costs(model_map: ModelMap) -> None:
-    """Raise an `InputError` if a table of costs is of other weights than are distilled."""
-    dtype = model_map.model.dtype
-    if torch.promote_types(dtype, torch.float32) != dtype:
-        raise InputError(
-            f"weights are distilled and written in float32, and the costs of this model would be those of {dtype}; "
-            f"save the model in float32 and measure that by `lmeval-prune costs`, or leave out --budget latency"
-        )
+    """Return the parameters that the budget counts in a model."""
+    return sum(pool.total for pool in unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning)))

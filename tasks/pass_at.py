@@ -10,14 +10,12 @@ repeats: 8
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean
 
 from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.tasks.compat import all_responses
 from lmeval_prune.tasks.results import EQUALITIES, Scores, same_text
 from lmeval_prune.tasks.scored import ScoredTask
 
@@ -29,8 +27,8 @@ class PassAtTask(ScoredTask):
 
     Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
     routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
-    responses; for random samples). Further metrics: `maj@N`;
-    `distinct`, the number of different answers; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
+    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
+    the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
     `algebra`, …). With k = N both estimators are equal.
 
     Raises:
@@ -99,11 +97,7 @@ class PassAtTask(ScoredTask):
     def means(self) -> list[str]:
         """Names of the metrics that are averaged over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
-        return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
-
-    def response(self, results: Sequence[Any]) -> Any:
-        """Return the list of N responses."""
-        return all_responses(results)
+        return [*passes, f"maj@{self.attempts}", "distinct", *self._shares]
 
     @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
@@ -132,7 +126,7 @@ class PassAtTask(ScoredTask):
             **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
             **(self._votes(correct, [score["extracted"] for score in scored]) if extracts == {True} else {}),
             **({"how": [score["how"] for score in scored]} if "how" in scored[0] else {}),
-            **{name: mean([score[name] for score in scored]) for name in self._failures},
+            **{name: mean([score[name] for score in scored]) for name in self._shares if name in scored[0]},
         }
 
     def _votes(self, correct: list[bool], answers: list[str]) -> Scores:

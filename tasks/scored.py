@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
+from lm_eval.api.task import ConfigurableTask
 
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MARKED
-from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.results import Scores, mathematics
 
 PARTS = ("level", "complexity", "grade", "subject")  # accuracy is reported for each value of these fields
 
 
-class ScoredTask(compat.GenerateTask):
+class ScoredTask(ConfigurableTask):
     """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
     Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
@@ -49,25 +49,34 @@ class ScoredTask(compat.GenerateTask):
         # the metrics come from `aggregation`; without this empty list lm-eval adds its default metrics
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)
-        compat.without_metrics(self)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.times_out = self.score is mathematics
-        self.parts: dict[str, tuple[str, Any]] = {}
+        self.parts = self._parts_of(self.eval_docs)
+
+    def build_all_requests(self, **options: Any) -> None:
+        """Build the requests; parts without a question in this run are not reported."""
+        super().build_all_requests(**options)
         docs: Any = self.eval_docs
+        count = min(int(options.get("limit") or len(docs)), len(docs))
+        self.parts = self._parts_of(docs.select(options.get("samples") or range(count)))
+
+    def _parts_of(self, docs: Any) -> dict[str, tuple[str, Any]]:
+        parts: dict[str, tuple[str, Any]] = {}
         for field in (field for field in PARTS if field in docs.column_names):
             for value in sorted({value for value in docs[field] if value}):
                 name = str(value) if field == "subject" else f"{field}_{value}"
                 name = re.sub(r"\W+", "_", name.replace("&", "and")).lower()
-                self.parts[self.prefix + name] = (field, value)
+                parts[self.prefix + name] = (field, value)
+        return parts
 
     @property
     def means(self) -> list[str]:
         """Return the metrics that are means over the documents."""
-        return [self.main, "strict_match", *self._failures]
+        return [self.main, *self._shares]
 
     @property
-    def _failures(self) -> list[str]:
-        return ["timeouts"] if self.times_out else []
+    def _shares(self) -> list[str]:
+        return ["strict_match", "unmarked", *(["timeouts"] if self.times_out else [])]
 
     def override_metric(self, metric_name: str) -> None:
         """Compute no other metric than this, for `lm_eval --predict_only`."""
@@ -77,14 +86,14 @@ class ScoredTask(compat.GenerateTask):
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
         """Return the metrics of a response, and the main metric for each part; None for parts of other documents."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
-            return compat.as_results({"bypass": 0.0})
+            return {"bypass": 0.0}
         scores = self.scores(doc, self.response(results))
         parts = {
             name: scores[self.main] if doc[field] == value else None
             for part, (field, value) in self.parts.items()
             for name in part_metrics(part)
         }
-        return compat.as_results({**scores, **parts})
+        return {**scores, **parts}
 
     def response(self, results: Sequence[Any]) -> Any:
         """Return what `scores` takes, from the argument of `process_results`."""
@@ -102,13 +111,9 @@ class ScoredTask(compat.GenerateTask):
             means |= part_metrics(part)
         return {**super().aggregation(), **means, **answers}
 
-    def aggregate(self, bootstrap_iters: int | None = 100_000) -> tuple[dict[str, Any], int]:
-        """Return the aggregated metrics and the number of documents, for lm-eval 0.5."""
-        return compat.aggregate(self, bootstrap_iters)
-
     def higher_is_better(self) -> dict[str, bool]:
-        """Return True for all but `timeouts`."""
-        return {name: name != "timeouts" for name in self.aggregation()}
+        """Return True for all but `timeouts` and `unmarked`."""
+        return {name: name not in ("timeouts", "unmarked") for name in self.aggregation()}
 
 
 def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
@@ -116,14 +121,14 @@ def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
     return {name: part_mean, f"{name}_stderr": part_stderr, f"{name}_n": part_count}
 
 
-def part_mean(values: Iterable[float | None]) -> float | str:
-    """Return the mean of the values that are not None; `"N/A"` (JSON has no NaN) without values."""
+def part_mean(values: Iterable[float | None]) -> float:
+    """Return the mean of the values that are not None."""
     items = [value for value in values if value is not None]
-    return math.fsum(items) / len(items) if items else "N/A"
+    return math.fsum(items) / len(items)
 
 
 def part_stderr(values: Iterable[float | None]) -> float | str:
-    """Return the standard error of `part_mean`; `"N/A"` for fewer than two values."""
+    """Return the standard error of `part_mean`; `"N/A"` (JSON has no NaN) for fewer than two values."""
     items = [value for value in values if value is not None]
     return mean_stderr(items) if len(items) > 1 else "N/A"
 

@@ -731,21 +731,6 @@ def test_what_was_read_may_not_change(
     assert len(distill(options)["stages"]) == 2
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-def test_folders_of_versions_that_recorded_no_contents(
-    language: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = replace(language, stages=2, epochs=0)
-    killed_and_resumed(options, ends, monkeypatch)
-    for path in Path(options.output).parent.rglob("*.json"):
-        if path.name in ("options.json", "distillation.json"):
-            content = json.loads(path.read_text())
-            recorded = content if path.name == "options.json" else content["options"]
-            del recorded["pretrained_files"], recorded["problems"]
-            path.write_text(json.dumps(content))
-    assert len(distill(options)["stages"]) == 2
-
-
 def test_each_stage_has_its_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, orders = [], []
 
@@ -900,8 +885,6 @@ def test_the_help_names_the_methods_that_need_a_budget_of_parameters() -> None:
         ({"method": "slimgpt"}, "slimgpt counts parameters; give --budget parameters"),
         ({"method": "wanda_sp"}, "wanda_sp counts parameters; give --budget parameters"),
         ({"method": "slimgpt", "budget": "parameters", "steps": 2}, "goes through the layers once; leave out --steps"),
-        ({"method": "sweep", "options": {"outcomes": "swept"}}, "sweep scores one model, .*give --stages 1"),
-        ({"method": "sweep", "stages": 1}, "give --outcomes FOLDER"),
         ({"calibrate_on": "own"}, "calibrate_on is for language models"),
         ({"train_on": "teacher"}, "train_on is for language models"),
         ({"budget": "parameters", "ffn_ratio": 0.2}, "leave out ffn_ratio and ffn_multiple"),
@@ -1074,18 +1057,6 @@ def test_training_questions_of_athena_are_refused_as_test(
         )
 
 
-def test_an_older_host_draws_its_validation_split_again(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    model = checkpoint.read(dense.output)
-    expected = model.about.pop("validated_on")
-    checkpoint.write(model, tmp_path / "older")
-    questions = make_host(athena).questions_of(str(tmp_path / "older"))
-    assert questions.to_artefact()["validated_on"] == expected
-    assert len(expected) == 4
-    assert questions == make_host(athena).questions_of(dense.output)
-
-
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"momentum": 0.9}
@@ -1173,8 +1144,7 @@ def test_a_model_that_was_only_pruned_was_trained_on_nothing(language: DistillOp
     material = distill(pruned)["material"]
     assert material["trained_on"] == material["validated_on"] == [] and material["train"] > material["validation"] > 0
     assert (read_manifest(pruned.output) or {})["trained_on"] == []
-    card = Path(pruned.output, "README.md").read_text()
-    assert "Nothing was trained" in card and "trained further" not in card
+    assert "Nothing was trained" in Path(pruned.output, "README.md").read_text()
     later = replace(
         pruned, pretrained=pruned.output, teacher=pruned.pretrained, ratio=0.0, epochs=1, seed=1, batch=24,
         output=str(tmp_path / "later"),

@@ -13,13 +13,9 @@ from typing_extensions import override
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator, make_examples
-from lmeval_prune.athena.card import athena_card
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.cards.card import Card
-from lmeval_prune.cards.checkpoint import what_was_removed
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -84,13 +80,6 @@ class AthenaHost(Host):
         checkpoint.write(model, folder, manifest, add_files)
 
     @override
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        datasets: list[str] = []  # its data sets are not on the Hub
-        training = training_of(self.options, note, self.best_by, self.shown_metric, datasets)
-        title = Path(self.options.output).resolve().name
-        return athena_card(title, model.about, {"What was removed": what_was_removed(manifest)}, training)
-
-    @override
     def backbone(self, model: Any) -> Any:
         return model.encoder
 
@@ -106,8 +95,6 @@ class AthenaHost(Host):
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         about = checkpoint.describe(folder)
-        if "options" in about and "validated_on" not in about:  # an older file: draw its validation split again
-            about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
         return TrainingQuestions.from_artefact(about)
 
     def _training_options(self, folder: str, **changes: Any) -> TrainOptions:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lmeval_prune.artefacts import content_digest, digest, numbered_lines, read_lines, read_texts
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import SHOWN, InputError, first_line, with_others
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.calibration import encode, encode_continuation, end_token, special_tokens
 
 SUFFIXES = (".txt", ".jsonl")
@@ -293,17 +293,9 @@ def _name_of(index: int, corpus: str) -> str:
 
 
 def _fields(rows: Sequence[Mapping[str, Any]], index: int, options: DistillOptions) -> tuple[str, str]:
-    """Return the prompt of a document, which may be empty, and its text.
-
-    Raises:
-        InputError: the document lacks them; the message names more such documents of a local corpus.
-    """
-    if _mistake(rows[index], options):
-        numbers = range(len(rows)) if isinstance(rows, list) else [index]  # not all of a large data set
-        first, *others = [number for number in numbers if _mistake(rows[number], options)]
-        names = [_name_of(number, str(options.corpus)) for number in (first, *others[:SHOWN])]
-        message = f"{names[0]}{_mistake(rows[first], options)}"
-        raise InputError(with_others(message, [*names[1:], *map(str, others[SHOWN:])]))
+    """Return the prompt of a document, which may be empty, and its text; `InputError` if the document lacks them."""
+    if mistake := _mistake(rows[index], options):
+        raise InputError(f"{_name_of(index, str(options.corpus))}{mistake}")
     row = rows[index]
     texts = ["" if row[name] is None else str(row[name]) for name in _field_names(options).values()]
     return (texts[0], "".join(texts[1:])) if options.corpus_prompt else ("", texts[0])

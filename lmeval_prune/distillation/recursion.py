@@ -42,7 +42,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    default_settings,
     report_full_disk,
     result_settings,
     write_options,
@@ -93,12 +92,12 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
-        check_same_settings(settings, stored, target, default_settings(DistillOptions))
+        check_same_settings(settings, stored, target)
         check_same_contents(host.contents(), stored, target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
-        check_resumable(work, settings, default_settings(DistillOptions))
+        check_resumable(work, settings)
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
@@ -159,7 +158,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     """Run the incomplete stages in order."""
     options = host.options
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
-    check_resumable(work, settings, default_settings(DistillOptions))
+    check_resumable(work, settings)
     examples = host.examples()
     if not examples.validation and (options.patience or options.best_by):  # an ATHENA's is that of its own training
         name = "patience" if options.patience else "best_by"
@@ -315,7 +314,7 @@ class Stage:
             if self.number == self.host.options.stages:
                 if self.host.options.epochs:
                     draw(note["stages"], LINES, TITLE, folder / "distillation")
-                self.host.card(student, manifest, note).write(folder)
+                self.host.write_card(student, manifest, note, folder)
 
         self.host.write(student, manifest, self.folder, add_files)
 

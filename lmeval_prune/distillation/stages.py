@@ -16,7 +16,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import COMPOSITION, Budget, share_of, unit_pools
-from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
+from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.composition import block_costs
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, HEADS
@@ -42,11 +42,6 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     if not pruning.ratio and not pruning.ffn_ratio:
         return
     head_pruner, channel_pruner = make_pruners(options, 0)
-    for pruner in (head_pruner, channel_pruner):
-        if pruner.one_model and options.stages > 1:
-            raise InputError(
-                f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1"
-            )
     stage_options = _resolved(pruning, options, model_map, (head_pruner, channel_pruner))
     check_methods(head_pruner, channel_pruner, model_map, replace(stage_options, steps=1), True)
     reads_text = (

@@ -42,11 +42,10 @@ class Arguments(Settings):
         responses: folder of the answer store.
         allow_empty_layer: accept heads that leave a layer without heads.
         allow_other_model: accept artefacts of another model if they fit.
-        router: chooses the variant for each attempt at a question: the folder of a fitted router, or one of
+        router: chooses the heads to prune for each attempt at a question: the folder of a fitted router, or one of
             `POLICIES`; after parsing, a `HeadRouter`.
-        router_mix: how attempts are made of a router's order; see `sprint/mixes.py`.
-        router_store: outcome store: of training questions for `random_top`, `best` and `cover` (and the pool of
-            `random`), of the evaluated questions for `oracle`.
+        router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
+            the evaluated questions for `oracle`.
         router_pool: heads for `random` (as for `heads=`); may include `dense`.
         router_seed: for `random` and `random_top`.
         router_size: number of heads in `random_top`'s shortlist.
@@ -68,7 +67,6 @@ class Arguments(Settings):
     allow_empty_layer: bool | None = None
     allow_other_model: bool | None = None
     router: Any = None
-    router_mix: str = "next"
     router_store: str | None = None
     router_pool: str | None = None
     router_seed: Seed = 0
@@ -166,7 +164,7 @@ class Arguments(Settings):
         check_batch_size(others.get("batch_size"))
 
 
-_ROUTER_SETTINGS = {"router_mix", "router_store", "router_pool", "router_seed", "router_size", "question_field"}
+_ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions

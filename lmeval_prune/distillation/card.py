@@ -10,12 +10,12 @@ from lmeval_prune.cards.card import table
 from lmeval_prune.cards.checkpoint import Training
 from lmeval_prune.cards.command import without_folders
 from lmeval_prune.distance.summary import cells
-from lmeval_prune.distillation.host import METRICS
-from lmeval_prune.distillation.options import BestBy, DistillOptions
+from lmeval_prune.distillation.host import METRICS, BestBy
+from lmeval_prune.distillation.options import FIRST, DistillOptions
 from lmeval_prune.reporting.documents import escape_markdown
 from lmeval_prune.reporting.tables import significant
 
-SHOWN = ("epochs", "batch", "accumulate", "rate", "distill_weight", "task_weight", "temperature", "seed")
+SHOWN = ("epochs", "batch", "rate", "distill_weight", "task_weight", "temperature", "seed")
 LABELS = {METRICS["loss"]: "task loss", METRICS["accuracy"]: "accuracy"}
 VALUE: Mapping[BestBy, Callable[[Sequence[float]], float]] = {"accuracy": max, "loss": min, "none": itemgetter(-1)}
 SENTENCE: Mapping[BestBy, str] = {
@@ -48,16 +48,17 @@ def training_of(
 
 
 def _training(options: DistillOptions, material: Mapping[str, Any], best_by: BestBy) -> str:
-    terms = ("response", "feature", "hidden") if options.distill_weight else ()
-    learned = [name for name in terms if getattr(options, name)] + (["task"] if options.task_weight else [])
+    terms = options.terms if options.distill_weight else ()
+    learned = [*terms] + (["task"] if options.task_weight else [])
     sources = [f"the task `{options.task}`"] if options.task else []
-    if "corpus" in material:
-        sources.append(f"the corpus {escape_markdown(without_folders(material['corpus']['name']))}")
+    if options.prompts:
+        sources.append(f"the prompts {escape_markdown(without_folders(options.prompts))}")
     data = material.get("splits", {}).get("data")
     source = " and ".join(sources) or (f"the data set `{data}`" if data else "texts")
-    teacher = "the unpruned model" if options.teacher is None else escape_markdown(without_folders(options.teacher))
+    name = options.other_teacher
+    teacher = "the unpruned model" if name is None else escape_markdown(without_folders(name))
     later = "" if options.stages == 1 else ", and each stage's model by the one before"
-    later = ", as in all stages" if options.teachers == "first" and later else later
+    later = ", as in all stages" if later and (name or options.teacher == FIRST) else later
     lines = [f"On {material['train']} texts of {source}, and {material['validation']} for validation."]
     if options.uses_teacher:
         lines.append(f"The first stage was taught by {teacher}{later}.")
@@ -65,7 +66,6 @@ def _training(options: DistillOptions, material: Mapping[str, Any], best_by: Bes
     if material["validation"]:
         lines.append(SENTENCE[best_by])
     settings: dict[str, Any] = {name: getattr(options, name) for name in SHOWN}
-    settings |= {"lora": " ".join(f"{key}={value}" for key, value in options.lora.items())} if options.lora else {}
     rows = [{"option": name, "value": value} for name, value in settings.items()]
     return "\n\n".join([" ".join(lines), table(rows, "option"), "All options are in `distillation.json`."])
 

@@ -19,7 +19,7 @@ LOWEST_VENV ?= .venv-lowest
 DIST_VENV ?= .venv-dist
 
 .PHONY: demo test test-long test-docs notebooks test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
-	scoring-report scoring-generality clean
+	scoring-report clean gates size
 
 demo: $(VENV)/.installed
 	$(BIN)/lmeval-prune demo
@@ -53,7 +53,15 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 test-llamacpp: $(VENV)/.installed-dev $(LLAMACPP_VENV)/.installed
 	LMEVAL_PRUNE_LLAMACPP="$(abspath $(LLAMACPP_VENV))/bin/llama-server" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
 
-lint: $(VENV)/.installed-dev
+# Before and after each step that changes the structure: golden values, exactness, kills, silent damage, speed.
+gates: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.gates
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m gate
+
+size:
+	$(PYTHON) tests/size.py
+
+lint: size $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -85,9 +93,6 @@ bench: $(VENV)/.installed
 
 scoring-report: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py
-
-scoring-generality: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_generality.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,9 @@ def commit() -> str:
     copied_commit = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
     if copied_commit and not git("log", "-1", "--format=%h", copied_commit):
         return copied_commit
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    )
+    # a results file or a page that was written before does not change what runs
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results", ":!/docs")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if changes else "")
 
 
 def processor() -> str:
@@ -70,24 +69,6 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
     out = function()
     return out, time.perf_counter() - begin
-
-
-def seconds_in_turn(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
-    """Return the seconds that two kinds of work take in turn, and how many times as fast the first is as the second.
-
-    Args:
-        kinds: of work, by name; each returns its seconds.
-        rounds: of both; the ratio is the median of those of the rounds.
-    """
-    seconds = [{name: run() for name, run in kinds.items()} for _ in range(rounds)]
-    first, second = kinds
-    ratios = [times[second] / times[first] for times in seconds]
-    return {"seconds": seconds, "ratio": statistics.median(ratios), "ratios": ratios}
-
-
-def median_and_range(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the smallest and the largest of values, as they are stored."""
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def write(name: str, results: dict[str, Any], quiet: bool = False) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from _record import RESULTS, environment, write
-from filter_quality import perplexity, texts
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
@@ -41,8 +40,10 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.plot_style import COLOURS, save
 from lmeval_prune.surgery.cut import cut
 from lmeval_prune.surgery.kept import KeptHeads
+from lmeval_prune.tasks import data
 
 RATIOS = (0.1, 0.2, 0.3)
+WINDOW = 512
 UNITS = ("group", "balanced", "head")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm + entropy": ("norm_entropy", {}),
@@ -56,6 +57,25 @@ SEEDS = {f"random, seed {seed}": ("random", {"seed": seed}) for seed in range(1,
 WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=6, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
 OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
+
+
+def texts(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """Return windows of token ids, (windows, WINDOW), by data set."""
+
+    def joined(name: str, answer: str) -> str:
+        rows = list(data.load(name, "test"))[: tokens // 40]
+        return "\n\n".join(f"Question: {row['question']}\nAnswer: {row[answer]}" for row in rows)
+
+    corpora = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
+    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in corpora.items()}
+    return {name: sequence[: len(sequence) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, sequence in ids.items()}
+
+
+def perplexity(model: Any, windows: torch.Tensor) -> float:
+    """Return the perplexity by token, each window by itself, its first token not scored."""
+    with torch.no_grad():
+        losses = [model(window[None], labels=window[None], use_cache=False).loss for window in windows]
+    return float(torch.stack(losses).mean().exp())
 
 
 def rows() -> Iterator[tuple[str, str, float, bool]]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from _record import environment, timed, write
-from sweep_speed import PROMPT, Pairs, Work
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
@@ -27,6 +26,7 @@ from lmeval_prune.tasks import data
 
 STEPS, BATCH, RATE = 90, 8, 1e-4
 LONGEST = 48  # new tokens
+PROMPT = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TASK, TEST = "prune_asdiv_a", "fold4"
 
 
@@ -69,24 +69,6 @@ def fine_tune(folder: Path) -> None:
     model.save_pretrained(half)
     tokenizer.save_pretrained(half)
     half.rename(folder)
-
-
-def against_hf(model: Path, questions: int = 64, heads: str = "L5H0+L15H4+L25H8") -> dict[str, Any]:
-    """Time a sweep, and lm-eval's `hf` a head at a time (batch 64), on the same answers."""
-    work = Work(str(model), data.load("asdiv_a", TEST)["question"][:questions], LONGEST)
-    pairs: Pairs = [(i, head) for i in range(questions) for head in (None, *heads.split("+"))]
-    work.by_hf([(i, None) for i in range(4)], 4)  # whatever is slow only once
-    engine = work.engine(deterministic=True)
-    engine_texts, sweep = timed(lambda: work.by_engine(pairs, engine))
-    hf_texts, hf = timed(lambda: work.by_hf(pairs, 64))
-    return {
-        "questions": questions,
-        "heads": ["dense", *heads.split("+")],
-        "texts": work.compare(engine_texts, hf_texts),
-        "sweep_seconds": round(sweep, 1),
-        "hf_seconds": round(hf, 1),
-        "ratio": round(hf / sweep, 2),
-    }
 
 
 def main() -> None:
@@ -186,14 +168,11 @@ def main() -> None:
     for name in ("router.json", "router.safetensors"):
         shutil.copy(work / "router" / name, Path(options.output) / name)
     cells = {name: OutcomeStore(work / name).cells() for name in ("train", "test")}
-    factor = work / "factor.json"
-    stage("sweep against one run a head", lambda: write_text(factor, json.dumps(against_hf(model))), factor.exists)
     write(
         "sprint_result",
         {
             "environment": environment(),
             "seconds": seconds,
-            "sweep_against_hf": json.loads(factor.read_text()),
             "answers": {name: len(rows) for name, rows in cells.items()},
             "answer_tokens": {name: sum(len(row["tokens"]) for row in rows) for name, rows in cells.items()},
             "report": json.loads((Path(options.output) / "report.json").read_text()),

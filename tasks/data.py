@@ -118,7 +118,7 @@ def _math(row: Row) -> Row | None:
 
 def _asdiv(row: Row) -> Row:
     question = f"{row['body']} {row['question']}".strip()
-    target = re.sub(r"\s*\([^()]*\)\s*(?=;|$)", "", row["answer"])
+    target = re.sub(r"\s*\((?!\d)[^()]*\)\s*(?=;|$)", "", row["answer"])  # without its unit
     return {**row, "question": question, "target": target}
 
 

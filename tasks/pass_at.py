@@ -29,8 +29,8 @@ class PassAtTask(ScoredTask):
 
     Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
     routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
-    responses; for random samples). Further metrics: `maj@N`;
-    `distinct`, the number of different answers; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
+    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
+    the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
     `algebra`, …). With k = N both estimators are equal.
 
     Raises:
@@ -99,7 +99,7 @@ class PassAtTask(ScoredTask):
     def means(self) -> list[str]:
         """Names of the metrics that are averaged over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
-        return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
+        return [*passes, f"maj@{self.attempts}", "distinct", *self._shares]
 
     def response(self, results: Sequence[Any]) -> Any:
         """Return the list of N responses."""
@@ -132,7 +132,7 @@ class PassAtTask(ScoredTask):
             **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
             **(self._votes(correct, [score["extracted"] for score in scored]) if extracts == {True} else {}),
             **({"how": [score["how"] for score in scored]} if "how" in scored[0] else {}),
-            **{name: mean([score[name] for score in scored]) for name in self._failures},
+            **{name: mean([score[name] for score in scored]) for name in self._shares if name in scored[0]},
         }
 
     def _votes(self, correct: list[bool], answers: list[str]) -> Scores:

@@ -1,8 +1,8 @@
 """Functions for `process_results` of lm-eval's tasks: compute the metrics of a response to a document.
 
-Each function returns `exact_match` and `strict_match`, the answer (`extracted`) and where it was found (`how`).
-`exact_match` accepts an answer at the end of the response; `strict_match` requires a marked answer (a box, `####`, or
-'the answer is').
+Each function returns `exact_match` and `strict_match`, the answer (`extracted`), where it was found (`how`), and if
+that was the end of the response, without a mark (`unmarked`). `exact_match` accepts such an answer; `strict_match`
+requires a marked one (a box, `####`, or 'the answer is').
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
     return {
         "exact_match": float(correct),
         "strict_match": strict,
+        "unmarked": float(extraction.how == "end"),
         "extracted": extraction.answer,
         "how": extraction.how,
     }

@@ -52,22 +52,32 @@ class ScoredTask(compat.GenerateTask):
         compat.without_metrics(self)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.times_out = self.score is mathematics
-        self.parts: dict[str, tuple[str, Any]] = {}
+        self.parts = self._parts_of(self.eval_docs)
+
+    def build_all_requests(self, **options: Any) -> None:
+        """Build the requests; parts without a question in this run are not reported."""
+        super().build_all_requests(**options)
         docs: Any = self.eval_docs
+        count = min(int(options.get("limit") or len(docs)), len(docs))
+        self.parts = self._parts_of(docs.select(options.get("samples") or range(count)))
+
+    def _parts_of(self, docs: Any) -> dict[str, tuple[str, Any]]:
+        parts: dict[str, tuple[str, Any]] = {}
         for field in (field for field in PARTS if field in docs.column_names):
             for value in sorted({value for value in docs[field] if value}):
                 name = str(value) if field == "subject" else f"{field}_{value}"
                 name = re.sub(r"\W+", "_", name.replace("&", "and")).lower()
-                self.parts[self.prefix + name] = (field, value)
+                parts[self.prefix + name] = (field, value)
+        return parts
 
     @property
     def means(self) -> list[str]:
         """Return the metrics that are means over the documents."""
-        return [self.main, "strict_match", *self._failures]
+        return [self.main, *self._shares]
 
     @property
-    def _failures(self) -> list[str]:
-        return ["timeouts"] if self.times_out else []
+    def _shares(self) -> list[str]:
+        return ["strict_match", "unmarked", *(["timeouts"] if self.times_out else [])]
 
     def override_metric(self, metric_name: str) -> None:
         """Compute no other metric than this, for `lm_eval --predict_only`."""
@@ -107,8 +117,8 @@ class ScoredTask(compat.GenerateTask):
         return compat.aggregate(self, bootstrap_iters)
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Return True for all but `timeouts`."""
-        return {name: name != "timeouts" for name in self.aggregation()}
+        """Return True for all but `timeouts` and `unmarked`."""
+        return {name: name not in ("timeouts", "unmarked") for name in self.aggregation()}
 
 
 def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
@@ -116,14 +126,14 @@ def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
     return {name: part_mean, f"{name}_stderr": part_stderr, f"{name}_n": part_count}
 
 
-def part_mean(values: Iterable[float | None]) -> float | str:
-    """Return the mean of the values that are not None; `"N/A"` (JSON has no NaN) without values."""
+def part_mean(values: Iterable[float | None]) -> float:
+    """Return the mean of the values that are not None."""
     items = [value for value in values if value is not None]
-    return math.fsum(items) / len(items) if items else "N/A"
+    return math.fsum(items) / len(items)
 
 
 def part_stderr(values: Iterable[float | None]) -> float | str:
-    """Return the standard error of `part_mean`; `"N/A"` for fewer than two values."""
+    """Return the standard error of `part_mean`; `"N/A"` (JSON has no NaN) for fewer than two values."""
     items = [value for value in values if value is not None]
     return mean_stderr(items) if len(items) > 1 else "N/A"
 

@@ -205,14 +205,6 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
 
 
-@pytest.fixture
-def experiment(tiny_folder: Path, tmp_path: Path) -> Any:
-    """Return a small experiment of `benchmarks/smaller_model.py`."""
-    from tests.smaller_experiments import tiny_experiment
-
-    return tiny_experiment(tiny_folder, tmp_path)
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a byte-level tokenizer and a chat template, saved as a user would have it."""

@@ -7,7 +7,6 @@ from collections import Counter
 from random import Random
 
 import pytest
-from _rules import Recorder, entries, exchanged, never, patterns, without
 from hypothesis import given, settings
 
 from lmeval_prune.tasks import results
@@ -226,55 +225,3 @@ def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
             and scores["strict_match"] in (0, 1)
             and isinstance(scores["extracted"], str)
         )
-
-
-# --------------------------------------------------------------------------- rules switched off
-
-
-def test_a_rule_is_switched_off_where_it_stands_and_nowhere_else() -> None:
-    lists = {
-        "verbs": ["is", "are"],
-        "scales": {"ten": "10", "dozen": "12"},
-        "signs": {"×": ["times"]},
-        "steps": [["a", "b"]],
-    }
-    rules = dict(entries(lists))
-    assert rules == {
-        ("verbs", 0): "is",
-        ("verbs", 1): "are",
-        ("scales", "ten"): "ten",
-        ("scales", "dozen"): "dozen",
-        ("signs", "×", 0): "times",
-        ("steps", 0): "a",
-    }
-    off = without(lists, [("verbs", 1), ("scales", "ten"), ("scales", "dozen"), ("signs", "×", 0), ("steps", 0)])
-    assert (
-        off["verbs"] == ["is", never("are")]
-        and off["steps"] == [[never("a"), "b"]]
-        and off["signs"] == {"×": [never("times")]}
-    )
-    assert list(off["scales"].values()) == ["10", "12"]
-    assert not any(re.search(word, text) for word in off["scales"] for text in ("", "ten", "dozen x"))
-    assert re.sub(never("(a)b"), r"\1", "ab") == "ab"
-
-
-def test_patterns_are_found_and_exchanged_in_whatever_holds_them() -> None:
-    names = "abcde"
-    held = {
-        "one": re.compile("a"),
-        "rules": [(re.compile("b"), "x"), (re.compile("c"), str.upper)],
-        "pair": (re.compile("d"), 1),
-    }
-    held["more"] = {"inner": [re.compile("e")]}
-    assert [pattern.pattern for pattern in patterns(held)] == list(names)
-    changed = exchanged(held, iter([re.compile(name.upper()) for name in names]))
-    assert [pattern.pattern for pattern in patterns(changed)] == list(names.upper())
-    assert changed["rules"][0][1] == "x" and changed["rules"][1][1] is str.upper and changed["pair"][1] == 1
-
-
-def test_a_recorded_pattern_does_what_it_did_and_notes_whether_it_matched() -> None:
-    Recorder.subjects, Recorder.matched = set(), set()
-    first, second = Recorder(re.compile("a(b)"), ("m.first", 0)), Recorder(re.compile("z"), ("m.second", 0))
-    assert first.sub(r"<\1>", "xab") == "x<b>" and first.search("ab")[1] == "b" and second.findall("ab") == []
-    assert (first.pattern, first.groups) == ("a(b)", 1)
-    assert Recorder.subjects == {"xab", "ab"} and Recorder.matched == {("m.first", 0)}

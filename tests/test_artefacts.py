@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distillation_report import Results
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -744,15 +743,6 @@ def _begun(folder: Path) -> Kind:
     return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
 
 
-def _results(folder: Path) -> Kind:
-    every = json.loads((ROOT / "benchmarks" / "results" / "distillation.json").read_text())
-    rows = dict(list(every["rows"].items())[:3])
-    splits = {row["split"] for row in rows.values()}
-    questions = {split: every["questions"][split] for split in splits}
-    write_text(folder / "results.json", json.dumps({"rows": rows, "questions": questions}))
-    return Kind([folder / "results.json"], lambda: str(Results.read(folder / "results.json").rows))
-
-
 def _costs(folder: Path) -> Kind:
     times = {size: [1.0 + n, 1.5 + n] for n, size in enumerate(("0", "2/1", "4/2"))}
     shapes: Any = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float64"}
@@ -846,7 +836,6 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "distillation": _distillation,
     "lessons": _lessons,
     "begun": _begun,
-    "results": _results,
     "layers": _layers,
     "scores": _scores,
     "costs": _costs,

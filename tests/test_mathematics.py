@@ -97,6 +97,19 @@ def test_gold_answers_and_solutions_score_one(name: str, step: int, shared_data:
     assert not any(text[len(LAST_NUMBER) - 2 :].replace(":", "").isdigit() for text in exceptions)
 
 
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("gsm8k", "train+test"), ("math500", "train+test"), ("asdiv", "test"), ("math23k", "train+test")],
+)
+def test_each_gold_answer_alone_scores_bare_and_boxed(name: str, splits: str, shared_data: Path) -> None:
+    score = {"math500": results.mathematics, "asdiv": results.text_or_number}.get(name, results.number)
+    golds = {
+        " ".join(row["target"].split()) for split in splits.split("+") for row in data.load(name, split, shared_data)
+    }
+    texts = {text: gold for gold in golds for text in (gold, rf"\boxed{{{gold}}}")}
+    assert [text for text, gold in texts.items() if score({"target": gold}, [text])["exact_match"] != 1] == []
+
+
 NUMBER_FORMS = [
     "#### Solution\nWe add 9 and 9.\n\nThe answer is %s.", "#### Step 2: Find the money\n9*2 = 18\n\nThe answer is %s.", "#### **%s**",
     "#### Answer: %s", "#### %s (per day)", "#### Final Answer\n\nThe answer is %s.", "#### %s\n\nThat is all, in 2 lines.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -357,28 +356,6 @@ def test_importance_refuses_channels_of_a_method_without(
     assert run_command("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
                "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
     assert "confidence scores heads only" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- the results
-
-
-def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of the measurement, not of the report; null for old rows without one."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    benchmark: Any = import_module("pruning_result")
-    written: dict[str, Any] = {}
-    monkeypatch.setattr(benchmark, "write", lambda name, content: written.update(content))
-    monkeypatch.setattr(benchmark, "report", lambda results: None)
-    first, second, third = (benchmark.key_of(*row) for row in list(benchmark.rows())[:3])
-    first_run, second_run, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
-    known = {"dense": {}, first: {"environment": first_run}, second: {"environment": second_run}}
-    known[third] = {"environment": first_run, "speed": speed, "speed_environment": second_run}
-    benchmark.finish({"commit": "report"}, 8, {}, known)
-    results, about = written["results"], written["environments"]
-    assert results["dense"]["environment"] is None and about == [first_run, second_run]
-    assert [about[results[key]["environment"]] for key in (first, second, third)] == [first_run, second_run, first_run]
-    assert about[results[third]["speed_environment"]] == second_run and "speed_environment" not in results[first]
-    assert known[first] == {"environment": first_run}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Extraction and comparison of numbers."""
 
 import re
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings, vocabulary
+from lmeval_prune.scoring import (
+    FormulaReader,
+    MathematicsReader,
+    NumberReader,
+    TextReader,
+    extract,
+    numbers_equal,
+    readings,
+    vocabulary,
+)
+from lmeval_prune.scoring.vocabulary import words_by_key
 
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
@@ -176,6 +187,23 @@ def test_extraction_of_a_formula_or_words(response: str, answer: str) -> None:
     assert extract(response, FormulaReader(words=answer[0] == "M")) == (answer, "phrase")
 
 
+THOUGHTS = {
+    "<think>": "</think>", "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷",
+    "<|channel>thought\n": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>", "analysis": "assistantfinal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", THOUGHTS)
+@pytest.mark.parametrize("reader", [NumberReader(), MathematicsReader("15")])
+def test_an_unfinished_thought_gives_no_answer_and_after_a_finished_one_the_answer_counts(
+    begin: str, reader: Any
+) -> None:
+    thought = f"{begin}So the answer is 12. Wait, I should check " + "3 + 4, " * 9_000
+    assert extract(thought, reader).answer == ""
+    assert extract(f"{thought}{THOUGHTS[begin]}The answer is 15.", reader).answer == "15"
+
+
 @given(st.integers(-(10**12), 10**12))
 def test_whole_numbers_equal_themselves_alone(number: int) -> None:
     for text in (str(number), f"{number:,}", f"{number}.0"):
@@ -230,6 +258,27 @@ def test_any_text_is_survived(text: str) -> None:
 def test_hostile_texts_hold_no_answer(hostile: str) -> None:
     for reader in (NumberReader(), NumberReader(algebra=True), FormulaReader(), FormulaReader(words=True)):
         assert not numbers_equal(extract(hostile, reader).answer, "12345")
+
+
+SPACES = [r"\,", r"\;", r"\:", r"\!", r"\ ", "~", r"\quad ", r"\\", "&", " \n", "\u00a0"]
+BRACKETS = [
+    "(", ")", "[", "]", "{", "}", r"\{", r"\}", r"\(", r"\[", r"\left(", r"\right]", r"\langle ", r"\frac{", r"\sqrt{", r"\text{", "$",
+]  # fmt: skip
+SIGNS = [rf"\{names[0]}" for names in words_by_key("signs", "latex").values()]
+REPEATED = [*SPACES, *BRACKETS, *SIGNS, *"+-*/^_=!.,:;%'\"#1x", "1,", "x,", r"\pix"]
+AROUND = [
+    r"\boxed{%s5}", r"\boxed{\frac{%s5x}{2}}", "So $%s5$.", "So x = 5%sab.", r"\[5%sx\]", "The answer is %s5 x.", "5%s7 a b c",
+]  # fmt: skip
+
+
+def test_two_thousand_of_each_space_sign_and_bracket_are_read_in_a_second() -> None:
+    slow = []
+    for text in (form.replace("%s", piece * 2_000) for form in AROUND for piece in REPEATED):
+        for reader in (NumberReader(algebra=True), FormulaReader(), TextReader("3; 4")):
+            start = time.process_time()
+            extract(text, reader)
+            slow += [text[:40]] if time.process_time() - start > 1 else []
+    assert slow == []
 
 
 TEXTS = st.lists(

@@ -4,25 +4,64 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The title of a folder of docs/results and the command that makes its files; the page of the same name explains them.
+# The title of a folder of docs/results, the command that makes its files, and the commit that made the report; the page
+# of the same name explains them.
 FOLDERS = {
-    "athena": ("ATHENA on the embedded encoder", "lmeval-prune athena train --config configs/athena/minilm.yaml"),
-    "compare": ("Two seeds of one model", "lmeval-prune compare out/seed1 out/seed2"),
-    "sprint_race": ("A race against sampling, planned", "python benchmarks/sprint_race.py"),
-    "baselines": ("Pruners under one budget", "python benchmarks/baselines_result.py --report"),
-    "distillation": ("Recursive distillation", "python benchmarks/distillation_report.py"),
+    "athena": (
+        "ATHENA on the embedded encoder",
+        "lmeval-prune athena train --config configs/athena/minilm.yaml",
+        "fa3da2a7",
+    ),
+    "compare": ("Two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
+    "sprint_race": (
+        "A race against sampling, planned",
+        "python benchmarks/sprint_race.py",
+        "7ddf599a (choices d87d707b, plan 4971af87, rates 7211b0f4)",
+    ),
+    "baselines": (
+        "Pruners under one budget",
+        "python benchmarks/baselines_result.py --report",
+        "f3ad7366 (picture a564ca63)",
+    ),
+    "depth": ("Whole layers and blocks", "python benchmarks/depth_result.py --report", "48e40d8d"),
+    "distillation": (
+        "Recursive distillation",
+        "python benchmarks/distillation_result.py --report",
+        "9c2bbf9a (rows e8836950, pictures 9968324d, 981e6898)",
+    ),
     "grid": (
         "A grid",
         "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2; lmeval-prune grid compare out/smollm2",
+        "bced8ef4 (table and picture 21b15247)",
     ),
-    "pruning": ("Heads, groups and channels by several scores", "python benchmarks/pruning_result.py"),
-    "smaller_model": ("A smaller model", "python benchmarks/smaller_model_picture.py"),
-    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py"),
-    "token_filtering": ("Token Filtering", "python benchmarks/filter_quality.py"),
+    "pruning": (
+        "Heads, groups and channels by several scores",
+        "python benchmarks/pruning_result.py",
+        "59c78370 (picture 5cd05dea)",
+    ),
+    "smaller_model": ("A smaller model", "python benchmarks/smaller_model_picture.py", "df130eb0"),
+    "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "94200958 (pictures 2c26f9a7)"),
+    "token_filtering": (
+        "Token Filtering",
+        "python benchmarks/filter_quality.py",
+        "e7760e37 (pictures 7c50aa78, map d513a835)",
+    ),
 }
+# Where a file records no single clean commit: the one that wrote it.
+WRITTEN = {
+    "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",
+    "distillation_recipes": "ed93acbd", "engine_matrix": "d87d7a88", "grid_page": "a1a0ca94",
+    "memory_limit": "209df50c", "pruning": "779630a4", "scoring_quality": "4f19a715", "scoring_speed": "d0ed3fa4",
+    "serving": "209df50c", "smaller_model_cpu": "05dde7ad", "smaller_model_gpu": "2f5804df",
+    "smaller_model_greedy": "b4a59f96", "smaller_model_untrained": "69e1a559", "smaller_model_verdict": "df130eb0",
+    "sprint_race": "7ddf599a", "sprint_result": "94200958", "sweep_again": "bebfe022", "sweep_factors": "bebfe022",
+    "sweep_router": "bebfe022", "token_filter_cpu": "f1077ba3",
+}  # fmt: skip
+MISSING = {"1d0a4fa", "0965f88", "84e5250", "3c3bff8", "6b1bf028", "2bcd5138"}  # recorded, but not in the history
 
 
 def page(root: Path) -> str:
@@ -34,25 +73,53 @@ def page(root: Path) -> str:
         "otherwise, figures are of SmolLM2-135M, the embedded model, on two cores.",
     ]
     for folder in sorted(path for path in (root / "docs/results").iterdir() if path.is_dir()):
-        title, command = FOLDERS.get(folder.name) or (folder.name.replace("_", " ").capitalize(), "")
-        if not command and folder.name not in results:
+        if folder.name not in FOLDERS:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
-        command = command or record_of(results[folder.name])["command"]
+        title, command, commit = FOLDERS[folder.name]
         names = [f"docs/{folder.name}.md", f"docs/{folder.name.replace('_', '-')}.md"]
         document = next((root / name for name in names if (root / name).is_file()), None)
         explained = f", explained in [{document.stem}](docs/{document.name})" if document else ""
-        parts += [f"## {title}", f"`{command}`{explained}."]
+        parts += [f"## {title}", f"`{command}` at {commit}{explained}."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]
         others = [path for path in files if path.suffix not in (".png", ".svg")]
         parts.append(", ".join(f"[{path.name}]({path.relative_to(root)})" for path in others))
         parts += [f"![{path.stem.replace('_', ' ')}]({path.relative_to(root)})" for path in shown]
-    parts += ["## Measurements", "Files of `benchmarks/results`. Each names its commit, processor and versions."]
-    lines = ["| file | command | on |", "| --- | --- | --- |"]
+    lines = ["| file | command | check out | state | on |", "| --- | --- | --- | --- | --- |"]
+    unclean = 0
     for name, path in results.items():
-        record = record_of(path)
-        lines.append(f"| [{name}]({path.relative_to(root)}) | `{record['command']}` | {record.get('device') or ''} |")
+        record, (commit, state) = record_of(path), made_by(path)
+        unclean += bool(state)
+        command = record["command"].replace("|", "\\|")
+        cells = (f"[{name}]({path.relative_to(root)})", f"`{command}`", commit, state, record.get("device"))
+        lines.append(f"| {' | '.join(cell or '' for cell in cells)} |")
+    parts += [
+        "## Measurements",
+        "Files of `benchmarks/results`; each names its processor and versions. A command whose script is not in "
+        "`benchmarks/` any more: `git worktree add ../then COMMIT && cd ../then`, and there. "
+        f"*State*: {unclean} of {len(results)} files name code that was not committed or a commit that is not in the "
+        "repository; the commit is then the one that wrote the file.",
+    ]
     return "\n\n".join([*filter(None, parts), "\n".join(lines)]) + "\n"
+
+
+def made_by(path: Path) -> tuple[str, str]:
+    """Return the commit whose tree has a results file's script, and what is not in it of the code that ran."""
+    recorded = sorted(set(commits(json.loads(path.read_text(encoding="utf-8")))))
+    names = [commit.partition("+")[0] for commit in recorded]
+    states = [f"absent commit {name}" for name in dict.fromkeys(names) if name in MISSING]
+    states += ["uncommitted code"] * any("+" in commit for commit in recorded)
+    written = WRITTEN.get(path.stem) or (names[0] if len(names) == 1 else "")
+    return written, ", ".join(states) if recorded else "no commit recorded"
+
+
+def commits(value: Any) -> Iterator[str]:
+    """Yield every commit that is recorded, in depth."""
+    if isinstance(value, dict) and isinstance(value.get("commit"), str):
+        yield value["commit"]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        yield from commits(child)
 
 
 def record_of(path: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ _FORMULA = re.compile(
     r"|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
-_TOKEN = (
-    rf"(?:\d+(?:[.,]\d+)*|\\[A-Za-z]+|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
+_TOKEN = (  # numbers and commands are never given back: a run of them would be read in two ways each
+    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 # the longest, of a sentence without dollars: x = 2 + 3i
@@ -73,7 +73,8 @@ _WORDS = re.compile(  # and layout in a formula
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])")
 _ROWS = re.compile(rf"\\(?:begin|end){_ROW_ENVIRONMENT}|&")  # a &= b
-_END = re.compile(r"(?:[ .,]|\\[,;:! ]?)*$")  # stops and spaces
+_END = re.compile(r"(?:[ .,]|\\[,;:! ]?)*+$")  # stops and spaces
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")  # rows that are no equations
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
     rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
@@ -153,11 +154,13 @@ class FormulaReader:
         words: the answer is words, so formulas count only where the statement begins with one.
         runs: at the end of a text, mathematical signs in prose are formulas, too.
         names: the answer is a name, such as `x`; else a mere name is no answer that a text ends with.
+        gold: the gold answer, whose words (`xy`) are no prose in a line that is nothing but a formula.
     """
 
     words: bool = False
     runs: bool = True
     names: bool = False
+    gold: str = ""
 
     def read(self, content: str, how: str) -> str | None:
         """Return the formula; None of a remark that holds none."""
@@ -188,7 +191,8 @@ class FormulaReader:
         """Return a last line that is nothing but a formula, or what the last sentence with a formula states."""
         atoms = Atoms(_EMPHASIS.sub("", text[-MAX_END:]))
         line = next((line.strip() for line in reversed(atoms.text.splitlines()) if line.strip()), "")
-        if not PROSE.search(line) and not re.search(ATOM, line) and _MATHEMATICAL.search(line):
+        prose = set(PROSE.findall(_ENVIRONMENT.sub(" ", line))).difference(PROSE.findall(self.gold))
+        if re.search(r"\w|∞", line) and not prose and not re.search(ATOM, line):
             return None if _is_doubted(line) else self.read(line, "end")
         chosen = False
         for sentence in concluding_sentences(atoms.text):

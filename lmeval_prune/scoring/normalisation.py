@@ -60,26 +60,22 @@ _CHARACTERS: dict[int, int | str | None] = {
     **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_THOUGHT = re.compile(  # what a model thinks before it answers
-    r"<(/?)(?:think|thinking|thoughts?|reasoning|reflection|scratchpad|analysis|draft)>", re.IGNORECASE
+_THOUGHT = re.compile(
+    rf"(?P<end>{phrases('thought_ends', 'latex')})|{phrases('thought_begins', 'latex')}", re.IGNORECASE
 )
-_GAP = re.compile(r" {9,}|\n{9,}")  # long ones, which slow patterns down
+_GAP = re.compile(r"\s{9,}")  # long ones, which slow patterns down
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
 
 def clean(response: str) -> str:
     """Return the end of a response without what was thought and white space around it, in one form of Unicode and line ends."""
-    text = response[-MAX_RESPONSE:].replace("\r\n", "\n").replace("\r", "\n")
+    start, end = 0, len(response)
+    for mark in _THOUGHT.finditer(response):
+        start, end = (mark.end(), len(response)) if mark["end"] else (start, min(end, mark.start()))
+    text = response[start:end][-MAX_RESPONSE:].replace("\r\n", "\n").replace("\r", "\n")
     text = unicodedata.normalize("NFC", text.encode("utf-8", "ignore").decode("utf-8"))
     text = _FULL_STOP.sub("。", text).replace("．", ".").translate(_CHARACTERS)
-    text = _GAP.sub(lambda gap: gap.group()[:8], text)
-    start, end = 0, len(text)
-    for tag in _THOUGHT.finditer(text):
-        if tag[1]:
-            start, end = tag.end(), len(text)
-        else:
-            end = min(end, tag.start())
-    return _SPECIAL.sub(" ", text[start:end]).strip()
+    return _SPECIAL.sub(" ", _GAP.sub(lambda gap: "\n" * min(gap.group().count("\n"), 8) or " " * 8, text)).strip()
 
 
 # --------------------------------------------------------------------------- LaTeX in one spelling

@@ -23,7 +23,7 @@ _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
 _CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
 _COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9; attained at x = 2
 _DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
-_RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*)+#")
+_RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*+)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
 _CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
 _RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats

@@ -195,8 +195,8 @@ class MathematicsReader:
             return [NumberReader(algebra=True, exact=exact), FormulaReader(runs=False)]
         names = is_bare_name(self.gold)
         if self._words:
-            return [FormulaReader(words=True, names=names), TextReader(self._words)]
-        return [FormulaReader(names=names)]
+            return [FormulaReader(words=True, names=names, gold=self.gold), TextReader(self._words)]
+        return [FormulaReader(names=names, gold=self.gold)]
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number or, of what is no number alone, the formula."""

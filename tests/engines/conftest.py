@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _engines import Server
 
 from lmeval_prune.checkpoints import embedded
+from tests.engines.server import Server
 
 BIN = Path(sys.executable).parent
 VLLM = os.environ.get("LMEVAL_PRUNE_VLLM", "")

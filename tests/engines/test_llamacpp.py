@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _engines import Server
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +22,7 @@ from transformers import (
 
 from lmeval_prune.models.server_kinds import KINDS
 from tests.engines.conftest import LOCAL, TOKENS, evaluate, run
+from tests.engines.server import Server
 
 LLAMACPP = os.environ.get("LMEVAL_PRUNE_LLAMACPP", "")
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not LLAMACPP, reason="make test-llamacpp names a llama-server")]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _engines import Server
 
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.engines.conftest import COMMON, LIMIT, LOCAL, WITH_VLLM, command, evaluate, line_of, results_of, run, vllm
+from tests.engines.server import Server
 
 pytestmark = WITH_VLLM
 NINE, TWO_LAYERS = "L5H0-2+L15H0-2+L25H0-2", "L5H3+L15H0"

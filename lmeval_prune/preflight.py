@@ -34,7 +34,7 @@ def check(options: Mapping[str, Any]) -> None:
         embedded.check_name(str(pretrained), model)
     for name in options.get("names") or ():
         embedded.check_name(str(name))
-    if model.get("teacher"):
+    if model.get("teacher", "previous") not in ("previous", "first"):
         embedded.check_name(str(model["teacher"]), option="teacher")
     for heads in _values(options, "heads", "each"):
         if heads.endswith(".json"):

@@ -23,7 +23,6 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY

@@ -9,14 +9,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lmeval_prune.architectures import input_device, position_limit, takes_logits_to_keep
+from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cards.card import Card
 from lmeval_prune.cards.checkpoint import checkpoint_card
@@ -28,7 +28,7 @@ from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
-from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
+from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.lessons import Problem, Text, prompts_part, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions

@@ -35,8 +35,8 @@ class DistillOptions(Settings):
         method: pruner of `lmeval-prune prune`, e.g. norm_entropy, slimgpt, block_kl or that of another package
         options: options of the method, e.g. alpha=0.5
         pruning: other options of `lmeval-prune prune`, e.g. budget=parameters,parts=layers,steps=9 (default budget:
-            heads). steps are those within a stage, each with new scores; p_min and growth shape the schedule: after
-            stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
+            heads), and ffn_method, a pruner of channels. steps are those within a stage, each with new scores; p_min
+            and growth shape the schedule: after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
         stages: number of stages of pruning and training
         calibration: number of training problems that the pruner reads to compute scores
         calibrate_on: (language models) task (training problems with the answers of the data) or own (with the answers
@@ -153,13 +153,20 @@ class DistillOptions(Settings):
     def removal(self) -> PruneOptions:
         """Return the pruner's options; each stage is one step of its schedule."""
         names = [option.name for option in fields(PruneOptions) if option.name not in ("ratio", "allow_empty_layer")]
+        names.append("ffn_method")
         for name in self.pruning:
             if name not in names:
                 raise InputError(
                     f"pruning has no option {name!r}{did_you_mean(name, names)}; it has {', '.join(names)}"
                 )
-        options = {"budget": "heads", **self.pruning, "steps": self.stages}
-        return PruneOptions(**{**options, "ratio": self.ratio})
+        options = {"budget": "heads", **self.pruning, "steps": self.stages, "ratio": self.ratio}
+        return PruneOptions(**{name: value for name, value in options.items() if name != "ffn_method"})
+
+    @property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """The pruner of heads and, if it is another one, of channels, with their options."""
+        others = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
+        return {self.method: self.options} | others
 
     @property
     def steps(self) -> int:

@@ -27,11 +27,13 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     removal = options.removal()
     if not removal.ratio and not removal.ffn_ratio:
         return
-    pruner = stage_pruner(options, 0)
-    if pruner.one_model and options.stages > 1:
-        raise InputError(f"{pruner_name(pruner)} scores one model, and a later stage prunes another; give --stages 1")
-    removal = _resolved(removal, options, model_map, pruner)
-    check_methods(pruner, pruner, model_map, replace(removal, steps=1), True)
+    pruners = stage_pruners(options, 0)
+    for pruner in pruners:
+        if pruner.one_model and options.stages > 1:
+            name = pruner_name(pruner)
+            raise InputError(f"{name} scores one model, and a later stage prunes another; give --stages 1")
+    removal = _resolved(removal, options, model_map, *pruners)
+    check_methods(*pruners, model_map, replace(removal, steps=1), True)
     check_cuttable(model_map, HEADS in removal.kinds)
     if HEADS in removal.kinds and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
         raise InputError(
@@ -41,18 +43,16 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
 
 
 def foreign_methods(options: DistillOptions) -> dict[str, str]:
-    """Return import path and version of a pruner from another package, which its name does not determine."""
-    if options.method in PRUNERS.own:
-        return {}
-    kind = PRUNERS.load(options.method)
-    return {"method_class": f"{import_path(kind)}, version {kind.version}"}
+    """Return import path and version of each pruner from another package, which its name does not determine."""
+    kinds = {name: PRUNERS.load(name) for name in options.methods if name not in PRUNERS.own}
+    return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
 
-def stage_pruner(options: DistillOptions, stage: int) -> Pruner:
-    """Make the pruner of a stage; random ones draw again in each."""
-    pruner: Any = make_pruner(options.method, options.options)
-    seeded: Pruner = replace(pruner, seed=(1000 * stage + pruner.seed) % 2**31) if hasattr(pruner, "seed") else pruner
-    return seeded
+def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
+    """Make the pruners of heads and of channels in a stage; random ones draw again in each."""
+    pruners: list[Any] = [make_pruner(*method) for method in options.methods.items()]
+    seeded = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in pruners]
+    return seeded[0], seeded[-1]
 
 
 def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path | None = None) -> Cut:
@@ -69,26 +69,29 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     model_map, removal = map_model(backbone), options.removal()
     if not removal.ratio and not removal.ffn_ratio:
         return cut(backbone, Plan())
-    pruner, unpruned = stage_pruner(options, stage), map_model(host.skeleton(options.pretrained))
+    (heads, channels), unpruned = stage_pruners(options, stage), map_model(host.skeleton(options.pretrained))
     # units and parts are those that suit the unpruned model
-    within = _resolved(removal, options, unpruned, pruner)
+    within = _resolved(removal, options, unpruned, heads, channels)
     schedule = replace(within, p_min=removal.p_min, growth=removal.growth, steps=removal.steps)
-    step = stage_pruning(schedule, stage, unpruned, model_map, within.allocation or pruner.allocation)
-    units = most_units({HEADS: pruner, CHANNELS: pruner}, model_map, step) if step.ratio or step.ffn_ratio else 0
+    step = stage_pruning(schedule, stage, unpruned, model_map, within.allocation or heads.allocation)
+    units = most_units({HEADS: heads, CHANNELS: channels}, model_map, step) if step.ratio or step.ffn_ratio else 0
     if not units:
         print(f"stage {stage} of {options.stages} removes nothing, as the earlier ones removed enough", flush=True)
         return cut(backbone, Plan())
     step = replace(step, steps=min(options.steps, units))
     text, progress = host.calibration(examples, model), partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, step, text, progress=progress, work=work)
+    *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
     return cut(backbone, plan)
 
 
-def _resolved(removal: PruneOptions, options: DistillOptions, model_map: ModelMap, pruner: Pruner) -> PruneOptions:
+def _resolved(
+    removal: PruneOptions, options: DistillOptions, model_map: ModelMap, heads: Pruner, channels: Pruner
+) -> PruneOptions:
     """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
     if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
-        removal = replace(removal, unit=removal.unit or cuttable_unit(model_map, pruner))
-    return resolve_options(replace(removal, p_min=0.0, growth=1.0, steps=options.steps), pruner, model_map)
+        removal = replace(removal, unit=removal.unit or cuttable_unit(model_map, heads))
+    within = replace(removal, p_min=0.0, growth=1.0, steps=options.steps)
+    return resolve_options(within, heads, model_map, channels)
 
 
 def stage_pruning(

@@ -164,8 +164,8 @@ class DistillTrainer(ResumableTrainer):
                 cast_linear_weights(teacher, self.args.device.type)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
             if options.uses_attention_maps:
-                maps = (map_model(host.backbone(network)) for network in (model, teacher))
-                self.features = Features(layers, *maps, options.normalize == "teacher")
+                of_student, of_teacher = (map_model(host.backbone(network)) for network in (model, teacher))
+                self.features = Features(layers, of_student, of_teacher, options.normalize == "teacher")
 
     def run(self) -> dict[str, Any]:
         """Train from the last complete checkpoint; `uses_eager_attention` tells by which attention."""

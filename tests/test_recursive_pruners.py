@@ -249,20 +249,19 @@ def teaching(options: DistillOptions, tmp_path: Path, **changes: Any) -> Distill
 def test_a_student_learns_the_answers_that_are_right(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a scorer that looks at the last character; other problems keep their target."""
+    """By a scorer that likes even numbers; other problems keep their target."""
     options = teaching(options, tmp_path, validation=0.0, limit=20)
     host: Any = make_host(options)
 
-    def score(texts: Any) -> list[bool]:
-        return [ord(text[-1]) % 2 == 0 if text else False for text in texts]
-
-    monkeypatch.setattr("lmeval_prune.tasks.tries.outcomes", lambda task, metric, documents, texts: score(texts))
+    monkeypatch.setattr(
+        "lmeval_prune.tasks.tries.outcomes", lambda task, metric, documents, texts: [x["n"] % 2 == 0 for x in documents]
+    )
     examples = host.examples()
     answers = host.answerer.answers(host.read(options.pretrained), [p.question for p in examples.questions])
     counts = distill(options)["material"]["lessons"]["train"]
     expected, solved = [], 0
     for problem, (answer,) in zip(examples.questions, answers, strict=True):
-        is_kept = score([answer.text])[0] and not answer.cut_off
+        is_kept = problem.question.document["n"] % 2 == 0 and not answer.cut_off
         solved += is_kept
         text = ([*answer.prompt, *answer.tokens], len(answer.prompt)) if is_kept else (problem.ids, problem.start)
         expected.append(text)

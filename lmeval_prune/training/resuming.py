@@ -21,7 +21,7 @@ from lmeval_prune.errors import InputError, disk_error
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS, PROMPTS, ENCODER = "problems", "prompts", "encoder_checkpoint"
+PROBLEMS, PROMPTS, ENCODER = "problems", "task_prompts", "encoder_checkpoint"
 # Settings that are digests of what was read, in the words of messages; those of files are by name. Folders of earlier
 # versions lack them.
 CONTENTS = {

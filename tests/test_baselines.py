@@ -41,7 +41,6 @@ from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
 from lmeval_prune.pruners.wanda_sp import WandaSp
 from lmeval_prune.surgery.cut import cut
 from tests.kills import killing_after
-from tests.swept_outcomes import options_of
 from tests.test_pruners import text_of
 from tests.tiny_models import output, tiny, tokens
 
@@ -1153,5 +1152,5 @@ def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> No
     assert line.startswith("allocation flap_reference misses the budget by more than one unit: " + share)
     caplog.clear()
     for name in PRUNERS:
-        plan_by(name, model_map, whole(), options_of(name, model_map))
+        plan_by(name, model_map, whole())
     assert not caplog.records

@@ -107,7 +107,7 @@ def test_each_line_of_a_jsonl_file_is_a_text(tiny_folder: Path, text: str, tmp_p
         (
             "a.jsonl",
             '{"text": "One."}\n\n{"question": "Two?"}\n{"text": 3}',
-            "line 3 of .* lacks the field 'text'; it has question.*also wrong: line 4",
+            "line 3 of .* lacks the field 'text'; it has question",
         ),
         (
             "a.json",

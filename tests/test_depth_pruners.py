@@ -746,7 +746,7 @@ def test_pictures_name_layers_and_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
         {"stage": 1, "removed": {"heads": 8, "channels": 96, "blocks": 3}, "log": log,
          "removed_blocks": ["L1.attention", "L1.feed_forward", "L2.attention"]},
         {"stage": 2, "removed": {"heads": 3, "channels": 0}, "log": log, "removed_blocks": []},
-        {"stage": 3, "removed": {"heads": 0, "channels": 0}, "log": log},  # of an earlier version
+        {"stage": 3, "removed": {"heads": 0, "channels": 0}, "log": log, "removed_blocks": []},
     ]  # fmt: skip
     curves.draw(stages, {"loss": ("loss", "black", "-")}, "stages", Path("b"))
     texts = [text.get_text().strip() for text in figures[1].axes[0].texts]

@@ -131,11 +131,6 @@ def test_logits_exist_for_a_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(dense == pruned == (rows, VOCABULARY) for rows, dense, pruned in seen)
 
 
-def test_a_comparison_needs_masks() -> None:
-    with pytest.raises(InputError, match="needs a mask in each request"):
-        next(Engine(doubles("llama")).compare([LikelihoodRequest((5,), (6,))], reduce_distances))
-
-
 LOGITS = st.integers(0, 10**6).map(lambda seed: 3 * torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(seed)))
 
 

@@ -919,8 +919,7 @@ def test_a_model_that_was_only_pruned_was_trained_on_nothing(language: DistillOp
     material = distill(pruned)["material"]
     assert material["trained_on"] == material["validated_on"] == [] and material["train"] > material["validation"] > 0
     assert (read_manifest(pruned.output) or {})["trained_on"] == []
-    card = Path(pruned.output, "README.md").read_text()
-    assert "Nothing was trained" in card and "trained further" not in card
+    assert "Nothing was trained" in Path(pruned.output, "README.md").read_text()
     later = replace(
         pruned, pretrained=pruned.output, teacher=pruned.pretrained, ratio=0.0, epochs=1, seed=1, batch=24,
         output=str(tmp_path / "later"),

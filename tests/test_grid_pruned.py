@@ -24,7 +24,6 @@ from lmeval_prune.grid.run import run
 from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.cost_table import CostTable
-from tests.swept_outcomes import drawn_outcomes
 from tests.test_grid import described
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
@@ -110,7 +109,6 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"prune": {"method": "magnitude", "ratio": 0.2, "more": {"unit": "head"}}}, "give --unit group"),
         ({"prune": {"method": "flap", "ratio": 0.2, "text": "none.txt"}}, "no such file: none.txt"),
         ({"prune": {"method": "flap", "ratio": 0.2, "task": "prune_tiny_choice"}}, "tiny_choice has no split 'train'"),
-        ({"prune": {"method": "sweep", "ratio": 0.2, "options": {"outcomes": "none"}}}, "none is not an outcome store"),
         ({"prune": {"method": "random", "ratio": 0.2, "budget": "latency",
                     "more": {"allocation": "composition", "costs": 5}}}, "no such file: 5"),
         ({"random_heads": {"share": 0.99}}, "random_heads.share=0.99: "),
@@ -173,16 +171,6 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
         about = Plan.load(tmp_path / str(number) / "plan.json").provenance["calibration"]["own_answers"]
         assert about["questions"] == 4 and about["prompts_count"] is (number == 0)
     assert not list(tmp_path.glob(".*responses"))
-
-
-def test_other_outcomes_in_the_same_folder_are_another_plan(tmp_path: Path) -> None:
-    settings = {"method": "sweep", "ratio": 0.2, "options": {"outcomes": str(tmp_path)}}
-    identities = []
-    for seed in (0, 0, 1):
-        shutil.rmtree(tmp_path)
-        drawn_outcomes(map_model(tiny("llama")), tmp_path, seed=seed)
-        identities.append(make_preparation("prune", settings).identity())
-    assert identities[0] == identities[1] != identities[2]
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_a_path_instead_of_heads_is_a_file_or_folder(tmp_path: Path, monkeypatch
         ("./smallr", r"no such file: ./smallr; did you mean 'smaller'\?"),
         ("other/mask", r"no such file: other/mask$"),
         (f"{tmp_path}/nope", "no such file: .*/nope$"),
-        ("smaller", "smaller is a folder with a checkpoint; give it as pretrained="),
+        ("smaller", "smaller is a folder"),
         ("./mask", r"./mask does not end in .json"),
         ("x/" * 3000, "no such file: x/"),
     ):

@@ -214,8 +214,7 @@ def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: 
     assert all(cell["cut_off"] and cell["length"] == 3 for cell in OutcomeStore(tmp_path / "s").cells())
     assert result.rows([0]).cut_off == result.columns(["dense"]).cut_off == result.cut_off
     assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
-    message = "error: 100% of the answers were cut off at 3 tokens, sweep again with more max_gen_toks: no "
-    assert message in capsys.readouterr().err
+    assert "solved by any head" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"^a router needs at least two heads"):  # whatever the answers' lengths
         fit(result.columns(["dense"]), "all-minilm-l6-v2")
     command = [

@@ -28,7 +28,6 @@ from lmeval_prune.pruners.parts import KINDS, Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
-from tests.swept_outcomes import options_of
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens, weight_view
 
 EVERYDAY = {
@@ -482,7 +481,7 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     """All methods remove the same share of the parameters; the plan describes it in words."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
-    pruner = make_pruner(name, options_of(name, model_map))
+    pruner = make_pruner(name, {})
     for parts, words in (("heads", "heads"), ("both", "heads and channels")):
         options = PruneOptions(0.25, parts=parts)
         if parts == "both" and pruner.heads_only:
@@ -500,7 +499,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
 def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
     """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""
     model_map, text = map_model(tiny("opt")), text_of()
-    pruner = make_pruner(name, options_of(name, model_map))
+    pruner = make_pruner(name, {})
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
     others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
@@ -514,8 +513,8 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
 def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     """With a second method for channels, both kinds are removed."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
-    pruner = make_pruner(name, options_of(name, model_map))
-    parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence", "sweep") else "both"
+    pruner = make_pruner(name, {})
+    parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
     assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts

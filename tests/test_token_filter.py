@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Stat
 
 from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.cli import main
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
 from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
@@ -596,38 +594,6 @@ def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tm
             use_cache=str(tmp_path / "cache"),
             task_manager=task_manager(),
         )
-
-
-def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    text = "one two three four five six seven eight nine ten " * 6
-    command = ["filter-map", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "map"), "--text"]
-    assert main([*command, text, "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
-    assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
-    assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
-    drawn = (tmp_path / "map.png").read_bytes()
-    path = tmp_path / ("long" * 50) / "text.jsonl"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"text": text}))
-    reader, writer = os.pipe()
-    os.write(writer, text.encode())
-    os.close(writer)
-    for name in (str(path), f"/dev/fd/{reader}"):
-        (tmp_path / "map.png").unlink()
-        assert main([*command, name, "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
-        assert (tmp_path / "map.png").read_bytes() == drawn
-    os.close(reader)
-    for wrong, message in (
-        ([text, "--token_filter", "0"], "filters no tokens"),
-        ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
-        (["missing.txt"], "no such file"),
-        (["missing.jsonl"], "no such file"),
-        (["missing.csv"], "no such file"),
-        (["missing" * 50 + ".txt"], "no such file"),
-        ([str(tmp_path)], "is a folder; name a file in it"),
-        ([text, "--tokens", "-1"], "no text to plot"),
-    ):
-        assert main([*command, *wrong]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_texts_that_are_too_short_to_skip_are_said(caplog: pytest.LogCaptureFixture) -> None:

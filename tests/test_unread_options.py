@@ -19,7 +19,6 @@ from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions
 from lmeval_prune.pruners.schedule import resolve_options
 from lmeval_prune.settings import Settings, annotations_of, union_members
-from lmeval_prune.sprint.options import SweepOptions
 from tests.tiny_models import tiny
 
 MODEL: dict[str, Any] = {"pretrained": "model", "output": "student", "task": "task"}
@@ -121,10 +120,6 @@ def conditional(settings: type[Settings]) -> list[str]:
         *((DistanceOptions, {"task": "x"}, name) for name in DistanceOptions.uses[1].names),
         *((Prune, {"method": "random", "ratio": 0.5}, name) for name in Prune.uses[0].names),
         (Prune, {"method": "flap", "ratio": 0.5, "task": "x", "own_answers": {}}, "tokens"),
-        *(
-            (SweepOptions, {"model_args": {}, "tasks": ("x",), "output": "x"}, use.names[0])
-            for use in SweepOptions.uses
-        ),
     ],
 )
 def test_an_option_without_what_it_is_for_is_refused(settings: Any, options: dict[str, Any], name: str) -> None:

@@ -13,13 +13,9 @@ from typing_extensions import override
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator, make_examples
-from lmeval_prune.athena.card import athena_card
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.cards.card import Card
-from lmeval_prune.cards.checkpoint import what_was_removed
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.distillation.card import training_of
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -79,13 +75,6 @@ class AthenaHost(Host):
         if "trained_on" in manifest:
             model.about = {**model.about, **TrainingQuestions.from_artefact(manifest).to_artefact()}
         checkpoint.write(model, folder, manifest, add_files)
-
-    @override
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        datasets: list[str] = []  # its data sets are not on the Hub
-        training = training_of(self.options, note, self.best_by, self.shown_metric, datasets)
-        title = Path(self.options.output).resolve().name
-        return athena_card(title, model.about, {"What was removed": what_was_removed(manifest)}, training)
 
     @override
     def backbone(self, model: Any) -> Any:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
-from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.loading import as_input_error
@@ -23,7 +22,6 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
@@ -97,11 +95,6 @@ class Host(ABC):
         """What chooses the epoch whose weights are kept."""
         return self.options.best_by or self.default_best_by
 
-    @property
-    def shown_metric(self) -> str:
-        """Name in the log of the validation metric that a card shows."""
-        return METRICS.get(self.best_by, METRICS[self.default_best_by])
-
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model."""
@@ -143,9 +136,8 @@ class Host(ABC):
     ) -> None:
         """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
 
-    @abstractmethod
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        """Return the card of the distilled model; `note` has the fields of `distillation.json`."""
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:  # noqa: B027
+        """Write the card of the distilled model, if it gets one; `note` has the fields of `distillation.json`."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""
@@ -163,7 +155,7 @@ class Host(ABC):
         """Raise an `InputError` if the model was cut with zeroed fillers, which training would change."""
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
-            if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"].get("zeroed_channels", ())]):
+            if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"]["zeroed_channels"]]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
                     f"cut it by whole groups (unit=group or balanced), and keep some in each layer"
@@ -191,14 +183,12 @@ class Host(ABC):
         """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
         Raises:
-            InputError: model or teacher were trained on the test or on validation problems, or the pruner's scores are
-                of these.
+            InputError: model or teacher were trained on the test or on validation problems.
         """
         is_trained = self.options.epochs > 0
         questions = questions if is_trained else TrainingQuestions()
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
-        self._check_scored(tested, validated, test_name)
         for folder in filter(None, (self.options.pretrained, self.options.other_teacher if is_trained else None)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
@@ -214,22 +204,6 @@ class Host(ABC):
                 )
             total |= earlier
         return total
-
-    def _check_scored(self, tested: frozenset[str], validated: frozenset[str], test_name: str) -> None:
-        """Raise an `InputError` if heads are scored by outcomes of test questions or validation problems."""
-        texts = make_pruner(self.options.method, self.options.options).questions() if self.options.ratio else []
-        scored = question_keys({"question": text} for text in texts)
-        subject = f"{self.options.method} scores heads by outcomes of"
-        if count := len(tested & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(tested)} questions of the test split {test_name}, so they would be "
-                f"chosen on the test; sweep the training split (`lmeval-prune sweep --split train`)"
-            )
-        if count := len(validated & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(validated)} validation problems, so these cannot choose the best "
-                f"epoch; sweep other questions, or give --validation 0"
-            )
 
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -18,15 +18,12 @@ from typing_extensions import override
 
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
-from lmeval_prune.cards.card import Card
-from lmeval_prune.cards.checkpoint import checkpoint_card
-from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
-from lmeval_prune.distillation.card import training_of
+from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.lessons import Problem, Text, prompts_part, read_lessons, write_lessons
@@ -38,7 +35,7 @@ from lmeval_prune.models.identity import vocabulary_digest
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation, end_token
-from lmeval_prune.tasks.hub import hub_dataset
+from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
 from lmeval_prune.training.questions import (
@@ -65,14 +62,12 @@ class Rows(NamedTuple):
         train: training documents.
         test: test documents.
         names: names of the training splits.
-        datasets: names of their data sets on the Hub.
         repeated: number of training documents that were dropped because they are in the test, too.
     """
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
     names: str
-    datasets: tuple[str, ...] = ()
     repeated: int = 0
 
 
@@ -123,12 +118,19 @@ class LanguageHost(Host):
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
     @override
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        origin, title = Origin.of(self.options.pretrained), Path(self.options.output).resolve().name
-        training = training_of(
-            self.options, note, self.best_by, self.shown_metric, note["material"].get("datasets", ())
-        )
-        return checkpoint_card(title, model, manifest, origin, True, training)
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
+        options, material, training = self.options, note["material"], ""
+        if options.epochs:
+            source = shown(" and ".join(filter(None, (options.task, options.prompts))))
+            teacher = (
+                f", taught by {shown(options.other_teacher or options.pretrained)}" if options.uses_teacher else ""
+            )
+            training = f"Trained after each stage on {material['train']} texts of {source}{teacher}."
+            if distance := note["stages"][-1].get("distance"):
+                kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
+                training += f" From the unpruned model on texts like these: mean KLD {kld}, same top token {same}%."
+        title = Path(options.output).resolve().name
+        write_checkpoint_card(folder, title, model, manifest, (options.pretrained, None), True, training)
 
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -219,7 +221,6 @@ class LanguageHost(Host):
             "empty": len(rows.train) - len(answered),
             "repeated": rows.repeated,
             **({"prompts": counts} if prompts else {}),
-            "datasets": list(rows.datasets),
             "splits": {"task": options.task, "test": self.test, "train": rows.names},
             **questions.to_artefact(),
         }
@@ -268,9 +269,7 @@ class LanguageHost(Host):
         folder = self.options.data_dir
         splits = ("train",) if "train" in DATA[data].splits else other_folds(data, test)
         rows = [dict(row) for row in load(data, "+".join(splits), folder)]
-        sources = [hub_dataset({"dataset_kwargs": {"prune_data": data}}, split) for split in splits]
-        datasets = tuple(dict.fromkeys(source.id for source in sources if source))
-        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits), datasets)
+        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
 
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
@@ -282,10 +281,8 @@ class LanguageHost(Host):
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        source = hub_dataset(self.task.dump_config())
-        datasets = (source.id,) if source else ()
         train = [dict(row) for row in self.task.training_docs()]
-        return Rows(train, [dict(row) for row in test or ()], "train", datasets)
+        return Rows(train, [dict(row) for row in test or ()], "train")
 
     def _with_questions(self, rows: Rows) -> Rows:
         """Add the field `question` to documents without it."""
@@ -293,7 +290,7 @@ class LanguageHost(Host):
             return rows
         parts = (rows.train, rows.test)
         train, test = ([{**row, "question": question_of(self.task, row)} for row in part] for part in parts)
-        return Rows(train, test, rows.names, rows.datasets)
+        return Rows(train, test, rows.names)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""

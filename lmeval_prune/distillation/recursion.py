@@ -86,12 +86,12 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
-        check_same_settings(settings, stored, target, {})
+        check_same_settings(settings, stored, target)
         check_same_contents(host.contents(), stored, target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
-        check_resumable(work, settings, {})
+        check_resumable(work, settings)
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
@@ -144,7 +144,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     """Run the incomplete stages in order."""
     options = host.options
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
-    check_resumable(work, settings, {})
+    check_resumable(work, settings)
     examples = host.examples()
     if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
         raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
@@ -272,7 +272,7 @@ class Stage:
             if self.number == self.host.options.stages:
                 if self.host.options.epochs:
                     draw(note["stages"], LINES, TITLE, folder / "distillation")
-                self.host.card(student, manifest, note).write(folder)
+                self.host.write_card(student, manifest, note, folder)
 
         self.host.write(student, manifest, self.folder, add_files)
 

@@ -13,7 +13,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
-from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
+from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, HEADS
 from lmeval_prune.pruners.schedule import check_methods, cuttable_unit, most_units, resolve_options, stages
@@ -28,10 +28,6 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     if not removal.ratio and not removal.ffn_ratio:
         return
     pruners = stage_pruners(options, 0)
-    for pruner in pruners:
-        if pruner.one_model and options.stages > 1:
-            name = pruner_name(pruner)
-            raise InputError(f"{name} scores one model, and a later stage prunes another; give --stages 1")
     removal = _resolved(removal, options, model_map, *pruners)
     check_methods(*pruners, model_map, replace(removal, steps=1), True)
     check_cuttable(model_map, HEADS in removal.kinds)

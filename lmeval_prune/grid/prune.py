@@ -88,18 +88,13 @@ class Prune(Preparation):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and digests of the text file, of measured costs and of a sweep's outcomes."""
+        """Return the fields, and digests of the text file and of measured costs."""
         settings, costs = super().settings(), self.prune_options().costs
-        if self.own_answers is None:  # results of earlier versions, without this field, stay valid
-            del settings["own_answers"]
         if self.text:
             check_exists(self.text, file=True)
             settings["text_content"] = content_digest(self.text)
         if costs:
             settings["costs_content"] = CostTable.load(costs).record["sha256"]
-        if outcomes := getattr(make_pruner(self.method, self.options), "outcomes", ""):
-            check_exists(outcomes)
-            settings["outcomes_content"] = content_digest(outcomes)
         return settings
 
     def identity(self) -> dict[str, Any]:

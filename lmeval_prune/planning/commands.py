@@ -32,7 +32,6 @@ def importance(
     output: str,
     method: str = "norm_entropy",
     options: dict[str, Any] | None = None,
-    outcomes: str | None = None,
     channels: bool = False,
     revision: str | None = None,
     device: str | None = None,
@@ -46,7 +45,6 @@ def importance(
             beside it. Scores that were made there with the same settings are replaced
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
-        outcomes: folder of a sweep, for --method sweep
         channels: also score feed-forward channels
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -63,10 +61,9 @@ def importance(
     from lmeval_prune.pruners.layer_store import Removal
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.score_store import ScoreStore
-    from lmeval_prune.pruners.scoring import scored_questions
     from lmeval_prune.reporting.maps import draw_scores
 
-    pruner, torch_device = make_pruner(method, _with_outcomes(options, outcomes)), resolve_device(device)
+    pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
     if pruner.depth_only and channels:
         raise InputError(f"{method} scores layers and blocks; leave out --channels")
@@ -94,7 +91,7 @@ def importance(
         rows, columns, scored = {label: values.tolist() for label, values in head_scores.items()}, None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
-    provenance = {**pruner.identity, **scored_questions({HEADS: pruner}, kinds), **calibrated, RECORD: record}
+    provenance = {**pruner.identity, **calibrated, RECORD: record}
     Plan(scores=scores, provenance=provenance).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
@@ -121,12 +118,10 @@ def prune(
     output: str,
     method: str | None = None,
     options: dict[str, Any] | None = None,
-    outcomes: str | None = None,
     ffn_method: str | None = None,
     ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
     cut: str | None = None,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     **settings: Any,
@@ -138,24 +133,18 @@ def prune(
         output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
         method: METHODS; default: flap, which needs --task or --text
         options: options of the method, e.g. alpha=0.5,entropy=raw
-        outcomes: folder of a sweep, for --method sweep
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint; replaced as the plan is
-        push_to_hub: with cut: name on the Hub, USER/NAME, to which that folder is uploaded when it is complete; needs a
-            login
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
     _check_paths(output, text_options)
-    if push_to_hub and not cut:
-        raise InputError("--push_to_hub uploads the smaller checkpoint; name its folder in --cut")
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
@@ -165,9 +154,7 @@ def prune(
     from lmeval_prune.surgery.cut import cut_to
     from lmeval_prune.surgery.writing import print_cut
 
-    check_push(push_to_hub)
     torch_device = resolve_device(device)
-    options = _with_outcomes(options, outcomes)
     is_default = not method and not scores
     if is_default and ffn_method and pruning.kinds == ("channels",):
         method, options, is_default = ffn_method, ffn_options, False
@@ -203,8 +190,6 @@ def prune(
     if cut:
         print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer))
     rmtree(work, ignore_errors=True)
-    if cut:
-        push(cut, push_to_hub)
     return 0
 
 
@@ -212,7 +197,6 @@ def cut_model(
     pretrained: str,
     plan: str,
     output: str,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -224,28 +208,19 @@ def cut_model(
         plan: file of the plan, or of a head mask
         output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
             the new one is complete
-        push_to_hub: name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs a login
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
     """
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.writing import write_cut
 
-    check_push(push_to_hub)
     smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
-    push(output, push_to_hub)
     return 0
-
-
-def _with_outcomes(options: dict[str, Any] | None, outcomes: str | None) -> dict[str, Any]:
-    """Return the options of a method with the folder of a sweep, if one is given."""
-    return {**(options or {}), **({"outcomes": outcomes} if outcomes else {})}
 
 
 def _check_paths(output: str, text_options: TextOptions) -> None:
@@ -430,7 +405,6 @@ def _with_provenance(
     if not scored_plan:
         return plan
     provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
-    provenance |= {name: value for name, value in scored_plan.provenance.items() if name in ("swept", "seen")}
     if "calibration" in scored_plan.provenance:
         is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
         if stored:

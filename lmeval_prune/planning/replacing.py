@@ -14,7 +14,7 @@ from lmeval_prune.interventions.base import SCHEMA_VERSION
 from lmeval_prune.interventions.plan import Plan, PlanContents
 from lmeval_prune.pruners.base import Pruner
 from lmeval_prune.pruners.options import PruneSettings, TextOptions
-from lmeval_prune.training.resuming import check_same_settings, default_settings, result_settings
+from lmeval_prune.training.resuming import check_same_settings, result_settings
 
 RECORD = "command"  # the settings, in the provenance of a plan
 
@@ -58,24 +58,18 @@ def _model_settings(pretrained: str, revision: str | None) -> dict[str, Any]:
 
 
 def check_scores_replaceable(output: str, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a file stands at a path that `importance` did not make with these settings.
-
-    Scores of earlier versions, which did not record their settings, are replaced.
-    """
+    """Raise `InputError` if a file stands at a path that `importance` did not make with these settings."""
     if Path(output).exists():
-        _check_same(output, _provenance(output), "importance", settings, TextOptions)
+        _check_same(output, _provenance(output), "importance", settings)
 
 
 def check_replaceable(output: str, cut: str | None, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a plan or checkpoint stands at a path that `prune` did not make with these settings.
-
-    Of those of earlier versions, which did not record their settings, any is replaced.
-    """
+    """Raise `InputError` if a plan or checkpoint stands at a path that `prune` did not make with these settings."""
     if Path(output).exists():
-        _check_same(output, _provenance(output), "prune", settings, PruneSettings)
+        _check_same(output, _provenance(output), "prune", settings)
     if cut and (manifest := read_manifest(cut)):
         provenance = manifest["stages"][-1]["plan"].get("made", {})
-        _check_same(cut, {} if is_trained(manifest) else provenance, "prune", settings, PruneSettings)
+        _check_same(cut, {} if is_trained(manifest) else provenance, "prune", settings)
 
 
 def _provenance(path: str) -> Mapping[str, Any]:
@@ -86,12 +80,9 @@ def _provenance(path: str) -> Mapping[str, Any]:
         return {}
 
 
-def _check_same(
-    path: str, provenance: Mapping[str, Any], command: str, settings: Mapping[str, Any], options: type
-) -> None:
+def _check_same(path: str, provenance: Mapping[str, Any], command: str, settings: Mapping[str, Any]) -> None:
     """Raise `InputError` if another command, or the same one with other settings, made what has this provenance."""
     maker = "prune" if "removes" in provenance else "importance" if "method" in provenance else None
     if maker != command:
         raise InputError(f"{path} was not made by `{command}`, and would be lost; name another output, or delete it")
-    if RECORD in provenance:
-        check_same_settings(settings, provenance[RECORD], Path(path), default_settings(options))
+    check_same_settings(settings, provenance.get(RECORD, {}), Path(path))

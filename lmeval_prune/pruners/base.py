@@ -47,7 +47,6 @@ class Pruner(Settings, ABC):
         depth_only: (class) it scores nothing else.
         compares_with_unpruned: (class) scores compare with the unpruned model, so that what earlier steps removed is
             not masked: the method applies it itself, with its compensation.
-        one_model: (class) scores are those of one model, and say nothing of it after training.
         parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`. With
             `heads_only`, `parts` is `heads`.
     """
@@ -58,7 +57,6 @@ class Pruner(Settings, ABC):
     depth: ClassVar[bool] = False
     depth_only: ClassVar[bool] = False
     compares_with_unpruned: ClassVar[bool] = False
-    one_model: ClassVar[bool] = False
     parts: ClassVar[str] = "both"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
@@ -68,10 +66,6 @@ class Pruner(Settings, ABC):
         """Method, version and options as JSON; with the model and the text they determine the scores."""
         named = {"method": pruner_name(self), **class_record(type(self)), "version": self.version}
         return named | asdict(self)
-
-    def questions(self) -> list[str]:
-        """Return the texts of the questions whose outcomes the scores are of; empty for most methods."""
-        return []
 
     @abstractmethod
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:

@@ -56,7 +56,7 @@ class PruneOptions(Settings):
         costs: with a budget of latency, file with the measured costs of blocks, written by `lmeval-prune costs`
         parts: with a budget of parameters, what is removed: both (heads and channels), heads, channels, layers (whole
             ones), attention or feed_forward (whole blocks), or blocks (of both kinds). Default: what the method's paper
-            removes: heads for norm_entropy, global_threshold, confidence and sweep, layers for block_influence and
+            removes: heads for norm_entropy, global_threshold and confidence, layers for block_influence and
             block_kl, both for the others and with an ffn_method
         skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
             ratio

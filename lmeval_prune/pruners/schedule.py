@@ -36,7 +36,7 @@ from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of
 from lmeval_prune.pruners.score_store import ScoreStore
-from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds, scored_questions
+from lmeval_prune.pruners.scoring import has_scores_of, pruners_by_kind, score, scored_kinds
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
     SequentialPruner,
@@ -89,7 +89,6 @@ def stages(
     pruners = pruners_by_kind(pruner, channel_pruner or pruner, options)
     check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
     record = _record(pruner, pruners[CHANNELS], options, text)
-    record |= scored_questions(pruners, [kind for kind in scored_kinds(options) if not has_scores_of(scores, kind)])
     if isinstance(pruner, SequentialPruner):
         with fast_products():
             plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)

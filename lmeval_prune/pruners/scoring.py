@@ -43,16 +43,6 @@ def kinds_read_for(
     return [kind for kind in kinds if pruners.get(kind, pruner).reads_text and not has_scores_of(stored, kind)]
 
 
-def scored_questions(pruners: Mapping[str, Pruner], kinds: Collection[str]) -> dict[str, list[str]]:
-    """Return what a plan or scores of these kinds record about questions whose outcomes the scores are of.
-
-    It is `seen`, their digests, as routers have it; nothing for methods that score by no outcomes.
-    """
-    methods = dict.fromkeys(pruners.get(kind, pruners[HEADS]) for kind in kinds)
-    digests = sorted({digest(text) for method in methods for text in method.questions()})
-    return {"seen": digests} if digests else {}
-
-
 def score(
     pruners: Mapping[str, Pruner],
     model_map: ModelMap,

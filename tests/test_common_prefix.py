@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lmeval_prune.distillation.common_prefix as common_prefix_module
-from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix, forward_in_parts, pays, runs_in_parts
+from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix, forward_in_parts, runs_in_parts
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import DistillTrainer
 from tests.athena_hosts import data_folder, quick_training
@@ -89,13 +89,6 @@ def test_length_of_a_common_prefix(rows: list[list[int]], first: int, length: in
     assert common_prefix(torch.tensor(rows), first) == length
 
 
-def test_a_gpu_runs_a_batch_in_parts_only_if_that_saves_many_tokens() -> None:
-    """Whatever the device, losses are the same; each part launches all kernels."""
-    short, long = ({"input_ids": torch.zeros(8, length + 5), LENGTH: length} for length in (40, 2000))
-    assert pays(short, "cpu") and pays(long, "cpu")
-    assert pays(long, "cuda") and not pays(short, "cuda")
-
-
 @pytest.fixture
 def trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[DistillTrainer]:
     """A trainer in float64 with the response term, whose student differs from the teacher."""
@@ -124,7 +117,6 @@ def test_training_runs_the_template_once_with_the_same_losses(
     trainer: DistillTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common_prefix_module, "LEAST", 1)
-    monkeypatch.setattr(common_prefix_module, "LEAST_ON_GPU", 1)
     inputs = trainer.host.collate(trainer.examples.train[:3])
     assert inputs[LENGTH] > 0  # the user's turn begins alike
     counts, lengths, results = trainer.counts([inputs]), list[int](), []

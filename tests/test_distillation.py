@@ -26,7 +26,6 @@ from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion, stages
-from lmeval_prune.distillation import trainer as trainer_module
 from lmeval_prune.distillation.features import LayerMap, turn_off_map_dropout
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.options import DistillOptions
@@ -36,7 +35,6 @@ from lmeval_prune.distillation.trainer import (
     EAGER_TOKENS,
     DistillTrainer,
     PaddedOrder,
-    cast_linear_weights,
     collate_with_padding,
     padded,
 )
@@ -51,7 +49,7 @@ from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
-from tests.tiny_models import ALL, distinct, output, tiny, tokens
+from tests.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -289,44 +287,6 @@ def test_short_texts_are_trained_by_eager_attention_on_a_cpu_in_bfloat16(
     trainer.examples = replace(trainer.examples, lengths=[8, EAGER_TOKENS + 1])
     assert not trainer.uses_eager_attention
     assert not trainer_of(replace(language, terms=("response",)), tmp_path / "float32").uses_eager_attention
-
-
-@pytest.mark.parametrize("family", distinct(ALL))
-def test_linear_weights_in_the_dtype_of_autocast_give_the_same_outputs(family: str) -> None:
-    model = tiny(family, dtype=torch.float32).requires_grad_(False)
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings().weight
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = output(model, tokens())
-        cast_linear_weights(model, "cpu")
-        assert torch.equal(output(model, tokens()), expected)
-    for module in model.modules():
-        is_tied = module is head and head.weight is embeddings
-        is_cast = type(module) is torch.nn.Linear and not is_tied
-        for weight in module.parameters(recurse=False):
-            assert weight.dtype == (torch.bfloat16 if is_cast else torch.float32)
-
-
-@pytest.mark.parametrize("kind", ["athena", "language"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_teacher_of_a_training_in_bfloat16_has_smaller_weights_and_gives_the_same_loss(
-    kind: str, precision: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without autocast, as on a CPU with `fp16`, the teacher stays in float32."""
-    options = replace(request.getfixturevalue(kind), terms=("response",), trainer={precision: True})
-
-    def trained(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        trainer = trainer_of(options, tmp_path / folder, torch.float32)
-        assert map_model(trainer.host.backbone(trainer.teacher)).attention[0].o_proj.weight.dtype == dtype
-        assert {weight.dtype for weight in trainer.student.parameters()} == {torch.float32}
-        inputs = trainer.host.collate(trainer.examples.train[:4])
-        with trainer.accelerator.autocast():
-            terms: dict[str, torch.Tensor] = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))[1]
-        return terms
-
-    terms = trained("smaller", torch.bfloat16 if precision == "bf16" else torch.float32)
-    monkeypatch.setattr(trainer_module, "cast_linear_weights", lambda *_: None)
-    assert trained("whole", torch.float32) == terms
-    assert {"response", "task"} <= terms.keys()
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])

@@ -169,7 +169,7 @@ def test_accumulated_batches_are_one_large_batch(options: DistillOptions, tmp_pa
             plain_descent(patch)
             trainer = {"max_grad_norm": 1e9, "weight_decay": 0.0, "gradient_accumulation_steps": accumulate}
             distill(replace(changed, batch=batch, trainer=trainer, output=str(tmp_path / str(batch))))
-    assert_same(str(tmp_path / "2"), str(tmp_path / "6"), 1e-9)
+    assert_same(str(tmp_path / "2"), str(tmp_path / "6"), 1e-8)
 
 
 @pytest.mark.parametrize("term", ["response", "feature"])
@@ -273,9 +273,7 @@ def test_a_task_of_ones_own_has_its_splits_in_its_file(
     assert f"--tasks sums --include_path '{tmp_path / 'own tasks'}'\n" in capsys.readouterr().out
 
 
-def test_problems_that_ask_the_same_are_on_one_side(
-    options: DistillOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp_path: Path) -> None:
     """Else the best epoch would be that of problems that are learned."""
     name = sums_with_a_test(tmp_path / "own")
     rows = [{"question": f"What is {n % 5} + {n % 5}?", "answer": str(n)} for n in range(20)]
@@ -298,7 +296,6 @@ def test_problems_that_ask_the_same_are_on_one_side(
     rows = [{"question": f"Say {'one' if n < 12 else 'two'} number.", "answer": str(n)} for n in range(20)]
     (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert len(make_host(replace(own, validation=0.1)).examples().validation) == 8
-    assert "8 of 20 problems are for validation, not 2: those of a question stay together" in caplog.text
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])

@@ -23,6 +23,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.questions import TrainingQuestions
+from lmeval_prune.training.resuming import PROBLEMS
 
 LANGUAGE_OPTIONS = ("task", "chat", "answer", "max_length", "prompts", "calibrate_on", "train_on", "max_gen_toks")
 
@@ -111,8 +112,8 @@ class AthenaHost(Host):
         return ProblemSplit.load(self.split_options)
 
     @override
-    def problems_digest(self) -> str:
-        return self.split.digest
+    def contents(self) -> dict[str, Callable[[], str]]:
+        return {PROBLEMS: lambda: self.split.digest}
 
     @override
     def examples(self) -> TrainingExamples:

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
 from lmeval_prune.distillation.losses import attention_distance
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import eager_attention
 
 _OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 
@@ -62,17 +60,6 @@ class Features:
         check_maps(outputs.attentions, self.student)
         expected = [target.attentions[number] for number in self.teacher_numbers]
         return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
-
-
-def check_returns_maps(skeleton: Any) -> None:
-    """Raise an `InputError` if a model, given without weights, does not return the attention maps of its heads."""
-    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-    try:
-        with torch.no_grad(), eager_attention(skeleton):
-            maps = getattr(skeleton(input_ids=ids, output_attentions=True), "attentions", None)
-    except Exception:  # some models do not run without weights; training checks the maps again
-        return
-    check_maps(maps, map_model(skeleton))
 
 
 def check_maps(maps: Sequence[Tensor | None] | None, model_map: ModelMap) -> None:

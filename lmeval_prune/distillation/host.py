@@ -25,7 +25,6 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
-from lmeval_prune.training.resuming import PROBLEMS
 
 BestBy = Literal["accuracy", "loss", "none"]
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
@@ -33,31 +32,13 @@ NOTE = "distillation.json"  # beside the weights of a distilled model
 METRICS = {"accuracy": ACCURACY, "loss": "eval_task"}  # names in the log
 
 
-class StageNote(TypedDict):
-    """Fields of a stage that are read."""
-
-    stage: int
-    heads: dict[str, list[int]]
-    removed: dict[str, Any]
-    removed_blocks: list[str]
-    parameters: int
-
-
-class MaterialNote(TypedDict):
-    """Fields of the training problems that are read."""
-
-    splits: dict[str, Any]
-    trained_on: list[str]
-    validated_on: list[str]
-
-
 class Note(TypedDict):
     """Fields of `distillation.json`."""
 
     model: str
     options: dict[str, Any]
-    material: MaterialNote
-    stages: list[StageNote]
+    material: dict[str, Any]
+    stages: list[dict[str, Any]]
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
@@ -166,12 +147,8 @@ class Host(ABC):
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
-    def problems_digest(self) -> str:
-        """Return a digest of the documents of the training and validation problems, which are not tokenized for it."""
-
     def contents(self) -> dict[str, Callable[[], str]]:
         """Return functions that return digests of what is trained on, by their names in `CONTENTS`."""
-        return {PROBLEMS: self.problems_digest}
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from lmeval_prune.distance import tokens
 from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.host import Host, TrainingExamples
-from lmeval_prune.distillation.lessons import Problem, Text, prompts_part, read_lessons, write_lessons
+from lmeval_prune.distillation.lessons import Problem, Text, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
@@ -47,9 +46,8 @@ from lmeval_prune.training.questions import (
     question_keys,
     split_by_question,
 )
-from lmeval_prune.training.resuming import PROMPTS
+from lmeval_prune.training.resuming import PROBLEMS, PROMPTS
 
-logger = logging.getLogger(__name__)
 TASK = "prune_asdiv_a_equation"  # default
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
@@ -141,14 +139,9 @@ class LanguageHost(Host):
         """The task's documents, those of the training drawn by the seed; none without a task."""
         options = self.options
         rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test_name)
+        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test or "test")
         random.Random(options.seed).shuffle(drawn)
         return rows._replace(train=drawn[: options.limit], repeated=repeated)
-
-    @property
-    def test_name(self) -> str:
-        """Name of the test split, for messages."""
-        return self.test or "test"
 
     @cached_property
     def test(self) -> str | None:
@@ -162,18 +155,13 @@ class LanguageHost(Host):
         return "fold0" if "fold0" in DATA[data].splits and "train" not in DATA[data].splits else None
 
     @override
-    def problems_digest(self) -> str:
+    def contents(self) -> dict[str, Callable[[], str]]:
+        return {PROBLEMS: self._problems_digest, PROMPTS: lambda: digest(self.drawn_texts)}
+
+    def _problems_digest(self) -> str:
         rows, exemplars = self.drawn_rows, exemplars_of(self.task) if self.options.task else []
         tested = rows.test if self.options.prompts else []  # prompts are searched for these
         return documents_digest(rows.train, tested, *filter(None, [exemplars]))
-
-    @override
-    def contents(self) -> dict[str, Callable[[], str]]:
-        return super().contents() | {PROMPTS: self.prompts_digest}
-
-    def prompts_digest(self) -> str:
-        """Return a digest of the prompts and targets of the problems, which the task's file and code make of them."""
-        return digest(self.drawn_texts)
 
     @cached_property
     def drawn_texts(self) -> list[tuple[str, str, str]]:
@@ -199,11 +187,6 @@ class LanguageHost(Host):
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
         validation, remaining = split_by_question(first, self._wordings(first), count)
-        if validation and not count / 2 <= len(validation) <= 2 * count:
-            logger.warning(
-                "%d of %d problems are for validation, not %d: those of a question stay together",
-                len(validation), len(first), count,
-            )  # fmt: skip
         if not remaining or (share and not validation):
             left_out = {"too_long": len(answered) - len(problems), "empty": len(rows.train) - len(answered), **counts}
             raise InputError(
@@ -213,7 +196,7 @@ class LanguageHost(Host):
         train = [*remaining, *(prompts if options.task else [])]
         learned, held_out = ([text for text in part if isinstance(text, Problem)] for part in (train, validation))
         keys = (question_keys(problem.question.document for problem in part) for part in (learned, held_out))
-        questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test_name)
+        questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test or "test")
         note = {
             "train": len(train),
             "validation": len(validation),
@@ -361,12 +344,12 @@ class LanguageHost(Host):
         replaced = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
 
         def learned(part: str, texts: Sequence[Any]) -> list[Any]:
-            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(prompts_part(part), ())]
+            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(f"{part}_prompts", ())]
             kept = [text for text in texts if not isinstance(text, replaced)]
             return [*(Text(text["ids"], text["start"]) for text in answered), *kept]
 
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
-        counts, of_prompts = lessons["counts"], lessons["texts"].get(prompts_part("train"))
+        counts, of_prompts = lessons["counts"], lessons["texts"].get("train_prompts")
         if not train or (examples.validation and not validation) or of_prompts == []:
             raise InputError(
                 f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks or shorter prompts, "

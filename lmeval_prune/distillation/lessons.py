@@ -9,14 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.distillation.prompts import Prompt
-from lmeval_prune.planning.own_answers import Answerer, Lessons, Question, lessons_of
+from lmeval_prune.planning.own_answers import Answerer, Question, lessons_of
 
 SCHEMA, VERSION = "lmeval-prune/lessons", 1
 FILE = "lessons.json"
@@ -38,23 +37,11 @@ class Text(NamedTuple):
     start: int
 
 
-class Learned(TypedDict):
-    """A `Text` of `lessons.json`."""
-
-    ids: list[Annotated[int, Interval(ge=0, lt=2**31)]]
-    start: Annotated[int, Ge(0)]
-
-
-class LessonsFile(TypedDict):
+class Lessons(TypedDict):
     """Fields of `lessons.json`, each by part: train, validation, train_prompts, validation_prompts."""
 
-    texts: dict[str, list[Learned]]
+    texts: dict[str, list[dict[str, Any]]]
     counts: dict[str, dict[str, int]]
-
-
-def prompts_part(part: str) -> str:
-    """Return the name of the prompts of a part."""
-    return f"{part}_prompts"
 
 
 def write_lessons(
@@ -75,7 +62,7 @@ def write_lessons(
         part: _of_problems(answerer, teacher, part_problems, longest) for part, part_problems in problems.items()
     }
     learned |= {
-        prompts_part(part): _of_prompts(answerer, teacher, part_prompts, longest, room)
+        f"{part}_prompts": _of_prompts(answerer, teacher, part_prompts, longest, room)
         for part, part_prompts in prompts.items()
         if part_prompts
     }
@@ -86,25 +73,25 @@ def write_lessons(
 def read_lessons(folder: Path) -> dict[str, Any] | None:
     """Read `lessons.json`; None if it is not there yet, `InputError` if it is damaged."""
     path = folder / FILE
-    return read_artefact(path, SCHEMA, VERSION, LessonsFile)[0] if path.is_file() else None
+    return read_artefact(path, SCHEMA, VERSION, Lessons)[0] if path.is_file() else None
 
 
 def _of_problems(
     answerer: Answerer, teacher: Any, problems: Sequence[Problem], longest: int
-) -> tuple[list[Learned], dict[str, int]]:
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return what is learned from problems, in their order, and counts of questions and answers."""
     if not problems:
         return [], {}
     result = lessons_of(answerer, teacher, [problem.question for problem in problems])
     texts, too_long = _texts_that_fit(result, [problem.ids[: problem.start] for problem in problems], longest)
     counts = {**result.counts, "too_long": too_long, "unsolved": texts.count([])}
-    targets: list[Learned] = [{"ids": list(problem.ids), "start": problem.start} for problem in problems]
+    targets: list[dict[str, Any]] = [{"ids": list(problem.ids), "start": problem.start} for problem in problems]
     return [text for kept, target in zip(texts, targets, strict=True) for text in kept or [target]], counts
 
 
 def _of_prompts(
     answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int, room: float
-) -> tuple[list[Learned], dict[str, int]]:
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return what is learned from prompts, in their order, and counts of prompts and answers.
 
     Prompts of more tokens than `room` are too long, and the teacher does not answer them.
@@ -119,12 +106,14 @@ def _of_prompts(
     return kept, counts
 
 
-def _texts_that_fit(result: Lessons, prompts: Sequence[Sequence[int]], longest: int) -> tuple[list[list[Learned]], int]:
+def _texts_that_fit(
+    result: Any, prompts: Sequence[Sequence[int]], longest: int
+) -> tuple[list[list[dict[str, Any]]], int]:
     """Return the texts of each prompt that have `longest` tokens at most, and how many texts are too long.
 
     A prompt that left no room for an answer, of which the model therefore read the end alone, is too long, too.
     """
-    texts: list[list[Learned]] = [[] for _ in prompts]
+    texts: list[list[dict[str, Any]]] = [[] for _ in prompts]
     too_long = 0
     for lesson in result.lessons:
         if len(lesson.prompt) < len(prompts[lesson.question]) or len(lesson.prompt) + len(lesson.answer) > longest:

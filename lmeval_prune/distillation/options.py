@@ -165,7 +165,7 @@ class DistillOptions(Settings):
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
         """The pruner of heads and, if it is another one, of channels, with their options."""
-        others = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
+        others: dict[str, dict[str, Any]] = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
         return {self.method: self.options} | others
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest
-from lmeval_prune.distillation.features import LayerMap, check_returns_maps
+from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import Host
 from lmeval_prune.distillation.options import FIRST, PREVIOUS
 from lmeval_prune.errors import InputError
@@ -20,10 +20,7 @@ def check_teacher(host: Host, student: ModelMap) -> None:
     options, name = host.options, host.options.other_teacher
     if name:
         host.check_teacher(name)
-    if not options.uses_attention_maps:
-        return
-    check_returns_maps(student.model)
-    if name:
+    if name and options.uses_attention_maps:
         manifest = read_manifest(host.backbone_folder(Path(embedded.resolve(options.pretrained)))) or {}
         stages = [*manifest.get("stages", []), {"parent": student.signature()}]
         if stages_since(stages, map_model(host.skeleton(name)).signature()) is None:

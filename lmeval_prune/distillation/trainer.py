@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, pays, runs_in_parts
+from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, runs_in_parts
 from lmeval_prune.distillation.features import Features, LayerMap
 from lmeval_prune.distillation.host import METRICS, BestBy, Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
@@ -96,26 +96,6 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
 
 
-def cast_linear_weights(model: nn.Module, device: str) -> None:
-    """Store the weights of linear layers in the dtype in which autocast multiplies them: the outputs stay the same.
-
-    Autocast converts weights that are not trained at each pass. Weights in another dtype than float32, and those that
-    other modules share, as embeddings do, stay; without autocast all do.
-
-    Args:
-        model: a model that is not trained.
-        device: type of the device on which it runs.
-    """
-    if not torch.is_autocast_enabled(device):
-        return
-    linear, others = set[nn.Parameter](), set[nn.Parameter]()
-    for module in model.modules():
-        (linear if type(module) is nn.Linear else others).update(module.parameters(recurse=False))
-    for parameter in linear - others:
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(torch.get_autocast_dtype(device))
-
-
 class DistillTrainer(ResumableTrainer):
     """Trainer of a student with an optional teacher.
 
@@ -160,8 +140,6 @@ class DistillTrainer(ResumableTrainer):
             Progress(f"stage {stage} of {options.stages}, ", options.stages - stage, preparation),
         )
         if teacher is not None:
-            with self.accelerator.autocast():
-                cast_linear_weights(teacher, self.args.device.type)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
             if options.uses_attention_maps:
                 of_student, of_teacher = (map_model(host.backbone(network)) for network in (model, teacher))
@@ -200,8 +178,11 @@ class DistillTrainer(ResumableTrainer):
 
     @cached_property
     def runs_in_parts(self) -> bool:
-        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts."""
-        if self.options.uses_attention_maps:
+        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts.
+
+        On a GPU, where each part launches all kernels, it does not pay.
+        """
+        if self.options.uses_attention_maps or self.args.device.type != "cpu":
             return False
         return all(runs_in_parts(model) for model in (self.student, self.teacher) if model is not None)
 
@@ -235,8 +216,8 @@ class DistillTrainer(ResumableTrainer):
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
-        if LENGTH in inputs and not (self.runs_in_parts and pays(inputs, self.args.device.type)):
-            del real_inputs[LENGTH]
+        if not self.runs_in_parts:
+            real_inputs.pop(LENGTH, None)
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}

@@ -188,8 +188,21 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     )
     validates = options.validation > 0
     best_by = (ACCURACY, True) if validates else None  # metric of the best epoch, and whether higher is better
-    others = {"per_device_eval_batch_size": 32}
-    arguments = training_arguments(options, work, options.encoder_rate, options.seed, validates, best_by, others=others)
+    arguments = training_arguments(
+        work,
+        validates,
+        best_by,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=32,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.encoder_rate,
+        weight_decay=options.decay,
+        warmup_steps=options.warmup,
+        max_grad_norm=options.clip,
+        seed=options.seed,
+        restore_callback_states_from_checkpoint=bool(options.patience),
+    )
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings | contents)
     training = trainer.run()

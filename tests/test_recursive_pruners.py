@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.corpus import Prompt, Text, read_corpus
@@ -529,19 +529,6 @@ def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_
     shutil.rmtree(options.output)  # another model under the same name, without a teacher's answers
     distill(replace(options, corpus=None, corpus_prompt=None, corpus_answers="data", max_gen_toks=None))
     assert not Path(f"{options.output}.lessons.jsonl").exists()
-
-
-def test_outputs_of_versions_without_these_options_are_complete(options: DistillOptions) -> None:
-    """An option that a folder does not have is its default."""
-    distill(replace(options, method="random", stages=1))
-    path = Path(options.output) / "distillation.json"
-    note = read_json(path)
-    for name in ("calibrate_on", "train_on", "steps", "samples", "keep_answers"):
-        del note["options"][name]
-    write_text(path, json.dumps(note))
-    distill(replace(options, method="random", stages=1))
-    with pytest.raises(InputError, match=r"was made with other options \(steps=1\)"):
-        distill(replace(options, method="random", stages=1, steps=2))
 
 
 def test_stages_remove_whole_layers(options: DistillOptions) -> None:

@@ -157,10 +157,7 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     plain = {"method": "flap", "ratio": 0.3, "task": name, "windows": 4}
     settings = [plain, {**plain, "own_answers": {}}, {**plain, "own_answers": {"prompts_count": False}}]
     preparations = [make_preparation("prune", options) for options in settings]
-    assert (
-        len({str(prepared.identity()) for prepared in preparations}) == 3
-        and "own_answers" not in preparations[0].settings()
-    )
+    assert len({str(prepared.identity()) for prepared in preparations}) == 3
     for number, preparation in enumerate(preparations[1:]):
         (tmp_path / str(number)).mkdir()
         preparation.make(lm, tmp_path / str(number))

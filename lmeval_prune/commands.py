@@ -1,20 +1,14 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `filter-map`, `profile` and `costs`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask` and `profile`."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
-from lmeval_prune.artefacts import TABLES, read_texts
-from lmeval_prune.errors import InputError, check_exists, did_you_mean, loading_tasks
-from lmeval_prune.options import first_argument
+from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.settings import Count, resolve_device
 
 
@@ -23,23 +17,7 @@ def run(*words: str) -> int:
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]
-    try:
-        cli_evaluate()
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("Tasks not found"):
-            from lmeval_prune.tasks.loading import broken_file
-
-            folders = [after for word, after in pairwise(words) if word == "--include_path"]
-            folders += [word.partition("=")[2] for word in words if word.startswith("--include_path=")]
-            raise InputError(
-                f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them; for your own, add --include_path)"
-                + "".join(map(broken_file, folders))
-            ) from error
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_name == "process_tasks":  # lm-eval reads the files of tasks in it
-                with loading_tasks([frame.f_locals.get("yaml_file", "a task")]):
-                    raise
-        raise
+    cli_evaluate()
     return 0
 
 
@@ -90,37 +68,6 @@ def heads(pretrained: str, revision: str | None = None) -> int:
     return 0
 
 
-@first_argument("only", "FAMILY")
-def families(only: tuple[str, ...] = ()) -> int:
-    """List the causal model families of the installed transformers: known, recognised by their layers, refused.
-
-    Builds a model of each family's default configuration without weights, and a tiny one of those that are not in the
-    table: about a minute for all.
-
-    Args:
-        only: these families (default: all); `--only` may be left out
-    """
-    from collections import Counter
-
-    import transformers
-
-    from lmeval_prune.checkpoints.families import causal_families, survey
-
-    family_names = causal_families()
-    chosen = [name for word in only for name in word.split(",")] or family_names
-    for name in chosen:
-        if name not in family_names:
-            raise InputError(f"{name!r} is no causal family of transformers{did_you_mean(name, family_names)}")
-    transformers.logging.set_verbosity_error()
-    counts: Counter[str] = Counter()
-    for family in survey(chosen):
-        print(f"{family.status:>10}  {family.name}{f': {family.detail}' if family.detail else ''}", flush=True)
-        counts[family.status] += 1
-    numbers = ", ".join(f"{counts[status]} {status}" for status in ("known", "recognised", "refused"))
-    print(f"{len(chosen)} causal families of transformers {transformers.__version__}: {numbers}")
-    return 0
-
-
 def mask(
     pretrained: str,
     output: str,
@@ -162,67 +109,6 @@ def mask(
     else:
         pruned = removal.heads_of(model_map)
         print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
-    return 0
-
-
-def filter_map(
-    pretrained: str, text: str, output: str, token_filter: str = "0.2", revision: str | None = None, tokens: int = 192
-) -> int:
-    """Plot the tokens of a text that skip attention in each layer.
-
-    Args:
-        pretrained: model, as for lm_eval
-        text: the text, or a text file
-        output: path of the images, without the suffix (.png and .svg)
-        token_filter: as for lm_eval, a ratio or a JSON dictionary
-        revision: of the model
-        tokens: number of tokens, from the beginning of the text
-    """
-    import torch
-    from transformers import AutoTokenizer
-
-    from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.loading import as_input_error
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-    from lmeval_prune.interventions import interventions_on
-    from lmeval_prune.models.arguments import Arguments
-    from lmeval_prune.pruners.calibration import encode
-    from lmeval_prune.reporting.maps import draw_skipped_tokens
-
-    settings: Any = token_filter
-    if token_filter.lstrip().startswith("{"):
-        try:
-            settings = json.loads(token_filter)
-        except ValueError as error:
-            raise InputError(
-                f"--token_filter {token_filter} is not JSON ({error}); give a ratio or a dictionary"
-            ) from error
-    words = _read_text(text)
-    if not words or tokens < 1:
-        raise InputError("there is no text to plot; give --text 'some words', and --tokens of 1 or more")
-    (method,) = Arguments.of({"token_filter": settings}).interventions
-    skeleton = skeleton_of(pretrained, revision)
-    method.fit_to(map_model(skeleton))
-    check_writable(f"{output}.png")
-    with as_input_error(f"the tokenizer of {pretrained} cannot be loaded"):
-        folder = embedded.resolve(pretrained)
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
-    model = with_weights(skeleton, pretrained, revision)
-    ids = torch.tensor([encode(tokenizer, words)[:tokens]])
-    with method.applied_to(model) as model_map, torch.no_grad():
-        model(ids, use_cache=False)
-        applied: Any = interventions_on(model)[0]
-        report = applied.report(model_map)["token_filter_skipped"]
-        skipped = {label: rows[0] for label, rows in applied.skipped.items()}
-    pieces = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
-    if not skipped:
-        raise InputError("a ratio of 0 filters no tokens; give a larger ratio")
-    share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
-    matrix, title = torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}"
-    draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
-    print(f"{output}.png and .svg: {share}")
     return 0
 
 
@@ -288,64 +174,3 @@ def profile(
     settings = {"workload": vars(work), "threads": threads, "environment": environment(torch_device, threads)}
     write(folder, rows, settings, cells)
     return 0
-
-
-def costs(
-    pretrained: str,
-    output: str,
-    batch: Count = 8,
-    prompt: Annotated[int, Ge(2)] = 128,
-    new: Count = 32,
-    rounds: Count = 7,
-    levels: Count = 16,
-    threads: Count = 1,
-    clock: Literal["wall", "processor"] = "wall",
-    device: str | None = None,
-    revision: str | None = None,
-) -> int:
-    """Measure what attention and feed-forward blocks of some sizes cost, for plans with a budget of latency.
-
-    Small models of the model's class, with random weights and a few layers, answer prompts; the cost of a block is the
-    difference to the same model without it. A killed measurement goes on with the same command.
-
-    Args:
-        pretrained: model, as for lm_eval; its weights are not read
-        output: JSON file for the table
-        batch: batch size
-        prompt: tokens of a prompt
-        new: tokens decoded after it
-        rounds: measurements of each size; medians count
-        levels: number of measured sizes of a feed-forward block, equally far apart; as many of heads, at most
-        threads: number of CPU threads
-        clock: wall, or processor (CPU time of this process, for busy machines, with one thread)
-        device: cpu or cuda; default: a GPU if there is one
-        revision: of the model
-    """
-    if not output.endswith(".json"):
-        raise InputError(f"--output {output} must end in .json")
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
-
-    torch_device = resolve_device(device)
-    check_writable(output)
-    import torch
-
-    from lmeval_prune.profiling.speed import Workload
-    from lmeval_prune.surgery.block_costs import measure_costs
-
-    torch.set_num_threads(threads)
-    work = Workload(prompt, new, (batch,), rounds, clock)
-    table = measure_costs(Path(output), skeleton_of(pretrained, revision), work, levels, threads, torch_device)
-    for kind in ("attention", "feed_forward"):
-        sizes = {size: table.cost(kind, size) or 0.0 for size in table.sizes(kind)}
-        print(f"{kind.replace('_', '-')}: " + ", ".join(f"{size} {1000 * cost:.3g} ms" for size, cost in sizes.items()))
-    print(f"{output}: seconds of one block for {batch} prompts of {prompt} tokens and {new} new ones")
-    return 0
-
-
-def _read_text(text: str) -> str:
-    """Return a text, or the content of the file of this name."""
-    names_file = text.endswith((".txt", ".md", ".jsonl", *TABLES)) and len(text.split()) == 1
-    if names_file or os.path.exists(text):  # noqa: PTH110 - also of a text, which may be too long for a name
-        return "\n\n".join(read_texts(text))
-    return text

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
+from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.settings import describe, is_supported_type, parse_value, union_members
 
 INCLUDE_PATH, INCLUDE_HELP = "include_path", "folder with YAML files of tasks of your own, as for lm_eval"
@@ -292,7 +292,7 @@ def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {yaml_error_text(error)}") from None
+        raise InputError(f"{path} is not valid YAML: {brief(str(error), 300)}") from None
     recipe = recipe if isinstance(recipe, dict) else {}
     for name in recipe:
         if name not in sections:

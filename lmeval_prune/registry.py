@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from lmeval_prune.errors import CLASSES, InputError, check_known, first_line
+from lmeval_prune.errors import InputError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ class Registry(MutableMapping[str, str]):
 
     def check(self, name: str) -> None:
         """Raise `InputError` for an unknown name, without importing a class."""
-        check_known(self.setting, name, self)
+        if name not in self:
+            names = ", ".join(self)
+            raise InputError(f"{self.setting}={name!r} is not known; use {names}{did_you_mean(name, self)}")
 
     def load(self, name: str) -> Any:
         """Import the class of a name.
@@ -110,12 +112,8 @@ class Registry(MutableMapping[str, str]):
             raise InputError(
                 f"{subject}: {path} cannot be imported ({first_line(error)}); mend or uninstall its package"
             ) from error
-        base = resolve_name(self.base)
-        if problem := _problem(kind, base):
+        if problem := _problem(kind, resolve_name(self.base)):
             raise InputError(f"{subject}: {path} {problem}")
-        for parent in kind.__mro__:
-            if issubclass(parent, base) and not is_own(parent):
-                CLASSES[import_path(parent)].add(subject)
         return kind
 
     def classes(self) -> Iterator[tuple[str, Any]]:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.tasks.compat import MultipleChoiceTask
 
-
-class CustomaryTask(MultipleChoiceTask):
+class CustomaryTask(ConfigurableTask):
     """Adds `score`: `acc_norm` if the task has it (PIQA, HellaSwag, ARC, OpenBookQA), else `acc`.
 
     A group of these tasks reports the average `score`, as papers do.
@@ -19,16 +18,10 @@ class CustomaryTask(MultipleChoiceTask):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
-    def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any] | None:
-        """Return lm-eval's results and `score`; None in lm-eval 0.5, whose scorers compute the results."""
+    def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any]:
+        """Return lm-eval's results and `score`."""
         scores = super().process_results(doc, results)
-        return None if scores is None else _with_score(scores)
-
-    def process_instances(self) -> None:
-        """Score all documents with lm-eval 0.5, and add `score`."""
-        super().process_instances()
-        for scorer in self.scorers:
-            scorer.import_reduced({doc_id: _with_score(scores) for doc_id, scores in scorer.reduced_docs.items()})
+        return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
         """Return lm-eval's aggregations, and the mean for `score`."""
@@ -37,8 +30,3 @@ class CustomaryTask(MultipleChoiceTask):
     def higher_is_better(self) -> dict[str, bool]:
         """Return lm-eval's directions, and True for `score`."""
         return {**super().higher_is_better(), "score": True}
-
-
-def _with_score(scores: dict[str, Any]) -> dict[str, Any]:
-    """Add `score` to the metrics of a document."""
-    return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}

@@ -8,9 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from lmeval_prune.errors import InputError, loading_tasks, unknown_task_error, yaml_error_text
+from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -47,25 +45,10 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
     """Refuse names that are no task, group, tag, or file."""
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
+    from lmeval_prune.tasks.manager import unknown_task_error
+
     if unknown := [name for name in names if not Path(name).is_file() and name not in manager._index]:
-        raise InputError(f"{unknown_task_error(unknown, manager.all_tasks)}{broken_file(included_folder())}")
-
-
-def broken_file(folder: str | None) -> str:
-    """Return the end of a message that names a folder's first YAML file with a mistake: lm-eval leaves it out."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
-        try:
-            if isinstance(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), yaml.MappingNode):
-                load_yaml(path, resolve_func=False)  # with the files that it includes
-        except FileNotFoundError as error:
-            return f"; {path} is left out: it includes {error.filename}, which does not exist"
-        except (yaml.YAMLError, ValueError, OSError, TypeError) as error:  # a ValueError: no text, or a circle
-            source = Path(getattr(getattr(error, "problem_mark", None), "name", path))
-            included = f"{source}, " if source.is_file() and source != path else ""
-            return f"; {path} is left out: {included}{yaml_error_text(error)}"
-    return ""
+        raise unknown_task_error(unknown, manager.all_tasks)
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
@@ -75,8 +58,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         InputError: a task does not exist, or its data cannot be loaded.
     """
     check_task_names(manager, names)
-    with loading_tasks(names):
-        tasks: dict[str, Any] = manager.load(list(names))["tasks"]
+    tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     return tasks
 
 

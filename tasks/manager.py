@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmeval_prune.errors import loading_tasks, print_input_errors, unknown_task_error
-from lmeval_prune.tasks.compat import HAS_SCORERS
+from lmeval_prune.errors import InputError, did_you_mean, first_few, first_line, print_input_errors
 from lmeval_prune.tasks.data import check_local_data
 from lmeval_prune.tasks.scorers import check_scorers
 from lmeval_prune.tasks.windows import check_window
@@ -34,6 +34,27 @@ def with_our_folder(include_path: Any) -> list[str | Path]:
 def _is_no_notice_of_ours(record: logging.LogRecord) -> bool:
     """Leave out that a task of this package takes `--metadata`, of which lm-eval tells in each run."""
     return not re.match(r"prune_\w+: Custom kwargs", str(record.msg))
+
+
+def unknown_task_error(names: Sequence[str], task_names: Iterable[str]) -> InputError:
+    """Return the error for tasks that do not exist."""
+    hint = did_you_mean(names[0], task_names) if len(names) == 1 else ""
+    return InputError(
+        f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them, without YAML files that have a mistake; "
+        f"of your own, name the YAML file, or its folder by --include_path){hint}"
+    )
+
+
+@contextmanager
+def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
+    """Raise an `InputError` for any error of a block that loads tasks, given by names or lm-eval's configurations."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # data set loaders and functions of tasks raise many types
+        names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
+        raise InputError(f"{names} cannot be loaded ({first_line(error, 300)})") from error
 
 
 class LazyTaskManager(TaskManager):
@@ -82,9 +103,6 @@ class LazyTaskManager(TaskManager):
         """Load tasks and groups, and check the arguments of this package's filter and metrics in them."""
         with loading_tasks(task_list if isinstance(task_list, list) else [task_list]):
             loaded = super().load(task_list)
-            if HAS_SCORERS:  # 0.5 reads documents when it needs them
-                for task in loaded["tasks"].values():
-                    task.eval_docs  # noqa: B018
         for task in loaded["tasks"].values():
             check_scorers(task)
         return loaded

@@ -10,14 +10,12 @@ repeats: 8
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean
 
 from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.tasks.compat import all_responses
 from lmeval_prune.tasks.results import EQUALITIES, Scores, same_text
 from lmeval_prune.tasks.scored import ScoredTask
 
@@ -100,10 +98,6 @@ class PassAtTask(ScoredTask):
         """Names of the metrics that are averaged over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._shares]
-
-    def response(self, results: Sequence[Any]) -> Any:
-        """Return the list of N responses."""
-        return all_responses(results)
 
     @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:

@@ -127,6 +127,3 @@ EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
     equation: same_expression,
     ending: same_text,
 }
-
-# Scoring functions whose readers know the form of the gold answer: a number, a text, a tuple, …
-GOLD_FORMS: tuple[Callable[..., Scores], ...] = (text_or_number, mathematics)

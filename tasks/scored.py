@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
+from lm_eval.api.task import ConfigurableTask
 
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MARKED
-from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.results import Scores, mathematics
 
 PARTS = ("level", "complexity", "grade", "subject")  # accuracy is reported for each value of these fields
 
 
-class ScoredTask(compat.GenerateTask):
+class ScoredTask(ConfigurableTask):
     """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
     Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
@@ -49,7 +49,6 @@ class ScoredTask(compat.GenerateTask):
         # the metrics come from `aggregation`; without this empty list lm-eval adds its default metrics
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)
-        compat.without_metrics(self)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.times_out = self.score is mathematics
         self.parts = self._parts_of(self.eval_docs)
@@ -87,14 +86,14 @@ class ScoredTask(compat.GenerateTask):
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
         """Return the metrics of a response, and the main metric for each part; None for parts of other documents."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
-            return compat.as_results({"bypass": 0.0})
+            return {"bypass": 0.0}
         scores = self.scores(doc, self.response(results))
         parts = {
             name: scores[self.main] if doc[field] == value else None
             for part, (field, value) in self.parts.items()
             for name in part_metrics(part)
         }
-        return compat.as_results({**scores, **parts})
+        return {**scores, **parts}
 
     def response(self, results: Sequence[Any]) -> Any:
         """Return what `scores` takes, from the argument of `process_results`."""
@@ -111,10 +110,6 @@ class ScoredTask(compat.GenerateTask):
         for part in self.parts:
             means |= part_metrics(part)
         return {**super().aggregation(), **means, **answers}
-
-    def aggregate(self, bootstrap_iters: int | None = 100_000) -> tuple[dict[str, Any], int]:
-        """Return the aggregated metrics and the number of documents, for lm-eval 0.5."""
-        return compat.aggregate(self, bootstrap_iters)
 
     def higher_is_better(self) -> dict[str, bool]:
         """Return True for all but `timeouts` and `unmarked`."""

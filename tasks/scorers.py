@@ -14,6 +14,7 @@ The filter reads the answers, the metrics compare them with the gold answer. Bot
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -33,7 +34,7 @@ from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, 
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.scoring.readers import text_reader
 from lmeval_prune.scoring.verifier import require_math_verify
-from lmeval_prune.tasks.compat import as_metric, filters, metrics
+from lmeval_prune.tasks.compat import filters, metrics
 from lmeval_prune.tasks.results import number
 
 MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
@@ -142,7 +143,7 @@ def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
 
 
 class Scores(dict[str, float]):
-    """Scores by name; `main` also where lm-eval 0.4 looks up the metric's own name, for several gold answers."""
+    """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
 
     def __init__(self, main: float, **scores: float) -> None:
         super().__init__(**scores)
@@ -152,6 +153,17 @@ class Scores(dict[str, float]):
         return self.main
 
 
+def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Make a metric for `metric_list` of a function of a document's gold answers, its responses and arguments."""
+
+    @functools.wraps(function)
+    def compute(references: Sequence[Any], predictions: Sequence[Any], **arguments: Any) -> dict[str, float]:
+        golds, responses = references[0] if isinstance(references[0], list) else references, predictions[0]
+        return function(golds, [responses] if isinstance(responses, str) else list(responses), **arguments)
+
+    return compute
+
+
 def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool]:
     """Return which answers are the same as a gold answer."""
     answer_kind = _kind(kind)
@@ -159,14 +171,14 @@ def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool
     return [any(bool(answer) and answer_kind.same(answer, text) for text in texts) for answer in answers]
 
 
-@as_metric("prune_equal")
+@as_metric
 @print_input_errors
 def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return whether an answer is the gold one; of several answers, the share that is."""
     return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
-@as_metric("prune_pass")
+@as_metric
 @print_input_errors
 def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
@@ -176,7 +188,7 @@ def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number
     return Scores(float(any(right)), **scores)
 
 
-@as_metric("prune_maj")
+@as_metric
 @print_input_errors
 def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""

@@ -22,7 +22,7 @@ def choose_metric(task: Any, metric: str | None = None) -> tuple[str, str]:
     if filter_name and filter_name not in filters:
         raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
     chosen = filter_name or filters[0]
-    compat.keep_filter(task, chosen)
+    task._filters = [ensemble for ensemble in task._filters if ensemble.name == chosen]
     return name or _default_metric(task), chosen
 
 
@@ -64,7 +64,7 @@ def outcomes(task: Any, metric: str, documents: Sequence[Any], responses: Sequen
         for number, (document, response) in enumerate(zip(documents, responses, strict=True))
     ]
     scores = (
-        compat.score_response(task, task.process_results, document, response)
+        task.process_results(document, [response])
         for document, response in zip(documents, filtered(task, singles), strict=True)
     )
     return [is_right(task, result, metric) for result in scores]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lm_eval.api.task import ConfigurableTask
+
 from lmeval_prune.errors import InputError, print_input_errors
-from lmeval_prune.tasks.compat import RollingTask
 
 
 def check_window(config: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
@@ -19,7 +20,7 @@ def check_window(config: Mapping[str, Any], metadata: Mapping[str, Any] | None) 
         )
 
 
-class WindowedTask(RollingTask):
+class WindowedTask(ConfigurableTask):
     """A rolling log-likelihood task with windows of `window` tokens; `InputError` if `max_length` is another number.
 
     The model cuts the windows at its `max_length`. The task reads it from the run's metadata, to which lm-eval adds the

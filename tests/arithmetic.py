@@ -22,7 +22,6 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
 from tests.methods import ROWS
-from tests.swept_outcomes import options_of
 from tests.tiny_models import output, tiny, tokens
 
 FILE = Path(__file__).with_name("arithmetic.json")
@@ -52,7 +51,7 @@ def figures(name: str) -> dict[str, Any]:
 def _of_pruner(name: str) -> dict[str, Any]:
     """Return figures of a plan that removes a quarter of the parameters that the pruner scores."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    options = {"alpha": 0.5} if name == "norm_entropy" else options_of(name, model_map)
+    options = {"alpha": 0.5} if name == "norm_entropy" else {}
     pruner = make_pruner(name, options)
     text = CalibrationText.from_windows("test", tokens(8, 16), 2)
     parts: Any = "blocks" if pruner.depth_only else "heads" if pruner.heads_only else "both"

@@ -69,15 +69,11 @@ class Caught:
 
 def compile_attention(dtype: torch.dtype, width: int, every: bool) -> None:
     numbers, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 64, dtype=torch.long)
-    keys, new = torch.zeros(3, 2, 64, width, dtype=dtype), torch.zeros(3, 2, width, dtype=dtype)
-    keep = torch.zeros(5, 8, dtype=torch.bool)
-    step = {"slots": numbers, "new_key": new, "new_value": new, "keep": keep, "masks": numbers}
+    keys = torch.zeros(3, 2, 64, width, dtype=dtype)
     cases: tuple[dict[str, Any], ...] = (
         {},
+        {"skipped": numbers.bool(), "window": 16, "positions": positions},
         {"skipped": numbers.bool(), "window": 16, "positions": positions, "softcap": 30.0, "splits": 4},
-        step,
-        {**step, "slots": numbers.long(), "keep": keep.to(dtype), "window": 16, "splits": 4},
-        {**step, "skipped": numbers.bool(), "window": 16, "positions": positions, "softcap": 30.0},
     )
     query = torch.zeros(3, 8, width, dtype=dtype)
     for configs in (attention.DOT_CONFIGS, attention.SUM_CONFIGS):
@@ -101,9 +97,6 @@ def compile_token_filter(dtype: torch.dtype, width: int) -> None:
     for some, stored in ((states, store), (states[:1], None)):
         memory = Memory(flags, anchor, anchor, some)
         token_filter.decide(key, key, valid, memory, rule, 0, False, stored, 7, False)
-    memory = Memory(flags, anchor, anchor, states)
-    for numbers in (lengths, lengths.long()):
-        token_filter.decide(key, key, valid, memory, rule, 0, False, store, numbers, False, numbers, numbers)
 
 
 def main(every: bool) -> None:

@@ -20,14 +20,12 @@ class Row:
         options: one value for each option that has several, quick to fit.
         flat: the same as fields of `FitOptions`, where they are the method's options.
         wrong: options that are refused, with words of the message.
-        has_probabilities: whether the method knows how likely a column solves a question.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     flat: dict[str, Any] = field(default_factory=dict)
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
-    has_probabilities: bool = True
 
 
 ROWS = (
@@ -35,7 +33,6 @@ ROWS = (
         "contrastive",
         flat={"sizes": (8,), "weights": (1e-3,), "epochs": 60},
         wrong=(({"k": 5}, "no setting 'k'"), ({"epochs": 0}, "epochs=0 must be")),
-        has_probabilities=False,
     ),
     Row(
         "knn",
@@ -47,17 +44,6 @@ ROWS = (
             ({"neighbours": 5}, "no setting 'neighbours'"),
         ),
     ),
-    Row(
-        "logistic",
-        {"rank": 3, "l2": 0.003},
-        wrong=(({"rank": -1}, "rank=.* at least 0"), ({"l2": 0}, "l2=.* above 0"), ({"l2": []}, "one or more numbers")),
-    ),
-    Row(
-        "sequential",
-        {"factors": 1, "rank": 3, "l2": 0.003},
-        wrong=(({"factors": 4}, "factors=.* at most 3"), ({"rank": 1.5}, "rank=.* whole numbers")),
-    ),
-    Row("sequential_knn", {"k": 10, "weighting": "distance", "prior": 1}, wrong=(({"k": "many"}, "whole numbers"),)),
 )
 
 

@@ -22,11 +22,10 @@ def write_outcomes(
     texts: Sequence[str] = (),
     split: str = "train",
     settings: Mapping[str, Any] = MappingProxyType({}),
-    origin: Any = None,
 ) -> Path:
     """Write a store with the outcomes of each column, 0, 1 or NaN (not run), of questions with the given texts.
 
-    `settings` are those of their task, `origin` is the record of what is known of the model on the Hub.
+    `settings` are those of their task.
     """
     rows = max(map(len, z.values()))
     texts = texts or [f"q{n}" for n in range(rows)]
@@ -35,7 +34,7 @@ def write_outcomes(
         for n in range(rows)
     ]
     store = OutcomeStore(folder)
-    store.begin(model, {"toy": dict(settings)}, questions, list(z), origin=origin)
+    store.begin(model, {"toy": dict(settings)}, questions, list(z))
     blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
     store.add(
         {**Question("toy", split, n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
@@ -52,16 +51,10 @@ def drawn_outcomes(
     questions: int = 24,
     seed: int = 0,
     texts: Sequence[str] = (),
-    origin: Any = None,
 ) -> Path:
     """Write a store of a model with drawn outcomes of all heads, on so many questions or those with the given texts."""
     heads = [f"{layer.label}H{head}" for layer in model_map.attention for head in range(layer.heads)]
     draw = np.random.default_rng(seed)
     z = {name: draw.integers(0, 2, len(texts) or questions).astype(float).tolist() for name in [DENSE, *heads]}
     folder = folder or Path(tempfile.mkdtemp(prefix="outcomes"))
-    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights}, texts, origin=origin)
-
-
-def options_of(method: str, model_map: ModelMap) -> dict[str, Any]:
-    """Return the options without which a method cannot score a model."""
-    return {"outcomes": str(drawn_outcomes(model_map))} if method == "sweep" else {}
+    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights}, texts)

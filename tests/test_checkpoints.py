@@ -145,9 +145,7 @@ def test_auto_classes_load_a_cut_model_with_its_head(tmp_path: Path) -> None:
         again = getattr(transformers, name).from_pretrained(tmp_path / "cut", trust_remote_code=True)
         with plan.applied_to(model):
             assert same(again, model), name
-    card = (tmp_path / "cut" / "README.md").read_text()
-    assert "AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=True)" in card
-    assert "pipeline_tag: image-text-to-text" in card
+    assert "pipeline_tag: image-text-to-text" in (tmp_path / "cut" / "README.md").read_text()
 
 
 def test_what_stays_beside_the_weights_goes_along(tmp_path: Path) -> None:
@@ -636,7 +634,6 @@ COMMANDS = [
     "importance --method magnitude --output o.json",
     "export model --heads L0H0 --output o",
     "export adapter --heads L0H0 --output o",
-    "filter-map --text words --output o",
     "athena train --encoder",
 ]
 
@@ -656,7 +653,7 @@ def test_no_command_runs_a_strangers_code_or_asks_whether_to(
         path = Path("m/tokenizer_config.json")
         settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.T", "theirs.T"]}}
         path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-        if command.split()[0] not in ("prune", "cut", "filter-map") and "model" not in command:
+        if command.split()[0] not in ("prune", "cut") and "model" not in command:
             return  # it reads no tokenizer
         if command.startswith("prune"):
             command = "prune --ratio 0.25 --method flap --text plan.json --output o.json"

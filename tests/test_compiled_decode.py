@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.decode_attention import compiled
 
 
@@ -180,22 +179,3 @@ signal.alarm(60)
 os._exit(0 if compiled.decode(*tensors, 0.3)[0].eq(1).all() else 1)
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_wrong_input_is_one_line() -> None:
-    """The loop does not look at bounds."""
-    right = arguments()
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("keys has shape", {"query": torch.ones(3, 4, 9)}),
-        ("values has shape", {"values": right["values"][:, :, :2]}),
-        ("slots has shape", {"slots": right["slots"][:2]}),
-        ("lengths has shape", {"lengths": right["lengths"][:2]}),
-        ("3 query heads", {"query": right["query"][:, :3]}),
-        ("float32 and torch.bfloat16", {"values": right["values"].bfloat16()}),
-        ("float16 and torch.float16", {name: right[name].half() for name in ("keys", "values")}),
-        ("no gradients", {"query": right["query"].clone().requires_grad_()}),
-        ("window is 0", {"window": 0}),
-    ]
-    for words, options in wrong:
-        with pytest.raises(InputError, match=words):
-            compiled.decode(**(right | options))

@@ -8,7 +8,6 @@ import random
 from contextlib import nullcontext
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -146,7 +145,6 @@ CASES: dict[str, Any] = {
             "refill": st.booleans(),
             "drafts": st.sampled_from([0, 1, 8]),
             "budget": st.sampled_from([0, 6, 40]),
-            "static": st.booleans(),
             "deterministic": st.booleans(),
         }
     ),
@@ -849,7 +847,7 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
         if number % 4 < 2:
             steps = cumulative_distribution(scores_of(logits[None], **changes)[0])
             uniform = min(max(float(steps[rng.randrange(50)]) + rng.uniform(-1e-3, 1e-3), 0.0), 0.9999)
-        monkeypatch.setattr("lmeval_prune.decoding.sampling.uniforms", lambda *_, u=uniform: numpy.array([u]))
+        monkeypatch.setattr("lmeval_prune.decoding.sampling.uniform", lambda *_, u=uniform: u)
         request = Request((3, 4), params=SamplingParams(do_sample=True, **{**setting, **changes}))
         near = SAMPLER.near_tie(logits, request, history[2:])
         drawn = SAMPLER.choose(logits, request, history[2:])
@@ -926,8 +924,6 @@ def test_memory_does_not_grow(prompts: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: Engine(model, max_rows=0), "max_rows must be a whole number of at least 1, not 0"),
-        (lambda model: Engine(model, memory="1GB"), "memory must be a whole number of at least 1, not '1GB'"),
         (lambda model: Request("How many?"), "prompt must be token ids, not a text"),
         (lambda model: list(Engine(model).decode([Request((1, 10**6))])), "token 1000000 is not in the model's vocabulary"),
         (lambda model: Schedule(follow=-1), "follow.* at least 0"),
@@ -956,13 +952,6 @@ def test_mistakes(make: Any, message: str) -> None:
 def test_any_sequence_of_tokens_is_a_prompt_and_text_a_mask(convert: Any) -> None:
     request = Request(convert([3, 4, 5]), "L0H1")
     assert request == Request((3, 4, 5), HeadMask("L0H1")) and isinstance(request.prompt[0], int)
-
-
-def test_a_compilation_without_a_static_step_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    assert answers(
-        Engine(model_of("llama"), schedule=Schedule(compile=True)), [Request((1,), params=SamplingParams(2))]
-    )
-    assert [message for message in caplog.messages if "torch.compile has no effect" in message]
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

@@ -9,7 +9,6 @@ import shlex
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +18,14 @@ from markupsafe import escape
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError, preflight
-from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune import InputError
+from lmeval_prune.cli import main
 from lmeval_prune.demo import run
 from lmeval_prune.demo.commands import YOURS, next_steps
 from lmeval_prune.demo.figures import costs, curves, decoding
 from lmeval_prune.demo.page import write_page
 from lmeval_prune.demo.steps import INTERVAL, STAGES, Steps, lines
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.options import read_options
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
 from tests.test_command_line import lm_eval
@@ -205,14 +203,6 @@ def test_the_next_commands_run(
     heads = same[0][same[0].index("--heads") + 1]
     arguments = same[1][same[1].index("--model_args") + 1]
     assert arguments == f"pretrained={tiny_folder},heads={heads}" and len(heads.split("+")) == 2
-
-
-def test_the_next_commands_for_a_model_of_ones_own_can_be_read(tiny_folder: Path, output: Path) -> None:
-    _, own = next_commands((output / "printed.txt").read_text())
-    for program, name, *rest in own:
-        words = [word.replace(YOURS, str(tiny_folder)) for word in rest]
-        assert program == "lmeval-prune" and words != rest
-        preflight.check(read_options(name, resolve_name(COMMANDS[name]), words, COMMANDS))
 
 
 def test_the_next_commands_are_quoted() -> None:

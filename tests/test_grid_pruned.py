@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmeval_prune import Plan, map_model
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import make_host
@@ -21,8 +23,6 @@ from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.pruners.cost_table import CostTable
-from tests.swept_outcomes import drawn_outcomes
 from tests.test_grid import described
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
@@ -100,6 +100,56 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
     assert preparations["unread", True] == preparations["unread", False]
 
 
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        ({"prune": {"method": "flap", "ratio": 0.2}}, "flap needs a calibration text"),
+        ({"prune": {"method": "magnitude", "ratio": 0.2, "more": {"unit": "head"}}}, "give --unit group"),
+        ({"prune": {"method": "flap", "ratio": 0.2, "text": "none.txt"}}, "no such file: none.txt"),
+        ({"prune": {"method": "flap", "ratio": 0.2, "task": "prune_tiny_choice"}}, "tiny_choice has no split 'train'"),
+        ({"random_heads": {"share": 0.99}}, "random_heads.share=0.99: "),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_lose_is_refused_before_it_is_loaded(
+    prepare: dict[str, Any], message: str, tiny_folder: Path
+) -> None:
+    variants = {"v": {"prepare": prepare}}
+    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    with pytest.raises(InputError, match=rf"^variant 'v': .*{re.escape(message)}"):
+        cells_of(Grid.of(content))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "flapp", "ratio": 0.2}, "did you mean 'flap'"),
+        ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
+        ({"method": "flap"}, "prune needs ratio"),
+        ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "'metrc'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no setting 'units'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
+        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),
+        ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
+        (
+            {"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"sample": 2}},
+            "prune.own_answers has no setting",
+        ),
+        ({"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"samples": 2}}, "samples=2 greedy answers"),
+        ({"method": "flap", "ratio": 0.2, "own_answers": {}}, "needs the questions of a task"),
+    ],
+)
+def test_mistakes_are_refused_before_pruning(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_preparation("prune", settings)
+
+
+def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
+    lm = SimpleNamespace(model_map=map_model(tiny("llama")), tokenizer=None)
+    with pytest.raises(InputError, match="nothing would be removed"):
+        make_preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     """Their options are part of what the plan is; the store of answers goes when the plan is there."""
     lm = PrunedHFLM(str(tiny_folder))
@@ -107,10 +157,7 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     plain = {"method": "flap", "ratio": 0.3, "task": name, "windows": 4}
     settings = [plain, {**plain, "own_answers": {}}, {**plain, "own_answers": {"prompts_count": False}}]
     preparations = [make_preparation("prune", options) for options in settings]
-    assert (
-        len({str(prepared.identity()) for prepared in preparations}) == 3
-        and "own_answers" not in preparations[0].settings()
-    )
+    assert len({str(prepared.identity()) for prepared in preparations}) == 3
     for number, preparation in enumerate(preparations[1:]):
         (tmp_path / str(number)).mkdir()
         preparation.make(lm, tmp_path / str(number))
@@ -119,37 +166,18 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*responses"))
 
 
-def test_other_outcomes_in_the_same_folder_are_another_plan(tmp_path: Path) -> None:
-    settings = {"method": "sweep", "ratio": 0.2, "options": {"outcomes": str(tmp_path)}}
-    identities = []
-    for seed in (0, 0, 1):
-        shutil.rmtree(tmp_path)
-        drawn_outcomes(map_model(tiny("llama")), tmp_path, seed=seed)
-        identities.append(make_preparation("prune", settings).identity())
-    assert identities[0] == identities[1] != identities[2]
-
-
-def test_other_training_problems_or_costs_of_the_same_name_are_another_plan(tiny_folder: Path, tmp_path: Path) -> None:
-    """The same name of a task with other problems or prompts, and a file of costs that was measured again."""
-    prunes: list[dict[str, Any]] = [{"method": "flap", "ratio": 0.3, "task": str(tmp_path / "sums.yaml")}]
-    costs = tmp_path / "costs.json"
-    more = {"allocation": "composition", "costs": str(costs), "depth_method": "random"}
-    prunes.append({"method": "random", "ratio": 0.3, "budget": "latency", "more": more})
-    shapes = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float32"}
-    workload = {"batch": 1, "prompt": 8, "new": 2, "clock": "wall", "layers": 1, "rounds": 1}
-    environment = {"device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
-    keys: list[set[str]] = [set(), set()]
-    for seconds, changes in ((1.0, {}), (2.0, {"answers": {3: "7"}}), (3.0, {"doc_to_text": "Say: {{question}}"})):
+def test_other_training_problems_of_the_same_name_are_another_plan(tiny_folder: Path, tmp_path: Path) -> None:
+    """The same name of a task with other problems or prompts."""
+    prune = {"method": "flap", "ratio": 0.3, "task": str(tmp_path / "sums.yaml")}
+    keys = set()
+    for changes in ({}, {"answers": {3: "7"}}, {"doc_to_text": "Say: {{question}}"}):
         task_file(tmp_path, **changes)
         shutil.rmtree(tmp_path / "json", ignore_errors=True)  # the cache of `datasets`
-        times = {"attention": {"0": [0.1], "4/2": [seconds]}, "feed_forward": {"0": [0.1], "48": [seconds]}}
-        CostTable(shapes, workload, environment, times).save(costs)  # type: ignore[arg-type]
-        for prune, own in zip(prunes, keys, strict=True):
-            variants = {"v": {"prepare": {"prune": prune}}}
-            content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-            (cell,) = cells_of(Grid.of(content))
-            own.add(cell.prepared)
-    assert [len(own) for own in keys] == [3, 3]
+        variants = {"v": {"prepare": {"prune": prune}}}
+        content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+        (cell,) = cells_of(Grid.of(content))
+        keys.add(cell.prepared)
+    assert len(keys) == 3
 
 
 def test_other_exemplars_of_another_split_are_other_problems(tiny_folder: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_attention_in_parts_is_attention(softcap: float | None, widths: tuple[in
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """One of two prefixes is copied into slots, the other is not."""
     model = model_of(family)
-    schedule = Schedule(budget=12, prefix=2, copied_prefix=4, static=False)
+    schedule = Schedule(budget=12, prefix=2, copied_prefix=4)
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes(single_mask([request.prompt for request in requests]), LAYERS, 2)
@@ -197,7 +197,6 @@ def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied
             "budget": st.sampled_from([0, 40]),
             "prefix": st.integers(1, 6),
             "copied_prefix": st.sampled_from([0, 5, 100]),
-            "static": st.booleans(),
         }
     ),
     deterministic=st.booleans(),
@@ -229,7 +228,7 @@ def test_a_prefix_runs_once_for_each_mask_from_its_first_pruned_layer_up() -> No
     requests = [Request(prompt, mask, params, tag=(prompt, str(mask))) for prompt in prompts for mask in masks]
     tokens = {}
     for length in (0, 2):
-        engine = Engine(model, schedule=Schedule(prefix=length, static=False, follow=0))
+        engine = Engine(model, schedule=Schedule(prefix=length, follow=0))
         tokens[length] = answers(engine, requests), engine.statistics.layer_tokens
         assert engine.statistics.head_tokens == len(requests)  # no logits of the prefix
     layers = 4 + 3 + 1
@@ -258,7 +257,7 @@ def test_the_keys_of_a_prefix_are_stored_once_and_freed_after_its_last_answer(co
         Request(p, m, SamplingParams(2 + 3 * i, eos=()), tag=(p, str(m))) for i, p in enumerate(prompts) for m in masks
     ]
     requests.append(Request((40, 41), None, SamplingParams(30, eos=()), tag="last"))
-    engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied, static=False))
+    engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied))
     assert engine.unsupported is None  # the check before the first run has a prefix of its own
     stored: dict[int, tuple[Any, ...]] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -296,7 +295,7 @@ def test_prefixes_take_at_most_half_of_the_memory(memory: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         inner = Engine._share_prefixes
         patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(inner(*args)) or sizes[-1])
-        engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, copied_prefix=0, static=False))
+        engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, copied_prefix=0))
         results = answers(engine, requests)
     assert sizes[0] <= memory // 2 and (memory < 500_000 or sizes[0] > 0)
     for request in requests:
@@ -334,7 +333,7 @@ def test_what_prefixes_keep_stays_within_their_size(copied: int) -> None:
             held.append(sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()))
             return result
 
-        engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied, static=False))
+        engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied))
         assert engine.unsupported is None
         patch.setattr(SharedPrefix, "for_mask", for_mask)
         patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(share(*args)) or sizes[-1])
@@ -348,9 +347,9 @@ def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:
     requests = [Request((*range(3, 14), 20 + i), HeadMask(f"L{i % 3}H0"), SamplingParams(2), tag=i) for i in range(16)]
     requests.append(Request(tuple(3 + i % 40 for i in range(110)), None, SamplingParams(2), tag=16))
     slot = 112 * Engine(model)._token_bytes
-    engine = Engine(model, memory=int(1.02 * slot), schedule=Schedule(prefix=2, static=False))
+    engine = Engine(model, memory=int(1.02 * slot), schedule=Schedule(prefix=2))
     results = answers(engine, requests)
     for request in requests:
         assert results[request.tag] == alone(model, request)
     with pytest.raises(InputError, match="more than memory="):
-        answers(Engine(model, memory=slot // 2, schedule=Schedule(prefix=2, static=False)), requests)
+        answers(Engine(model, memory=slot // 2, schedule=Schedule(prefix=2)), requests)

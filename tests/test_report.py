@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,8 @@ from lmeval_prune.sprint import curves, figures, policies
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.report import _left_out, write_report
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.sprint.report import write_report
 from lmeval_prune.sprint.router import Router
 from tests.swept_outcomes import write_outcomes
 
@@ -75,7 +74,7 @@ def samples(
     right = np.random.default_rng(7).integers(0, tries + 1, len(outcomes.texts))
     with path.open("w") as file:
         for text, count in zip(outcomes.texts, right.tolist(), strict=True):
-            settings = {"do_sample": True, "max_gen_toks": length, **({"heads": POOL[:tries]} if routed else {})}
+            settings = {"do_sample": True, "max_gen_toks": length, **({"attempts": POOL[:tries]} if routed else {})}
             sample = {
                 "doc": {"question": text},
                 "resps": [["x\u2028\u0085"] * tries * 2],
@@ -225,179 +224,22 @@ def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytes
     assert (again / "report.json").read_text() == (tmp_path / "out/report.json").read_text()
 
 
-def test_mixes_costs_and_votes_are_reported(tmp_path: Path) -> None:
-    """From a store that has samples, lengths and extracted answers."""
-    pool = (*POOL, *(f"dense@0.6#{draw}" for draw in range(4)), *(f"L5H1@0.6#{draw}" for draw in range(2)))
-    write(tmp_path / "train", 100, 40)
-    write(tmp_path / "test", 0, 30, 2, pool=pool)
-    store = OutcomeStore(tmp_path / "test")
-    cells = store.cells()
-    for i, cell in enumerate(cells):
-        cell |= {
-            "length": 3 + i % 4,
-            "cut_off": False,
-            "extracted": "7" if cell["outcome"] else str(i % 5),
-            "logprob": -1.0,
-        }
-        del cell["text"], cell["tokens"]
-    store.add(cells)
-    options = {"n": 4, "mixes": ("dense|next", "next+dense@0.6"), "train": str(tmp_path / "train")}
-    write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), **options))
-    result = json.loads((tmp_path / "out/report.json").read_text())
-    named = {"best of training", "best of training, dense|next", "greedy cover of training, next+dense@0.6"}
-    assert named | {"sampling, T = 0.6"} <= set(result["pass"]) and set(result["tokens"]) == set(result["pass"]) - {
-        "oracle (not a method)"
-    }
-    test = store.read()
-    sampled = [test.pool.index(f"dense@0.6#{draw}") for draw in range(4)]
-    assert result["pass"]["sampling, T = 0.6"]["values"][3] == pytest.approx(test.z[:, sampled].max(1).mean(), abs=1e-6)
-    assert result["tokens"]["sampling, T = 0.6"][3] == pytest.approx(test.tokens[:, sampled].sum(1).mean(), abs=1e-5)
-    votes = {(row["policy"], row["rule"], row["n"]): row for row in result["without_gold"]}
-    first = test.pool.index(policies.best(OutcomeStore(tmp_path / "train").read()).pool[0])
-    for rule in ("majority", "weighted", "variants", "likelihood"):  # one try has no rival
-        assert votes["best of training", rule, 1]["accuracy"] == pytest.approx(test.z[:, first].mean())
-    assert votes["sampling, T = 0.6", "majority", 1]["replicates"] == 4
-    text = (tmp_path / "out/report.md").read_text()
-    assert "By generated tokens" in text and "Choosing without the gold answer" in text
-    assert {"pass_at_tokens.png", "without_gold.csv"} <= {path.name for path in (tmp_path / "out").iterdir()}
-
-
-def test_a_store_without_single_heads_is_reported(tmp_path: Path) -> None:
-    pool = (DENSE, "L5H0+L5H1", '{"token_filter":{"ratio":0.2}}')
-    write(tmp_path / "test", 0, 30, pool=pool)
-    write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), n=2, shortlist=2))
-    text = (tmp_path / "out/report.md").read_text()
-    assert "Single heads" not in text and "random of all 3" in text
-
-
-def forget(folder: Path, is_unknown: Any) -> None:
-    """Rewrite a store without the outcomes of (question number, attempt) for which a function says so."""
-    store = OutcomeStore(folder)
-    cells, content = store.cells(), store.check()
-    rows = store.read().questions
-    shutil.rmtree(folder)
-    known = [cell for cell in cells if not is_unknown(cell["doc_id"], cell["attempt"])]
-    store.begin(content["model"], content["tasks"], rows, {cell["attempt"] for cell in known})
-    for cell in known:
-        del cell["text"], cell["tokens"]
-    store.add(known)
-
-
-@pytest.mark.parametrize(
-    ("is_unknown", "kept", "missing", "columns"),
-    [
-        # one head is not asked everywhere: the pool of the others, and policies that do not try it, are reported
-        (lambda n, a: a == "L10H1" and n > 20, {"random of the 4 complete columns"}, {"best of training"}, "L10H1"),
-        # as in a race: of the heads only L5H1 and L10H1, which training tries first, and samples
-        (
-            lambda n, a: a in ("L5H0", "L10H0") and n > 3,
-            {"best of training", "greedy cover of training", "sampling, T = 0.6"},
-            set(),
-            "L5H0, L10H0",
-        ),
-        # as in a race's training store: some questions have more samples than others
-        (
-            lambda n, a: a in ("dense@0.6#2", "dense@0.6#3") and n > 9,
-            {"random of all 5", "sampling, T = 0.6"},
-            set(),
-            "",
-        ),
-        # greedy answers of the unpruned model alone, and samples
-        (
-            lambda n, a: a.startswith("L") and n % 3 > 0,
-            {"sampling, T = 0.6"},
-            {"best of training", "greedy cover of training", "random order", "oracle"},
-            "L5H0, L5H1, L10H0, … (4 in all)",
-        ),
-    ],
-    ids=["a head", "tries", "samples", "all heads"],
-)
-def test_what_is_known_of_a_partial_store_is_reported(
-    tmp_path: Path, capsys: Any, is_unknown: Any, kept: set[str], missing: set[str], columns: str
-) -> None:
-    """Values are those of the complete store; what is left out is said in one line, with the fix."""
-    pool = (*POOL, *(f"dense@0.6#{draw}" for draw in range(4)))
-    write(tmp_path / "train", 100, 60)
-    write(tmp_path / "test", 0, 30, 2, pool=pool)
-    command = ["report", "sprint", "--train", str(tmp_path / "train"), "--n", "2", "--shortlist", "2"]
-    command += ["--test", str(tmp_path / "test"), "--output"]
-    assert main([*command, str(tmp_path / "whole")]) == 0
-    assert "left out" not in capsys.readouterr().out
-    forget(tmp_path / "test", is_unknown)
-    assert main([*command, str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out.splitlines()
-    whole, result = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("whole", "out"))
-    page = (tmp_path / "out/report.md").read_text()
-    assert kept <= set(result["pass"]) and not missing & set(result["pass"])
-    for name in set(result["pass"]) & set(whole["pass"]) - {"sampling, T = 0.6"}:
-        assert result["pass"][name] == whole["pass"][name]
-    if not columns:
-        assert len(said) == 1 and not result["left_out"] and "Left out" not in page
-        return
-    (line,) = said[1:]
-    assert f"columns without outcomes of all questions: {columns}" in line
-    assert "lmeval-prune sweep" in line
-    assert line.startswith("left out: ") and all(name in line for name in missing) and "Left out: " in page
-    assert result["left_out"] == line
-    assert ("## Single heads" in page) == ("in all" not in columns)
-    assert all(name in page for name in kept)
-
-
-def test_a_temperature_without_enough_samples_is_said_to_be_left_out(tmp_path: Path, capsys: Any) -> None:
-    write(tmp_path / "test", 0, 30, 2, pool=(*POOL, *(f"dense@0.6#{draw}" for draw in range(3))))
-    forget(tmp_path / "test", lambda number, attempt: attempt in ("dense@0.6#1", "dense@0.6#2") and number > 9)
-    assert (
-        main(["report", "sprint", "--test", str(tmp_path / "test"), "--n", "2", "--output", str(tmp_path / "o")]) == 0
-    )
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    assert "'sampling, T = 0.6'" in line
-
-
-def test_a_router_is_reported_by_the_tries_that_are_known(tmp_path: Path) -> None:
-    """As of a race, whose store has the chosen mix of the router's order, and lacks columns of its pool."""
-    write(tmp_path / "train", 100, 80, 1)
-    write(tmp_path / "test", 0, 30, 2, pool=(*POOL, *(f"{name}@0.4#0" for name in POOL)))
-    fit(OutcomeStore(tmp_path / "train").read(), "all-minilm-l6-v2", FitOptions(epochs=40)).save(tmp_path / "router")
-    forget(tmp_path / "test", lambda number, attempt: attempt == "L5H1")  # a column that no question was asked
-    options = ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), None, str(tmp_path / "router"), n=4)
-    with pytest.raises(
-        InputError, match=r"^the tries of --router are not known at all questions \(.*by --mixes, or leave"
-    ):
-        write_report(options)
-    with pytest.raises(InputError, match=r"^the tries of --mixes next@0.8 are .*; sweep them, or leave out --mixes"):
-        write_report(replace(options, router=None, train=str(tmp_path / "train"), mixes=("next@0.8",)))
-    _, left_out = write_report(replace(options, mixes=("next@0.4",)))
-    assert left_out.startswith("left out: 'SPRINT router' (the test store has no L5H1); from random order, oracle and")
-    result, text = json.loads((tmp_path / "out/report.json").read_text()), (tmp_path / "out/report.md").read_text()
-    assert set(result["pass"]) == {
-        "SPRINT router, next@0.4", "random of the 4 complete columns", "oracle of the 4 complete columns (not a method)",
-    }  # fmt: skip
-    assert "Paired tests" in text and set(result["router_minus"]) == {"random of the 4 complete columns"}
-    assert result["tested_policy"] == "SPRINT router, next@0.4" and "\nSPRINT router, next@0.4 minus …" in text
-
-
-def test_each_reason_is_named_with_the_curves_that_it_leaves_out(tmp_path: Path) -> None:
+def test_columns_of_some_questions_are_left_out(tmp_path: Path) -> None:
+    """All other figures are those of the whole store."""
     write(tmp_path / "test", 0, 30, 2)
-    missing = {
-        "one curve": "the test store has no L5H1",
-        "another": "no samples",
-        "third": "the test store has no L5H1",
-    }
-    options = ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"))
-    line = _left_out(options, OutcomeStore(tmp_path / "test").read(), None, missing)
-    assert line.startswith(
-        "left out: 'one curve', 'third' (the test store has no L5H1); 'another' (no samples); `lmeval"
-    )
-
-
-def test_nothing_to_report_names_the_fix(tmp_path: Path) -> None:
-    write(tmp_path / "test", 0, 30)
-    forget(tmp_path / "test", lambda number, attempt: attempt != DENSE and number > 3)
-    with pytest.raises(
-        InputError, match=r"^nothing can be reported: left out: random order and oracle .*--train"
-    ) as error:
-        write_report(ReportOptions(str(tmp_path / "test"), str(tmp_path / "out"), n=2))
-    assert "\n" not in str(error.value)
+    (tmp_path / "partial").mkdir()
+    store, content = OutcomeStore(tmp_path / "partial"), OutcomeStore(tmp_path / "test").check()
+    store.begin(content["model"], content["tasks"], OutcomeStore(tmp_path / "test").read().questions, POOL)
+    cells = OutcomeStore(tmp_path / "test").cells()
+    store.add(cell for cell in cells if cell["attempt"] != "L10H1" or cell["doc_id"] <= 20)
+    results = []
+    for name in ("test", "partial"):
+        options = ReportOptions(str(tmp_path / name), str(tmp_path / "out"), n=2, shortlist=2)
+        results.append(json.loads(write_report(options).with_name("report.json").read_text()))
+    whole, partial = results
+    assert not whole["notes"] and "questions: L10H1;" in partial["notes"][0]
+    assert set(partial["pass"]) == {"random of all 4", "oracle (not a method)"}
+    assert partial["changes"] == {name: change for name, change in whole["changes"].items() if name != "L10H1"}
 
 
 def test_held_out_questions_are_the_test(tmp_path: Path) -> None:
@@ -515,18 +357,18 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
             write_report(ReportOptions(**arguments))
 
     report(
-        r"different models \(test: toy with weights others, router: toy with weights w\)",
+        r"different models \(test: toy others, router: toy w\)",
         test=str(tmp_path / "other"),
         router=str(tmp_path / "router"),
     )
     report("also training questions", train=str(tmp_path / "overlap"))
-    report("the tries of --router are not", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("the outcome store has no column", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
+    samples(tmp_path / "s.jsonl", test)
     report("two curves have the name 'T'", samples=[("T", str(tmp_path / "s.jsonl"))] * 2)
-    report("two curves have the name 'oracle", samples=[("oracle (not a method)", str(tmp_path / "s.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
         report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
@@ -542,12 +384,3 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
     report("no such file", samples=[("T", str(tmp_path / "gone.jsonl"))])
     report("not all questions have 'colour'", by="colour")
     report("not an outcome store", test=str(tmp_path / "router"))
-    store = OutcomeStore(tmp_path / "test")
-    row = {
-        **Question("toy", "test", 999)._asdict(),
-        "question": "new",
-        "prompt": "p",
-        "attributes": {"subject": "algebra"},
-    }
-    store.begin(test.model, test.tasks, [row], POOL)
-    report("no outcome of the unpruned model, .* at 1 of 31 questions; run `lmeval-prune sweep` into it to its end")

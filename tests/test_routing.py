@@ -170,7 +170,7 @@ def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Pa
         ({"router": "nowhere"}, "is not a folder"),
         ({"router": "best"}, "needs router_store"),
         ({"router": "random"}, "or router_pool"),
-        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries, but the pool"),
+        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries, but the router's pool has only 2"),
         ({"router": "random", "router_pool": "L9H0"}, "no attention in layer 9"),
         ({"router": "random", "router_pool": "L0H*+dense", "question_field": "problem"}, "question field 'problem'"),
         ({"router": "random", "router_pool": "L0H*", "engine": "generate"}, "leave out engine=generate"),

@@ -10,8 +10,7 @@ import pytest
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks import data
-from lmeval_prune.tasks.hub import hub_dataset
-from lmeval_prune.tasks.splits import split_names, warn_of_scored_splits
+from lmeval_prune.tasks.splits import warn_of_scored_splits
 
 
 def texts(split: str, folder: Path) -> list[str]:
@@ -59,13 +58,3 @@ def test_exemplars_are_of_no_named_split() -> None:
     with pytest.raises(InputError, match="exemplars come from train"):
         data.custom_dataset(**arguments, data_split="train[:3]+test")
     assert len(data.custom_dataset(**arguments, data_split="test[:3]")["test"]) == 3
-
-
-@pytest.mark.parametrize("split", ["train", "train[:10%]", "train+test", "train[:3]+train[5:]"])
-def test_the_hubs_data_set_of_an_expression(split: str) -> None:
-    source = hub_dataset({"dataset_kwargs": {"prune_data": "gsm8k"}}, split)
-    assert source is not None and source.id == "openai/gsm8k" and source.config == "main"
-    assert source.split == ("train" if split == "train" else None)
-    mixed = hub_dataset({"dataset_kwargs": {"prune_data": "math500"}}, split)
-    assert (mixed is None) == ("test" in split)  # its splits are of two data sets
-    assert split_names(split)[0] == "train"

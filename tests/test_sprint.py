@@ -236,6 +236,37 @@ def test_the_shortlist_covers_greedily() -> None:
         policies.greedy_cover(z, 5)
 
 
+def literal_cover(z: np.ndarray, size: int) -> list[int]:
+    """Greedy coverage, question by question."""
+    chosen: list[int] = []
+    for _ in range(size):
+
+        def gain(j: int) -> int:
+            return sum(z[i, j] == 1 and not any(z[i, k] == 1 for k in chosen) for i in range(len(z)))
+
+        best = None
+        for j in range(z.shape[1]):
+            key = (gain(j), int((z[:, j] == 1).sum()))
+            if j not in chosen and (best is None or key > best[0]):
+                best = key, j
+        assert best is not None
+        chosen.append(best[1])
+    return chosen
+
+
+def test_greedy_coverage_is_greedy_and_near_the_best_set() -> None:
+    generator = np.random.default_rng(3)
+    for _ in range(40):
+        z = (generator.random((12, 7)) < 0.2).astype(float)
+        z[generator.random(z.shape) < 0.1] = math.nan
+        for size in (1, 2, 3, 7):
+            chosen = policies.greedy_cover(z, size)
+            assert chosen == literal_cover(z, size)
+            best = max((z[:, list(s)] == 1).any(1).sum() for s in itertools.combinations(range(7), size))
+            covered = (z[:, chosen] == 1).any(1).sum()
+            assert (1 - (1 - 1 / size) ** size) * best <= covered <= best  # the bound of greedy coverage
+
+
 # --------------------------------------------------------------------------- the store
 
 

@@ -25,7 +25,7 @@ FLOORS = [
         ("athena · training", "the model of Yu et al."),
     ],
     [("interventions", "head masks, plans, token filter, probe pruning, the attention call")],
-    [("checkpoints · cards", "embedded models, models without weights, cut ones; model cards")],
+    [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints"), ("kernels", "Triton, with references")],
 ]
 BESIDE = [

@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.compilation import njit
-from lmeval_prune.kernels.decode_attention.ops import check_storage
-from lmeval_prune.kernels.dispatch import check_tensors, needs_gradients
 
 # Permissions of the compiler, without those to suppose that no number is NaN or infinite: NaN has to reach the output.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
@@ -170,19 +167,21 @@ def decode(
     scaling: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of one token per row over the `lengths` stored tokens of its slot, in float32.
+    """Compute the attention of one token per row over the stored tokens of its slot, in float32.
 
-    Arguments as in `ops.decode`, without positions; keys and values in float32 or bfloat16. Uses torch's number of
-    threads.
+    Shapes, slots and lengths are not checked: the loop does not look at bounds. Uses torch's number of threads.
+
+    Args:
+        query: (rows, heads, width).
+        keys, values: (slots, key-value heads, capacity, width), in float32 or bfloat16.
+        slots, lengths: slot of each row, and its number of stored tokens, (rows,).
+        scaling: factor of the scores.
+        window: number of tokens that a token attends to, including itself; None: all.
 
     Returns:
         Attention, (rows, heads, width of values), and the log-sum-exp of the scores, (rows, heads), in float32. Rows
         without tokens have zeros, and minus infinity.
-
-    Raises:
-        InputError: shapes or types do not fit, or a gradient is needed.
     """
-    _check(query, keys, values, slots, lengths, window)
     out, lse = torch.empty(*query.shape[:2], values.shape[-1]), torch.empty(query.shape[:2])
     if not len(query):
         return out, lse
@@ -204,20 +203,3 @@ def decode(
     for part in running:
         part.result()
     return out, lse
-
-
-def _check(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    window: int | None,
-) -> None:
-    """Refuse what the loop would read without a look at its bounds, or in another type."""
-    check_storage(query, keys, values, window)
-    check_tensors(query.device, slots=(slots, (len(query),)), lengths=(lengths, (len(query),)))
-    if keys.dtype != values.dtype or keys.dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(f"keys and values are {keys.dtype} and {values.dtype}; give both in float32 or bfloat16")
-    if needs_gradients(query, keys, values):
-        raise InputError("the compiled attention computes no gradients; call it under torch.no_grad()")

@@ -1,18 +1,13 @@
-"""Attention of one token per row over the stored keys of its slot. Formulas: `naive`.
+"""Attention of one token per row over its stored keys. Formulas: `naive`.
 
-    out = keep · Σ_j softmax_j(scaling · q · k_j) v_j,    position_j > position_last − window
-
-The sum is over the stored tokens, j < length, and the new one, if it is given. The new token's key and value come from
-registers; the first split also writes them behind the stored tokens, which no program reads in this launch.
+    out = Σ_j softmax_j(scaling · q · k_j) v_j,    j < length, position_j > position_last − window
 
 The kernel keeps a running maximum and sum of exponentials over blocks of keys. Products are accumulated in float32.
-Slots have different lengths; storage behind a row's length is not read, nor is that of skipped rows and of groups of
-heads that the row's mask removes.
+Rows have different lengths; storage behind a row's length is not read, nor is that of skipped rows.
 """
 
 from __future__ import annotations
 
-import logging
 from functools import partial as bind
 
 import torch
@@ -27,9 +22,9 @@ MAX_SPLITS = 64
 TIMED_KEYS = 1024  # stored tokens of each row when configurations are timed
 SMALL_GROUP = 4  # up to this number of query heads per key-value head, products without padding are tried
 
-# Configurations of the decode kernel; the interpreter, and a capture before anything was timed, use the first. `DOT`:
-# products by `tl.dot`, which pads a group to 16 query heads; otherwise by sums, with few warps, since a sum over keys
-# joins all warps. Hopper has room for more pipeline stages than Ampere.
+# Configurations of the decode kernel; the interpreter uses the first. `DOT`: products by `tl.dot`, which pads a group
+# to 16 query heads; otherwise by sums, with few warps, since a sum over keys joins all warps. Hopper has room for more
+# pipeline stages than Ampere.
 DOT_CONFIGS = [
     triton.Config({"BLOCK_N": block, "DOT": True, "STAGES": None}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((32, 4, 2), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
@@ -38,7 +33,6 @@ SUM_CONFIGS = [
     triton.Config({"BLOCK_N": block, "DOT": False, "STAGES": stages}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((16, 1, 2), (16, 1, 4), (16, 2, 3), (32, 4, 2), (32, 4, 3))
 ]
-logger = logging.getLogger(__name__)
 _CHOSEN: dict[tuple[object, ...], triton.Config] = {}  # the fastest configuration, by what `_configuration` says
 
 
@@ -52,36 +46,26 @@ def _capped(scores, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _decode_kernel(
     query,  # (rows, heads, WIDTH)
-    keys,  # (slots, key-value heads, capacity, WIDTH): in and out
-    values,  # (slots, key-value heads, capacity, WIDTH_V): in and out
+    keys,  # (rows, key-value heads, capacity, WIDTH)
+    values,  # (rows, key-value heads, capacity, WIDTH_V)
     lengths,  # (rows)
-    slots,  # (rows) or None
-    new_key,  # (rows, key-value heads, WIDTH) or None
-    new_value,  # (rows, key-value heads, WIDTH_V) or None
     skipped,  # (rows) or None
-    keep,  # (masks, heads) or None
-    masks,  # (rows) or None
-    positions,  # (slots, capacity) or None
+    positions,  # (rows, capacity) or None
     out,  # (rows, heads, WIDTH_V): out, if SPLITS is 1
     partial,  # (rows, heads, SPLITS, WIDTH_V): out, otherwise
     partial_log,  # (rows, heads, SPLITS): out, otherwise
     scale,
     softcap,
     window,
-    capacity,
     stride_query_row,
     stride_query_head,
-    stride_key_slot,
+    stride_key_row,
     stride_key_head,
     stride_key,
-    stride_value_slot,
+    stride_value_row,
     stride_value_head,
     stride_value,
-    stride_new_key_row,
-    stride_new_key_head,
-    stride_new_value_row,
-    stride_new_value_head,
-    stride_position_slot,
+    stride_position_row,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -97,44 +81,28 @@ def _decode_kernel(
     UPCAST: tl.constexpr,
 ):
     padded: tl.constexpr = 16 if DOT and BLOCK_G < 16 else BLOCK_G
-    # Offsets in 64 bits: storage may have more than 2^31 numbers, also in a slot if a stride is large.
+    # Offsets in 64 bits: storage may have more than 2^31 numbers, also in a row if a stride is large.
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     g, d, dv = tl.arange(0, padded), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     head = kv_head * GROUP + g
     is_value = (g < GROUP)[:, None] & (dv < WIDTH_V)[None, :]
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row).to(tl.int64)
-    keys += slot * stride_key_slot + kv_head * stride_key_head
-    values += slot * stride_value_slot + kv_head * stride_value_head
+    keys += row * stride_key_row + kv_head * stride_key_head
+    values += row * stride_value_row + kv_head * stride_value_head
     length = tl.load(lengths + row).to(tl.int32)
-    factors = tl.full([padded], 1.0, tl.float32)
     attends = length >= 0
     if skipped is not None:
         attends = tl.load(skipped + row) == 0
-    reads = attends
-    if keep is not None:
-        mask = tl.load(masks + row).to(tl.int64)
-        factors = tl.load(keep + mask * heads + head, mask=g < GROUP, other=0.0).to(tl.float32)
-        reads = attends & (tl.max(tl.abs(factors), 0) > 0)
 
-    tokens = length
-    if new_key is not None:
-        tokens = length + 1
     first = 0
     if WINDOW:  # a window never covers more tokens than its width
-        first = tl.maximum(tokens - window, 0)
+        first = tl.maximum(length - window, 0)
     if WINDOW and positions is not None:
-        positions += slot * stride_position_slot
-        is_stored = (tokens > 0) & (tokens <= capacity)
-        last_position = tl.load(positions + tokens - 1, mask=is_stored, other=0).to(tl.int32)
-        if new_key is not None:  # of a full slot, the position of the last stored token
-            full_position = tl.load(positions + capacity - 1).to(tl.int32)
-            last_position = tl.where(tokens > capacity, full_position, last_position)
+        positions += row * stride_position_row
+        last_position = tl.load(positions + length - 1, mask=length > 0, other=0).to(tl.int32)
     part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * part
-    end = tl.where(reads, tl.minimum(begin + part, length), begin)
+    end = tl.where(attends, tl.minimum(begin + part, length), begin)
 
     is_query = (g < GROUP)[:, None] & (d < WIDTH)[None, :]
     query += row * stride_query_row + head[:, None] * stride_query_head + d[None, :]
@@ -144,20 +112,6 @@ def _decode_kernel(
     maximum = tl.full([padded], float("-inf"), tl.float32)
     total = tl.zeros([padded], tl.float32)
     sums = tl.zeros([padded, BLOCK_DV], tl.float32)
-    if new_key is not None:
-        is_first = attends & (split == 0)
-        writes = is_first & (length < capacity)
-        new_key += row * stride_new_key_row + kv_head * stride_new_key_head + d
-        new_value += row * stride_new_value_row + kv_head * stride_new_value_head + dv
-        new_k = tl.load(new_key, mask=d < tl.where(is_first, WIDTH, 0), other=0.0)
-        new_v = tl.load(new_value, mask=dv < tl.where(is_first, WIDTH_V, 0), other=0.0)
-        end_of_slot = length.to(tl.int64)
-        tl.store(keys + end_of_slot * stride_key + d, new_k, mask=d < tl.where(writes, WIDTH, 0))
-        tl.store(values + end_of_slot * stride_value + dv, new_v, mask=dv < tl.where(writes, WIDTH_V, 0))
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
-        maximum = tl.where(is_first, _capped(score, softcap, SOFTCAP), float("-inf"))
-        total = tl.exp2(maximum - tl.where(maximum == float("-inf"), 0.0, maximum))  # 1, 0 of no score, or NaN
-        sums += total[:, None] * new_v.to(tl.float32)[None, :]
     for block in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = block + tl.arange(0, BLOCK_N)
         visible, offsets = n < end, n.to(tl.int64)
@@ -189,7 +143,7 @@ def _decode_kernel(
         else:
             sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
         maximum = higher
-    sums = sums / tl.where(total > 0, total, 1.0)[:, None] * factors[:, None]
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
         out += (row * heads + head)[:, None] * WIDTH_V + dv[None, :]
         tl.store(out, sums.to(out.dtype.element_ty), mask=is_value)
@@ -230,42 +184,38 @@ def decode(
     lengths: torch.Tensor,
     scaling: float,
     *,
+    skipped: torch.Tensor | None = None,
     window: int | None = None,
+    positions: torch.Tensor | None = None,
     softcap: float | None = None,
     splits: int | None = None,
     config: triton.Config | None = None,
-    **tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launch the kernels, in the fastest configuration or `config`; other arguments as in `ops.decode`."""
     query, keys, values = (_contiguous_vectors(tensor) for tensor in (query, keys, values))
+    positions = None if positions is None else _contiguous_vectors(positions)
     (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]
     splits = splits or _splits(rows * kv_heads, min(capacity, window or capacity), query.device)
     config = config or _configuration(query, keys, values, splits)
     out, partial, partial_log = _outputs(query, width_v, splits)
-    vectors = {name: tensors.get(name) for name in ("new_key", "new_value", "positions")}
-    vectors = {name: None if tensor is None else _contiguous_vectors(tensor) for name, tensor in vectors.items()}
-    numbers = {name: _contiguous(tensors.get(name)) for name in ("slots", "skipped", "keep", "masks")}
     block_dv = max(16, triton.next_power_of_2(width_v))
     _decode_kernel[(rows, kv_heads, splits)](
         query=query,
         keys=keys,
         values=values,
-        lengths=_contiguous(lengths),
+        lengths=lengths.contiguous(),
+        skipped=None if skipped is None else skipped.contiguous().view(torch.uint8),
+        positions=positions,
         out=out,
         partial=partial,
         partial_log=partial_log,
         scale=scaling * _LOG2_E.value,
         softcap=(softcap or 1.0) * _LOG2_E.value,
         window=window or 0,
-        capacity=capacity,
-        **vectors,
-        **numbers,
         **_strides("query", query, "row", "head"),
-        **_strides("key", keys, "slot", "head", ""),
-        **_strides("value", values, "slot", "head", ""),
-        **_strides("new_key", vectors["new_key"], "row", "head"),
-        **_strides("new_value", vectors["new_value"], "row", "head"),
-        **_strides("position", vectors["positions"], "slot"),
+        **_strides("key", keys, "row", "head", ""),
+        **_strides("value", values, "row", "head", ""),
+        **_strides("position", positions, "row"),
         GROUP=heads // kv_heads,
         BLOCK_G=triton.next_power_of_2(heads // kv_heads),
         WIDTH=width,
@@ -300,14 +250,6 @@ def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a contiguous tensor, of bytes instead of booleans."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
 def _strides(name: str, tensor: torch.Tensor | None, *dimensions: str) -> dict[str, int]:
     """Return a tensor's strides as arguments of the kernel; 0 without a tensor."""
     strides = [0] * len(dimensions) if tensor is None else tensor.stride()
@@ -324,18 +266,12 @@ def _splits(programs: int, keys: int, device: torch.device) -> int:
 
 
 def _configuration(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, splits: int) -> triton.Config:
-    """Return the fastest configuration for this dtype and these widths, timed at the first call outside a capture.
-
-    Nothing that changes from step to step has a say, and the timed launches read the storage but do not write to it.
-    """
+    """Return the fastest configuration for this dtype and these widths, timed at the first call."""
     if not query.is_cuda:
         return DOT_CONFIGS[0]
     group = query.shape[1] // keys.shape[1]
     case = (query.device, query.dtype, group, keys.shape[-1], values.shape[-1], splits > 1)
     if case not in _CHOSEN:
-        if torch.cuda.is_current_stream_capturing():
-            logger.warning("decode attention is captured in an untimed configuration; call it once before the capture")
-            return DOT_CONFIGS[0]
         configs = DOT_CONFIGS + (SUM_CONFIGS if group <= SMALL_GROUP else [])
         _CHOSEN[case] = min(configs, key=bind(_milliseconds, query, keys, values, splits))
     return _CHOSEN[case]
@@ -345,11 +281,10 @@ def _milliseconds(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, splits: int, config: triton.Config
 ) -> float:
     """Return a configuration's time over rows with equally many tokens; infinite if it does not fit the device."""
-    slots = torch.arange(len(query), device=query.device) % len(keys)
-    lengths = torch.full_like(slots, min(keys.shape[2], TIMED_KEYS))
+    lengths = torch.full((len(query),), min(keys.shape[2], TIMED_KEYS), device=query.device)
 
     def launch() -> None:
-        decode(query, keys, values, lengths, 1.0, slots=slots, splits=splits, config=config)
+        decode(query, keys, values, lengths, 1.0, splits=splits, config=config)
 
     try:
         return float(triton.testing.do_bench(launch, warmup=10, rep=40, return_mode="median"))

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmeval_prune.errors import InputError
-from lmeval_prune.kernels.dispatch import check_tensors, launch_on, needs_gradients, on_device, too_wide, use_kernel
+from lmeval_prune.kernels.dispatch import launch_on, needs_gradients, on_device, too_wide, use_kernel
 from lmeval_prune.kernels.token_filter import parallel
-from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory, Rule
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
 MAX_NUMBERS = 2**15  # numbers in a token's keys or values that one program can hold
 
@@ -27,16 +26,7 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
         valid: (rows, tokens), false for padding.
         memory: of the rows; updated.
         rule: of the layer.
-
-    Raises:
-        InputError: shapes, devices or types do not fit.
     """
-    _check(key, value, valid, memory, len(key))
-    return _decide(key, value, valid, memory, rule)
-
-
-def _decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule) -> torch.Tensor:
-    """Choose the implementation of `decide`, whose arguments fit."""
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
@@ -70,77 +60,38 @@ def decide_and_store(
     rule: Rule,
     *,
     store: tuple[torch.Tensor, ...],
-    position: int | torch.Tensor,
+    position: int,
     keep_skipped: bool,
-    slots: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decide about one token per row, and store it unless it skips; one launch on a GPU.
-
-    No value that changes from step to step has to be a Python number: a captured CUDA graph can be replayed with other
-    slots, positions and valid rows.
 
     Args:
         key, value: (rows, key-value heads, 1, width).
         valid: (rows, 1); where it is false, a row's memory, storage and length stay as they are.
-        memory: of the slots; updated.
+        memory: of the rows; updated.
         rule: of the layer.
-        store: keys and values (slots, key-value heads, capacity, width), positions (slots, capacity), lengths (slots,),
-            of valid rows below the capacity, and totals (2,), tokens and skipped tokens so far. All are contiguous, and
+        store: keys and values (rows, key-value heads, capacity, width), positions (rows, capacity), lengths (rows,), of
+            valid rows below the capacity, and totals (2,), tokens and skipped tokens so far. All are contiguous, and
             updated.
-        position: of these tokens in the text, one for all or (rows,).
+        position: of these tokens in the text.
         keep_skipped: store skipped tokens, too.
-        slots: slot of each row, (rows,); None: row i has slot i. Only rows that are not valid may share a slot.
-        ends: output, the rows' numbers of stored tokens, (rows,); None: not written.
 
     Returns:
         (rows, 1), true for skipped or padding.
-
-    Raises:
-        InputError: shapes, devices or types do not fit.
     """
     keys, values, positions, lengths, totals = store
-    _check(key, value, valid, memory, len(keys))
-    _check_store(key, value, store, position, slots, ends)
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
     if len(key) and use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
-        return _launch(key, value, valid, memory, rule, store, position, keep_skipped, slots, ends)
-    skipped = _decide_in_slots(key, value, valid, memory, rule, slots)
-    rows = torch.arange(len(key), device=key.device) if slots is None else slots.long()
-    stays = (valid if keep_skipped else valid & ~skipped)[:, 0]
-    rows, chosen = rows[stays], stays.nonzero()[:, 0]
+        return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
+    skipped = decide(key, value, valid, memory, rule)
+    rows = (valid if keep_skipped else valid & ~skipped)[:, 0].nonzero()[:, 0]
     offsets = lengths[rows].long()
-    keys[rows, :, offsets] = key[chosen, :, 0].to(keys.dtype)
-    values[rows, :, offsets] = value[chosen, :, 0].to(values.dtype)
-    positions[rows, offsets] = position[chosen].to(positions.dtype) if isinstance(position, torch.Tensor) else position
+    keys[rows, :, offsets] = key[rows, :, 0].to(keys.dtype)
+    values[rows, :, offsets] = value[rows, :, 0].to(values.dtype)
+    positions[rows, offsets] = position
     lengths[rows] += 1
     totals += torch.stack([valid.sum(), skipped.sum()])
-    if ends is not None:
-        ends.copy_(lengths if slots is None else lengths[slots.long()])
     return skipped | ~valid
-
-
-def _decide_in_slots(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    memory: Memory,
-    rule: Rule,
-    slots: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return `decide` with the memory of the rows' slots."""
-    if slots is None:
-        return _decide(key, value, valid, memory, rule)
-    slots, chosen = slots.long(), valid[:, 0].nonzero()[:, 0]
-    slots = slots[chosen]
-    states = memory.states if memory.is_shared else memory.states[slots]
-    part = Memory(memory.started[slots], memory.anchor_key[slots], memory.anchor_value[slots], states)
-    skipped = torch.zeros_like(valid)
-    skipped[chosen] = _decide(key[chosen], value[chosen], valid[chosen], part, rule)
-    for tensor, new in zip(memory.tensors, part.tensors, strict=True):
-        if new is not tensor:
-            tensor[slots] = new
-    return skipped
 
 
 def _launch(
@@ -153,7 +104,7 @@ def _launch(
         return triton.decide(key, value, valid, memory, numbers, rule.kind, rule.as_printed, *stored)
 
 
-@cache  # without a limit: captured graphs read these tensors as long as they are replayed
+@cache
 def _numbers(rule: Rule, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     numbers = rule.share, rule.step_size, rule.smoothing, rule.warmup, rule.quantile
     return torch.tensor(numbers, device=device, dtype=dtype)
@@ -168,59 +119,3 @@ def _too_large(key: torch.Tensor, value: torch.Tensor) -> str | None:
     return too_wide(key.shape[-1], value.shape[-1]) or (
         f"a token has {numbers} numbers, more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     )
-
-
-def _check(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, slots: int) -> None:
-    """Refuse tokens and a memory of so many slots that do not fit: the loops and kernels do not look at bounds."""
-    if key.dim() != 4 or value.dim() != 4:
-        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise InputError(f"key and value have shapes {shapes}; give tensors of 4 dimensions")
-    (rows, heads, tokens, width), width_v = key.shape, value.shape[-1]
-    if not all(key.shape[i] for i in (1, 3)) or not width_v:
-        raise InputError("key and value have no numbers; give at least one head and one dimension")
-    check_tensors(
-        key.device,
-        value=(value, (rows, heads, tokens, width_v)),
-        valid=(valid, (rows, tokens)),
-        started=(memory.started, (slots,)),
-        anchor_key=(memory.anchor_key, (slots, heads, width)),
-        anchor_value=(memory.anchor_value, (slots, heads, width_v)),
-        states=(memory.states, (1 if memory.is_shared else slots, COLUMNS)),
-    )
-    if valid.dtype != torch.bool:
-        raise InputError(f"valid has type {valid.dtype}; give booleans")
-    _check_contiguous("memory", *memory.tensors)
-
-
-def _check_store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    store: tuple[torch.Tensor, ...],
-    position: int | torch.Tensor,
-    slots: torch.Tensor | None,
-    ends: torch.Tensor | None,
-) -> None:
-    """Refuse a storage that does not fit the tokens."""
-    keys, values, positions, lengths, totals = store
-    (rows, heads, _, width), count, capacity = key.shape, len(keys), positions.shape[-1]
-    check_tensors(
-        key.device,
-        key=(key, (rows, heads, 1, width)),
-        keys=(keys, (count, heads, capacity, width)),
-        values=(values, (count, heads, capacity, value.shape[-1])),
-        positions=(positions, (count, capacity)),
-        lengths=(lengths, (count,)),
-        totals=(totals, (2,)),
-        position=(position if isinstance(position, torch.Tensor) else None, (rows,)),
-        slots=(slots, (rows,)),
-        ends=(ends, (rows,)),
-    )
-    if slots is None and rows != count:
-        raise InputError(f"{rows} rows do not fit {count} slots; give slots")
-    _check_contiguous("store", *store)
-    _check_contiguous("ends", *(() if ends is None else (ends,)))
-
-
-def _check_contiguous(name: str, *tensors: torch.Tensor) -> None:
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise InputError(f"{name} has a tensor with gaps; give contiguous tensors")

@@ -9,13 +9,10 @@ from statistics import NormalDist
 
 import torch
 
-from lmeval_prune.errors import InputError
-
 # Columns of a state. Similarities of the warm-up are stored as their number, mean, and sum of squared deviations.
 THRESHOLD, COUNT, SKIPPED, SCORED, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 SIMILARITIES = ("kv", "key", "value")
-FUSIONS = ("inverse_variance", "as_printed")
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,6 @@ class Rule:
     warmup: int = 16
     initial: float | None = None
 
-    def __post_init__(self) -> None:
-        for name, choices in (("similarity", SIMILARITIES), ("fusion", FUSIONS)):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")
-        if not 0 <= self.share <= 1:
-            raise InputError(f"share is {self.share}; give a number from 0 to 1")
-
     @cached_property
     def quantile(self) -> float:
         """`initial`, or its default; infinite if no token or every token shall skip."""
@@ -70,7 +60,7 @@ class Rule:
 
 @dataclass
 class Memory:
-    """Memory of a filtered layer with a row for each sequence, or slot; decisions update it in place."""
+    """Memory of a filtered layer with a row for each sequence; decisions update it in place."""
 
     started: torch.Tensor  # whether a sequence has a token, (rows,)
     anchor_key: torch.Tensor  # (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere

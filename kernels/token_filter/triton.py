@@ -76,20 +76,17 @@ def _decide_kernel(
     key,  # (rows, HEADS, 1, WIDTH)
     value,  # (rows, HEADS, 1, WIDTH_V)
     valid,  # (rows, 1)
-    slots,  # (rows) or None
-    started,  # (slots)
-    anchor_key,  # (slots, HEADS, WIDTH)
-    anchor_value,  # (slots, HEADS, WIDTH_V)
-    state,  # (slots or 1, COLUMNS)
+    started,  # (rows)
+    anchor_key,  # (rows, HEADS, WIDTH)
+    anchor_value,  # (rows, HEADS, WIDTH_V)
+    state,  # (rows or 1, COLUMNS)
     rule,  # share, step size, smoothing, warm-up, quantile
     absent,  # (rows): out, skipped tokens, and padding if STORE
-    stored_keys,  # (slots, HEADS, capacity, WIDTH); this and the next four only if STORE
-    stored_values,  # (slots, HEADS, capacity, WIDTH_V)
-    positions,  # (slots, capacity)
-    lengths,  # (slots)
+    stored_keys,  # (rows, HEADS, capacity, WIDTH); this and the next four only if STORE
+    stored_values,  # (rows, HEADS, capacity, WIDTH_V)
+    positions,  # (rows, capacity)
+    lengths,  # (rows)
     totals,  # (2): tokens, skipped
-    ends,  # (rows) or None: out, lengths after storing
-    row_positions,  # (rows) or None: `position` of each row
     position,
     rows,
     capacity,
@@ -115,10 +112,8 @@ def _decide_kernel(
     states = state
     if SHARED:
         last = first + rows
-    elif slots is None:
-        states += first * _COLUMNS
     else:
-        states += tl.load(slots + first).to(tl.int64) * _COLUMNS
+        states += first * _COLUMNS
     threshold, count, skipped = tl.load(states), tl.load(states + 1), tl.load(states + 2)
     scored, mean, deviations = tl.load(states + 3), tl.load(states + 4), tl.load(states + 5)
     share, step_size, smoothing = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
@@ -130,16 +125,13 @@ def _decide_kernel(
     of_key, of_value = heads * WIDTH + d, heads * WIDTH_V + dv
     has_token = first < 0
     for row in range(first, last):
-        slot = row
-        if slots is not None:
-            slot = tl.load(slots + row).to(tl.int64)
         is_token = tl.load(valid + row * stride_valid) != 0
         has_token = has_token | is_token
-        has_started = tl.load(started + slot) != 0
+        has_started = tl.load(started + row) != 0
         new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + d, mask=is_key, other=0.0)
         new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dv, mask=is_value, other=0.0)
-        anchors_k = anchor_key + slot * HEADS * WIDTH + of_key
-        anchors_v = anchor_value + slot * HEADS * WIDTH_V + of_value
+        anchors_k = anchor_key + row * HEADS * WIDTH + of_key
+        anchors_v = anchor_value + row * HEADS * WIDTH_V + of_value
         old_k, old_v = tl.load(anchors_k, mask=is_key, other=0.0), tl.load(anchors_v, mask=is_value, other=0.0)
         k, v = new_key.to(old_k.dtype), new_value.to(old_v.dtype)
 
@@ -150,29 +142,24 @@ def _decide_kernel(
         )  # fmt: skip
 
         if STORE:
-            length = tl.load(lengths + slot)
+            length = tl.load(lengths + row)
         tl.debug_barrier()  # every warp must have read the anchors and the length before they are overwritten
         decay = tl.where(has_started, smoothing, 0.0)
         decay_k, decay_v = decay.to(old_k.dtype), decay.to(old_v.dtype)
         if is_token:
             tl.store(anchors_k, decay_k * old_k + (1 - decay_k) * k, mask=is_key)
             tl.store(anchors_v, decay_v * old_v + (1 - decay_v) * v, mask=is_value)
-            tl.store(started + slot, 1)
+            tl.store(started + row, 1)
         if STORE:
             stays = is_token
             if not KEEP_SKIPPED:
                 stays = is_token & (skip == 0)
             if stays:
-                at = slot * HEADS * capacity + heads.to(tl.int64) * capacity + length
+                at = row * HEADS * capacity + heads.to(tl.int64) * capacity + length
                 tl.store(stored_keys + at * WIDTH + d, new_key, mask=is_key)
                 tl.store(stored_values + at * WIDTH_V + dv, new_value, mask=is_value)
-                if row_positions is None:
-                    tl.store(positions + slot * capacity + length, position)
-                else:
-                    tl.store(positions + slot * capacity + length, tl.load(row_positions + row))
-                tl.store(lengths + slot, length + 1)
-            if ends is not None:
-                tl.store(ends + row, length + stays.to(tl.int32))
+                tl.store(positions + row * capacity + length, position)
+                tl.store(lengths + row, length + 1)
             tl.atomic_add(totals, is_token.to(tl.int64))
             tl.atomic_add(totals + 1, skip.to(tl.int64))
             tl.store(absent + row, (skip | (is_token == 0)).to(tl.uint8))
@@ -196,12 +183,12 @@ def decide(
     kind: int,
     as_printed: bool,
     store: tuple[torch.Tensor, ...] | None = None,
-    position: int | torch.Tensor = 0,
+    position: int = 0,
     keep_skipped: bool = False,
-    slots: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch one decode step; arguments as in `ops.decide_and_store`, with the rule's numbers on the device."""
+    # the kernel computes their addresses from shapes alone
+    assert all(tensor.is_contiguous() for tensor in (*memory.tensors, *(store or ())))
     rows, heads, _, width = key.shape
     width_v = value.shape[-1]
     key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
@@ -213,7 +200,6 @@ def decide(
         key,
         value,
         valid.view(torch.uint8),
-        None if slots is None else slots.contiguous(),
         memory.started.view(torch.uint8),
         memory.anchor_key,
         memory.anchor_value,
@@ -221,9 +207,7 @@ def decide(
         rule,
         absent.view(torch.uint8),
         *stored,
-        ends,
-        position.contiguous() if isinstance(position, torch.Tensor) else None,
-        0 if isinstance(position, torch.Tensor) else position,
+        position,
         rows,
         stored[2].shape[1] if store else 0,
         *key.stride()[:2],

@@ -16,7 +16,6 @@ from lmeval_prune.architectures.proof import refute_depth
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.sublayers import Sublayer, read_sublayers
 from lmeval_prune.architectures.table import FAMILIES, Family
-from lmeval_prune.architectures.versions import warn_if_untested
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -129,9 +128,6 @@ def map_model(
     Raises:
         InputError: the family is not supported, or the description does not fit the model.
     """
-    import transformers
-
-    warn_if_untested(transformers.__version__)
     config: Any = getattr(model, "config", None)
     model_type = getattr(text_config(model), "model_type", "") or ""
     described = (attention_path, attention_output, attention_heads)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.errors import InputError, check_exists, first_few, first_line, with_others
+from lmeval_prune.errors import InputError, check_exists, first_few, first_line
 
 _MAX_JSON_BYTES = 2**28
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
@@ -33,15 +33,15 @@ def read_artefact(
     Args:
         path: the file.
         schema: the accepted schema or schemas.
-        version: the newest version that can be read.
+        version: its schema version.
         fields: type of the content; see `validate_json`.
 
     Returns:
         The content, and the SHA-256 of the file.
 
     Raises:
-        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema,
-            has a newer version, or lacks fields or has fields of another type.
+        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema
+            or version, or lacks fields or has fields of another type.
     """
     path = Path(path)
     data = _read_bytes(path)
@@ -51,13 +51,8 @@ def read_artefact(
         name = content.get("schema") if isinstance(content, dict) else type(content).__name__
         hint = "; install the package of that class" if isinstance(name, str) and ":" in name else ""
         raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r}){hint}")
-    number = content.get("schema_version")
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
-    if number > version:
-        raise InputError(
-            f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
-        )
+    if (number := content.get("schema_version")) != version:
+        raise InputError(f"{path} has schema version {str(number)[:40]}, not {version}; make it again")
     return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
 
 
@@ -71,23 +66,10 @@ def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
 
 
 def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
-    """Read a JSON Lines file and check the type of each value; see `validate_json`.
-
-    Raises:
-        InputError: the file is missing, or lines are not JSON or have a value of another type; it names some of them.
-    """
+    """Read a JSON Lines file and check the type of each value; see `validate_json`."""
     check_exists(path, file=True)
-    values, mistakes = [], dict[int, InputError]()
-    for number, line in numbered_lines(path):
-        name = f"line {number} of {path}"
-        try:
-            values.append(validate_json(parse_json(line, name), fields, name))
-        except InputError as error:
-            mistakes[number] = error
-    if mistakes:
-        first, *others = mistakes
-        raise InputError(with_others(str(mistakes[first]), [f"line {number}" for number in others]))
-    return values
+    names = ((f"line {number} of {path}", line) for number, line in numbered_lines(path))
+    return [validate_json(parse_json(line, name), fields, name) for name, line in names]
 
 
 def read_texts(path: PathLike) -> list[str]:
@@ -99,7 +81,7 @@ def read_texts(path: PathLike) -> list[str]:
     path = Path(path)
     if path.suffix == ".jsonl":
         return [row["text"] or "" for row in read_lines(path, _Document)]
-    check_exists(path, file=os.path.isdir(path))  # noqa: PTH112 - not of a pipe, but also of a name that is too long
+    check_exists(path, file=True)
     if path.suffix in TABLES:
         raise InputError(f"{path} is no text; name a text file, or .jsonl with a field `text` in each line")
     try:
@@ -197,13 +179,8 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def read_table(
-    path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
-) -> Any:
-    """Read and validate a parquet file as an Arrow table; `InputError` with `remedy` if it is damaged.
-
-    With a `schema`, columns are cast to its types, and `optional` columns that the file lacks are null.
-    """
+def read_table(path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None) -> Any:
+    """Read and validate a parquet file as an Arrow table, cast to a `schema`; `InputError` if it is damaged."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -213,8 +190,6 @@ def read_table(
         if schema is None:
             return table
         columns = columns or schema.names
-        for name in set(optional).intersection(columns).difference(table.column_names):
-            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         raise

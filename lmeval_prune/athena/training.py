@@ -16,7 +16,6 @@ from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import digest, output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, make_examples
-from lmeval_prune.athena.card import athena_card
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
@@ -31,7 +30,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    default_settings,
     report_full_disk,
     result_settings,
     write_options,
@@ -149,14 +147,13 @@ def train(options: TrainOptions) -> Athena:
     settings = result_settings(options)
     if target.exists():
         about = checkpoint.describe(target)
-        check_same_settings(settings, about.get("options", {}), target, default_settings(TrainOptions))
+        check_same_settings(settings, about.get("options", {}), target)
         read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
         check_same_contents(read, about.get("contents", {}), target)
     else:
         with output_lock(target), report_full_disk(work):
             trained = _train_model(options, settings, work)
-            card = athena_card(target.resolve().name, trained.about)
-            checkpoint.write(trained, target, add_files=card.write)
+            checkpoint.write(trained, target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
     draw([{"log": model.about["log"]}], LINES, "Training: loss per judgement", target / "training")
@@ -170,10 +167,10 @@ def _encoder_digest(encoder: str) -> str:
 
 def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     """Train a model with checkpoints in `work`."""
-    check_resumable(work, settings, default_settings(TrainOptions))
+    check_resumable(work, settings)
     split = ProblemSplit.load(options)
     contents = {ENCODER: _encoder_digest(options.encoder), PROBLEMS: split.digest}
-    check_resumable(work, settings | contents, default_settings(TrainOptions))
+    check_resumable(work, settings | contents)
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,
@@ -191,8 +188,21 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     )
     validates = options.validation > 0
     best_by = (ACCURACY, True) if validates else None  # metric of the best epoch, and whether higher is better
-    others = {"per_device_eval_batch_size": 32}
-    arguments = training_arguments(options, work, options.encoder_rate, options.seed, validates, best_by, others=others)
+    arguments = training_arguments(
+        work,
+        validates,
+        best_by,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=32,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.encoder_rate,
+        weight_decay=options.decay,
+        warmup_steps=options.warmup,
+        max_grad_norm=options.clip,
+        seed=options.seed,
+        restore_callback_states_from_checkpoint=bool(options.patience),
+    )
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings | contents)
     training = trainer.run()

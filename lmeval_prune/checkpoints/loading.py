@@ -22,7 +22,7 @@ from lmeval_prune.architectures import nonfinite_tensor
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, brief, first_few, first_line, note_class
+from lmeval_prune.errors import InputError, brief, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -38,17 +38,12 @@ _MULTI_TOKEN_PREDICTION = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_hea
 
 @contextmanager
 def as_input_error(problem: str) -> Iterator[None]:
-    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block.
-
-    An error in a class of another package, whose mistake it is, stays what it is; see `note_class`.
-    """
+    """Raise an `InputError` of one line, which begins with `problem`, instead of any error in the block."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # transformers raises errors of any type for files that it cannot read
-        if note_class(error):
-            raise
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "

@@ -77,7 +77,7 @@ class Pruned:
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
         with _checked_entries("shapes", "attributes", "absent"):
             shapes, attributes = (config.pruned_modules[part].items() for part in ("shapes", "attributes"))
-            absent = config.pruned_modules.get("absent", {}).items()  # checkpoints of 0.1 lack it
+            absent = config.pruned_modules.get("absent", {}).items()
         for name, arguments in absent:
             with _checked_entries(name):
                 _remove(model, name.removeprefix(removed), Absent(*arguments))

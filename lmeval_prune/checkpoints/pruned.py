@@ -36,7 +36,7 @@ class Removed(TypedDict):
     kv_heads: int
     channels: int
     fillers: dict[str, list[int]]
-    zeroed_channels: NotRequired[dict[str, int]]  # channels that stay with zero weights, by layer
+    zeroed_channels: dict[str, int]  # channels that stay with zero weights, by layer
     blocks: NotRequired[int]
     layers: NotRequired[int]
 
@@ -58,7 +58,7 @@ class Stage(TypedDict):
     removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
-    parameters: NotRequired[dict[str, list[int]]]  # `before` and `after` the cut: all, and without embeddings
+    parameters: dict[str, list[int]]  # `before` and `after` the cut: all, and without embeddings
 
 
 Class = TypedDict("Class", {"class": str})
@@ -250,17 +250,9 @@ def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
     return [
-        [_first_name(name, first_labels(stages[:number])) for name in _names_of_blocks(stage)]
+        [_first_name(name, first_labels(stages[:number])) for name in stage.get("removed_blocks", ())]
         for number, stage in enumerate(stages)
     ]
-
-
-def _names_of_blocks(stage: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of the blocks that a cut removed; manifests of earlier versions lack those that it emptied."""
-    if not stage["removed"].get("blocks"):
-        return ()
-    names: Sequence[str] = stage.get("removed_blocks") or stage["plan"].get("blocks", ())
-    return names
 
 
 def _first_name(name: str, labels: Mapping[str, str]) -> str:
@@ -273,7 +265,7 @@ def _first_name(name: str, labels: Mapping[str, str]) -> str:
 
 
 def blocks_text(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the blocks that all cuts removed, as `L5-7+L9.attention`; empty if none, or if no manifest names them."""
+    """Return the blocks that all cuts removed, as `L5-7+L9.attention`; empty if none."""
     return compact_names(name for names in removed_blocks(stages) for name in names)
 
 

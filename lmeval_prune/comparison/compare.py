@@ -47,7 +47,7 @@ def compare(
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
     base = runs[_baseline(baseline, words, runs)]
-    runs = {name: run if run is base else run.named_as(base) for name, run in {base.name: base, **runs}.items()}
+    runs = {base.name: base, **runs}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
     rows = rows_of(tables, base.name, seed)

@@ -40,22 +40,18 @@ def cost_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:
 def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float]) -> dict[str, list[str]]:
     """Return the variants on the Pareto front of each cost in which variants differ, by key of `COSTS`.
 
-    Speeds without a range have no front: their spread is unknown. Neither have speeds that were measured on several
-    devices, or with several numbers of threads. Gains are means by variant; larger is better.
+    Speeds of several devices, or numbers of threads, have no front. Gains are means by variant; larger is better.
     """
     fronts = {}
     for key, cost in COSTS.items():
         ranges = np.array([cost_range(costs[name], key) for name in gains], dtype=float)
         has_range = ~np.isnan(ranges).any(1)
-        unranged = [
-            name for name, is_ranged in zip(gains, has_range, strict=True) if not is_ranged and key in costs[name]
-        ]
         machines = {
             (variant_costs.get("device"), variant_costs.get("threads"))
             for variant_costs in (costs[name] for name in gains)
             if key in variant_costs
         }
-        if not (cost.timed and (unranged or len(machines) > 1)) and (ranges[has_range] != ranges[has_range][:1]).any():
+        if not (cost.timed and len(machines) > 1) and (ranges[has_range] != ranges[has_range][:1]).any():
             front = pareto(ranges if cost.less_is_better else -ranges[:, ::-1], np.array(list(gains.values())))
             fronts[key] = [name for name, is_on in zip(gains, front, strict=True) if is_on]
     return fronts

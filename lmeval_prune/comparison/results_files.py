@@ -116,7 +116,6 @@ class ResultsFile:
     def read_samples(self, task: str) -> list[dict[str, Any]]:
         """Read the samples of a task in the layout of today's lm-eval, with `arguments` as a list of lists."""
         filters = _filters(self.results, task)
-        is_rolling = self.results["configs"][task].get("output_type") == "loglikelihood_rolling"
         rows: list[dict[str, Any]] = []
         sample_counts: Counter[int] = Counter()
         for name, row in _rows(self.samples[task]):
@@ -132,8 +131,6 @@ class ResultsFile:
             row["arguments"] = [
                 list(request.values()) if isinstance(request, dict) else request for request in row["arguments"]
             ]
-            if is_rolling:  # 0.5 puts an empty context before the text
-                row["arguments"] = [request[-1:] for request in row["arguments"]]
             requests = row["arguments"]
             validate_json(row, _with_requests(len(requests), len(requests[0]), is_generated(row)), name)
             row.setdefault("doc_hash", _hash(row["doc"]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,26 +43,15 @@ class Run:
 
     name: str
     files: list[ResultsFile]
-    own_names: Mapping[str, str] = field(default_factory=dict)  # names in the files, of tasks with another name here
 
     @property
     def tasks(self) -> list[str]:
         """Return the tasks with samples."""
-        names = {own_name: name for name, own_name in self.own_names.items()}
-        return list(dict.fromkeys(names.get(task, task) for file in self.files for task in file.samples))
+        return list(dict.fromkeys(task for file in self.files for task in file.samples))
 
     def files_of(self, task: str) -> list[ResultsFile]:
         """Return the results files with samples of a task."""
-        return [file for file in self.files if self.own_names.get(task, task) in file.samples]
-
-    def named_as(self, base: Run) -> Run:
-        """Return the run with the names that another run has for its tasks: `GROUP::TASK` and `TASK` are one task.
-
-        lm-eval 0.5 puts a task's groups before its name. A task whose last name is that of several is not renamed.
-        """
-        base_tasks, own_tasks = _by_last_name(base.tasks), _by_last_name(self.tasks)
-        pairs = {base_tasks[last]: own_tasks[last] for last in base_tasks if last in own_tasks}
-        return replace(self, own_names={name: task for name, task in pairs.items() if name != task})
+        return [file for file in self.files if task in file.samples]
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -93,8 +82,8 @@ class Run:
             task: name of the task.
             columns: columns of the documents to add to the outcomes.
         """
-        files, own_name = self.files_of(task), self.own_names.get(task, task)
-        settings = [settings_of(file, own_name) for file in files]
+        files = self.files_of(task)
+        settings = [settings_of(file, task) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
             has_same_version = settings[0].lm_eval == other.lm_eval
             reasons = different(settings[0].of_repeats, other.of_repeats, has_same_version)
@@ -104,16 +93,10 @@ class Run:
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"
                 )
-        parts = [_read(file, own_name, columns, setting) for file, setting in zip(files, settings, strict=True)]
+        parts = [_read(file, task, columns, setting) for file, setting in zip(files, settings, strict=True)]
         for part in parts:
             part.outcomes["task"] = part.answers["task"] = task
         return parts[0] if len(parts) == 1 else _mean(self.name, task, parts)
-
-
-def _by_last_name(tasks: Sequence[str]) -> dict[str, str]:
-    """Return tasks by the last part of `GROUP::TASK`, without those whose last part is not unique."""
-    last = [task.rpartition("::")[2] for task in tasks]
-    return {name: task for name, task in zip(last, tasks, strict=True) if last.count(name) == 1}
 
 
 def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settings) -> Evaluation:

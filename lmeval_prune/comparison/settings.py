@@ -41,12 +41,7 @@ class Settings(NamedTuple):
 def settings_of(file: ResultsFile, task: str) -> Settings:
     """Return the settings of a task in a results file."""
     results = file.results
-    config = {name: _compact(value) for name, value in results["configs"][task].items() if name not in _IGNORED}
-    for filter_config in config.get("filter_list") or []:
-        if filter_config.get("metric_list") == config.get(
-            "metric_list"
-        ):  # 0.5 repeats the task's metrics in each filter
-            filter_config.pop("metric_list", None)
+    config = {name: value for name, value in results["configs"][task].items() if name not in _IGNORED}
     prompt = {
         "system_instruction": results.get("system_instruction"),
         "apply_chat_template": results.get("chat_template_sha") is not None,
@@ -91,13 +86,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
             flat[prefix + name] = without_addresses(text) if isinstance(text, str) else text
     return flat
-
-
-def _compact(value: Any) -> Any:
-    """Return a setting without empty entries of the dictionaries in it: 0.5 writes `kwargs: {}` for each metric."""
-    if isinstance(value, Mapping):
-        return {name: _compact(entry) for name, entry in value.items() if entry not in (None, "", [], {})}
-    return [_compact(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

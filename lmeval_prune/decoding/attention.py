@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -128,8 +128,10 @@ class SlotAttention:
         if not layout.parts:
             return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
         if is_compiled and all(part.tokens == 1 for part in layout.parts):
+            from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
+
             arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
-            out, lse = compiled_decode(*arguments, options.scaling, options.window)
+            out, lse = decode(*arguments, options.scaling, options.window)
             return out.to(query.dtype), lse
         outputs = [self._over_part(part, with_lse) for part in layout.parts]
         if layout.parts[0].unrepeated is None:
@@ -162,10 +164,3 @@ class SlotAttention:
             return by_token(out), by_token(lse).squeeze(-1)
         out = by_token(self.options.attend(q, k, v, mask))
         return out, out.new_empty(len(out), 0)
-
-
-def compiled_decode(*arguments: Any) -> Attention:
-    """Compute the attention of one token per row on a CPU; see `kernels.decode_attention.compiled.decode`."""
-    from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
-
-    return decode(*arguments)

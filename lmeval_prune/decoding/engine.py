@@ -1,9 +1,8 @@
 """The decoding engine: many answers at once, each under its own head mask.
 
 `Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
-model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. On a GPU,
-`static_scheduler.py` has the loop, and `static_step.py` the step that CUDA graphs replay. `likelihood.py` computes
-log-probabilities of given texts.
+model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens. `likelihood.py`
+computes log-probabilities of given texts.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_not_static, why_unscored, why_unsupported
+from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
 from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
-from lmeval_prune.decoding.static_scheduler import StaticScheduler
-from lmeval_prune.decoding.static_step import StaticStep
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import interventions_on
@@ -66,18 +63,12 @@ class Engine:
             are off if an intervention depends on earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
-            to another token, or to another set of tokens that top-k, top-p or min-p allow. Each costs a pass over the
-            whole answer. With `others` every token counts as a near-tie. Near-ties between a token filter's similarity
-            and its threshold are not detected. Products of float32 are exact then, whatever
-            `torch.set_float32_matmul_precision` says.
+            to another token. Each costs a pass over the whole answer. Products of float32 are exact then.
         progress: show a progress bar.
 
     Attributes:
         statistics: counters of all runs so far.
         min_rows: answers (or all, if fewer) for which memory must suffice at once.
-
-    Raises:
-        InputError: a number is out of range.
     """
 
     def __init__(
@@ -93,9 +84,6 @@ class Engine:
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
-        for name, value, smallest in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
-            if value is not None and (not isinstance(value, int) or value < smallest):
-                raise InputError(f"{name} must be a whole number of at least {smallest}, not {value!r}")
         refuse_locked(model)
         self.model = model
         self.model_map = model_map or map_model(model)
@@ -120,8 +108,7 @@ class Engine:
             A request and the tokens of its answer, including the end token.
 
         Raises:
-            InputError: a mask does not fit the model, a prompt is longer than the context, stop texts have no
-                tokenizer, or memory is too small (`InsufficientMemoryError`, before the first answer).
+            InsufficientMemoryError: memory is too small; before the first answer.
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
@@ -158,10 +145,6 @@ class Engine:
 
         Yields:
             A request and its result.
-
-        Raises:
-            InputError: the engine cannot run the model (see `unscored`), a mask does not fit the model, or a text is
-                longer than the context.
         """
         self._check_texts(requests)
         if requests:
@@ -181,13 +164,8 @@ class Engine:
 
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
-
-        Raises:
-            InputError: as `score`, or a request has no mask.
         """
         self._check_texts(requests)
-        if not all(request.mask for request in requests):
-            raise InputError("a comparison with the unpruned model needs a mask in each request")
         if requests:
             yield from self._score(ComparisonRun(self.model_map, requests, self._memory, reduce))
 
@@ -228,41 +206,27 @@ class Engine:
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
-        scratch = int(bool(schedule.static))
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = self._share_prefixes(groups, schedule) if with_prefixes and schedule.prefix else 0
             longest = max(group.longest for group in groups)
             try:
-                rows, leaders = self._capacity(longest, groups, scratch, prefixes)
+                rows, leaders = self._capacity(longest, groups, prefixes)
                 break
             except InsufficientMemoryError:
                 if not prefixes:
                     raise
-        cache = KVCache(min(rows, len(requests)) + scratch, longest, block)
+        cache = KVCache(min(rows, len(requests)), longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
-            state = (runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders)
-            if schedule.static:
-                ends = max(len(self.stopping.ends(request.params)) for request in requests)
-                warp = sampler.warp(requests, self.device)
-                step = StaticStep(
-                    self.model_map, cache, runner.masks, ends, self.deterministic, warp, compiled=schedule.compile
-                )
-                scheduler: Scheduler = StaticScheduler(*state, progress.step, step=step)
-            else:
-                scheduler = Scheduler(*state, progress.step)
+            scheduler = Scheduler(
+                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
+            )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
     def _resolved_schedule(self) -> Schedule:
         """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
-        schedule = replace(self.schedule, static=self.is_static)
-        if schedule.static:
-            schedule = replace(schedule, follow=0, drafts=0, copied_prefix=self.context)  # its attention reads slots
-        if schedule.compile and not schedule.static:
-            logger.warning("torch.compile has no effect: the engine compiles only a static step, which is for GPUs")
-        compiles = schedule.static and schedule.compile and self._checked(why_not_static, True) is None
-        schedule = replace(schedule, compile=bool(compiles))
+        schedule = self.schedule
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             schedule = replace(schedule, follow=0, drafts=0, prefix=0)
         if not schedule.share:
@@ -302,27 +266,19 @@ class Engine:
                 return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
         return self.unsupported or self._checked(why_unscored)
 
-    @property
-    def is_static(self) -> bool:
-        """Return whether the engine decodes in a static step, see `Schedule.static`."""
-        if self.schedule.static is False or (self.schedule.static is None and self.device.type != "cuda"):
-            return False
-        return self._checked(why_not_static, False) is None
-
-    def _checked(self, check: Callable[..., str | None], *arguments: Any) -> str | None:
+    def _checked(self, check: Callable[[ModelMap], str | None]) -> str | None:
         """Return why the model with its interventions fails a check, which runs once; None if it does not."""
-        key = check, arguments, interventions_on(self.model)
+        key = check, interventions_on(self.model)
         if key not in self._reasons:
-            self._reasons[key] = check(self.model_map, *arguments)
+            self._reasons[key] = check(self.model_map)
         return self._reasons[key]
 
     def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
         """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        layers, inputs = len(self.model_map.attention), self._element_size * self._width
-        stored = self._token_bytes // layers
+        layers = len(self.model_map.attention)
 
         def size(prefix: SharedPrefix) -> int:
-            return prefix.size(layers, stored, inputs)
+            return prefix.size(layers, self._token_bytes // layers, self._input_bytes)
 
         sequences: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for group in groups:
@@ -331,18 +287,18 @@ class Engine:
         prefixes = common_prefixes(sequences, layers, schedule.prefix)
         return share_prefixes(groups, prefixes, schedule.copied_prefix, size, self._memory // 2)
 
-    def _capacity(self, length: int, waiting: Sequence[PromptGroup], scratch: int, prefixes: int) -> tuple[int, int]:
+    def _capacity(self, length: int, waiting: Sequence[PromptGroup], prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
         A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
         inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot, `scratch` slots hold no answer, and `prefixes` bytes are not free.
+        are decided alone need one more slot, and `prefixes` bytes are not free.
         """
         slot = length * self._token_bytes
         slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        leader_bytes = slot + length * self._element_size * self._width * first_layers if first_layers else 0
-        extra = (scratch + self.deterministic) * slot + prefixes
+        leader_bytes = slot + length * self._input_bytes * first_layers if first_layers else 0
+        extra = self.deterministic * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))
         fewest = min(self.min_rows, sum(1 + len(group.followers) for group in waiting))
@@ -364,8 +320,9 @@ class Engine:
         return int(self.model.get_input_embeddings().weight.dtype.itemsize)
 
     @property
-    def _width(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
+    def _input_bytes(self) -> int:
+        """Return the bytes of a token's input of a layer."""
+        return self._element_size * int(self.model.config.get_text_config().hidden_size)
 
     @property
     def _token_bytes(self) -> int:

@@ -29,7 +29,6 @@ from lmeval_prune.interventions.attention_call import (
     SlotState,
     State,
     Store,
-    StoredTokens,
 )
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
@@ -182,11 +181,6 @@ class KVCache(Store):
             if new_slots := [slot for slot, start in starts if start == 0]:
                 state.begin(new_slots)
         return cast(State, state)
-
-    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
-        """Return the storage of a layer that stores only some tokens."""
-        layer = call.module.layer_idx
-        return StoredTokens(self.keys[layer], self.values[layer], self.positions[layer], self.lengths[layer])
 
     # ------------------------------------------------------------------ slots
 

@@ -21,7 +21,7 @@ class InsufficientMemoryError(InputError):
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that the engine may use: a share of the free memory, the rest is for activations and graphs."""
+    """Return the bytes that the engine may use: a share of the free memory, the rest is for activations."""
     if device.type == "cuda":  # PyTorch keeps the memory of freed tensors, such as an earlier run's cache
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(0.75 * (torch.cuda.mem_get_info(device)[0] + cached))

@@ -42,16 +42,7 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`.
-
-    Attributes:
-        device: the model's device.
-        cache: keys and values.
-        masks: the head masks.
-        layers: number of layers.
-        layer_tokens: tokens × layers run so far.
-        head_tokens: tokens whose logits were computed so far.
-    """
+    """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`."""
 
     def __init__(
         self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
@@ -59,14 +50,13 @@ class ModelRunner:
         self._model_map = model_map
         self._model: Any = model_map.model
         self._skip = skip
-        self.masks = rows.table(masks)
         self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
         if any(masks):
-            self._masking = partial(rows.using, self.masks)
+            self._masking = partial(rows.using, rows.table(masks))
         self.device = input_device(self._model)
         self.layers = len(model_map.attention)
         self.cache = cache
-        self.layer_tokens = self.head_tokens = 0
+        self.layer_tokens = self.head_tokens = 0  # tokens × layers, and tokens with logits, so far
 
     @classmethod
     @contextmanager

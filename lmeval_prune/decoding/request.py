@@ -63,18 +63,6 @@ class SamplingParams(Settings):
         """Return whether the next token is the argmax of the unchanged logits."""
         return not self.do_sample and self.repetition_penalty == 1.0 and self.others == "{}"
 
-    @cached_property
-    def cuts(self) -> bool:
-        """Return whether sampling draws from some tokens alone."""
-        return self.do_sample and bool(self.top_k or self.top_p < 1 or self.min_p)
-
-    @cached_property
-    def warping(self) -> tuple[float, ...] | None:
-        """Return temperature, top_k, top_p and min_p if sampling depends on nothing else; None without sampling."""
-        if not self.do_sample or self.repetition_penalty != 1.0 or self.others != "{}":
-            return None
-        return self.temperature, self.top_k, self.top_p, self.min_p
-
     @classmethod
     def from_generation_config(cls, config: Any, stop: tuple[str, ...] = (), **changes: Any) -> SamplingParams:
         """Convert a `GenerationConfig` of transformers.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
@@ -35,16 +34,14 @@ def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
-def near_tied_draw(
-    logits: torch.Tensor, cumulative: torch.Tensor, uniforms: torch.Tensor, factor: float
-) -> torch.Tensor:
-    """Return for each line of logits, (…, vocabulary), whether rounding could change the drawn token, (…,).
+def near_tied_draw(logits: torch.Tensor, cumulative: torch.Tensor, uniform: float, factor: float) -> torch.Tensor:
+    """Return whether rounding of logits, (vocabulary,), could change the token that a random number draws.
 
     An error e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
     The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
     """
-    distance = (cumulative - (uniforms * cumulative[..., -1])[..., None]).abs().amin(-1)
-    return distance < _error_of_differences(logits) * uniforms * (1 - uniforms) * factor
+    distance = (cumulative - uniform * cumulative[-1]).abs().amin()
+    return distance < _error_of_differences(logits) * uniform * (1 - uniform) * factor
 
 
 def near_tied_cut(logits: torch.Tensor, scores: torch.Tensor, params: SamplingParams, factor: float) -> bool:
@@ -76,26 +73,6 @@ def _error_of_differences(logits: torch.Tensor) -> torch.Tensor:
     return (32 * torch.finfo(logits.dtype).eps * logits.float().abs().amax(-1).double()).clamp(min=1e-3)
 
 
-@dataclass(frozen=True)
-class Warp:
-    """Logits processors of sampled rows that depend on the logits alone."""
-
-    settings: tuple[float, ...]  # `SamplingParams.warping`
-    processors: tuple[Any, ...]
-
-    @property
-    def temperature(self) -> float | None:
-        """The temperature, if nothing else is set: then rounding does not change the set of allowed tokens."""
-        temperature, *others = self.settings
-        return temperature if others == [0, 1, 0] else None
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Process logits in float32, (rows, vocabulary)."""
-        for processor in self.processors:
-            scores = processor(None, scores)
-        return scores
-
-
 class RefuseNaN(LogitsProcessor):
     """Refuse logits of NaN in `generate`, which would take the first token."""
 
@@ -123,20 +100,7 @@ class Sampler:
         if not request.params.do_sample:
             return int(scores.argmax())
         cumulative = cumulative_distribution(scores)
-        uniform = uniforms(request.seed, len(answer), 1)
-        return int(draw(cumulative, torch.from_numpy(uniform).to(cumulative.device)))
-
-    def warp(self, requests: Iterable[Request], device: torch.device) -> Warp | None:
-        """Return the logits processor of the most common settings of sampled requests that need no history.
-
-        None if no request is sampled so.
-        """
-        counts = Counter(warping for request in requests if (warping := request.params.warping) is not None)
-        if not counts:
-            return None
-        ((warping, _),) = counts.most_common(1)
-        example = next(request for request in requests if request.params.warping == warping)
-        return Warp(warping, tuple(self._processors(example, device)))
+        return int(draw(cumulative, cumulative.new_tensor([uniform(request.seed, len(answer))])))
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
         """Return whether rounding of the logits could change the chosen token; arguments as in `choose`.
@@ -150,12 +114,12 @@ class Sampler:
         factor = max(params.repetition_penalty, 1 / params.repetition_penalty)
         if params.do_sample:
             factor /= params.temperature
-            if params.cuts:
+            if params.top_k or params.top_p < 1 or params.min_p:
                 uncut = self._scores(logits, request, answer, cuts=False)
                 if near_tied_cut(logits, uncut, params, factor):
                     return True
-            uniform = torch.from_numpy(uniforms(request.seed, len(answer), 1)).to(scores.device)[0]
-            return bool(near_tied_draw(logits, cumulative_distribution(scores), uniform, factor))
+            drawn = uniform(request.seed, len(answer))
+            return bool(near_tied_draw(logits, cumulative_distribution(scores), drawn, factor))
         best, second = scores.topk(2).values.tolist()
         return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
 
@@ -220,11 +184,7 @@ def draw(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return drawn.clamp(max=cumulative.shape[-1] - 1)
 
 
-def uniforms(seed: int, start: int, count: int) -> numpy.ndarray:
-    """Return the random numbers of the tokens `start`, `start` + 1, … of an answer, (count,), from 0 to 1.
-
-    Each is the first number of one block of a counter-based generator.
-    """
-    blocks = numpy.random.Philox(key=seed, counter=start).random_raw(4 * count)[::4]
-    numbers: numpy.ndarray = (blocks >> numpy.uint64(11)) * 2.0**-53
-    return numbers
+def uniform(seed: int, position: int) -> float:
+    """Return the random number of a token, from 0 to 1: the first of a block of a counter-based generator."""
+    block = numpy.random.Philox(key=seed, counter=position).random_raw()
+    return (block >> 11) * 2.0**-53

@@ -67,9 +67,6 @@ class Schedule(Settings):
         drafts: largest number of draft tokens of a row; 0 for none.
         budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
             this many tokens takes twice as long as a step with one token.
-        static: decode in a step on fixed buffers, which a GPU replays as a CUDA graph, without drafts and with
-            `follow=0`. Default: on a GPU, if all interventions are `capturable`.
-        compile: run the static step through `torch.compile`: faster, after a minute or more of compilation.
     """
 
     share: bool = True
@@ -79,8 +76,6 @@ class Schedule(Settings):
     refill: bool = True
     drafts: Natural = 8
     budget: Natural | None = None
-    static: bool | None = None
-    compile: bool = False
 
 
 @dataclass
@@ -99,33 +94,23 @@ class Scheduler:
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
     drafter: Drafter = field(default_factory=Drafter)
 
-    @property
-    def capacity(self) -> int:
-        """Largest number of rows."""
-        return self.runner.cache.count
+    def __post_init__(self) -> None:
+        self.capacity = self.runner.cache.count
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
         before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
-                self._advance()
-                self.on_step(self._unfinished_tokens())
+                if self._starts_requests():
+                    self._admit()
+                if not any(row.ended for row in self.active):
+                    self._step()
+                self.on_step(sum(len(row.answer) for row in self.active))
                 ended = self._remove_ended()
             self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
             self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
-
-    def _advance(self) -> None:
-        """Start requests, or decode the next tokens."""
-        if self._starts_requests():
-            self._admit()
-        if not any(row.ended for row in self.active):
-            self._step()
-
-    def _unfinished_tokens(self) -> int:
-        """Return the number of tokens in incomplete answers."""
-        return sum(len(row.answer) for row in self.active)
 
     # ------------------------------------------------------------------ starting and ending
 
@@ -197,7 +182,7 @@ class Scheduler:
 
     def _activate(self, row: Sequence) -> Sequence:
         """Assign the next slot to a sequence."""
-        row.slot = self._free_slot()
+        row.slot = len(self.active)
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
         if prefix := row.group.prefix:
             self.runner.cache.begin(row.slot, prefix.for_mask(row.mask, self.runner), prefix.is_copied)
@@ -205,10 +190,6 @@ class Scheduler:
             self.runner.cache.begin(row.slot, None, is_copied=False)
         self.active.append(row)
         return row
-
-    def _free_slot(self) -> int:
-        """Return a free slot."""
-        return len(self.active)
 
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders; return whether there were any."""

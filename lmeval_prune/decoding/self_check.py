@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from inspect import signature
-from traceback import walk_tb
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,9 +18,8 @@ from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
-from lmeval_prune.decoding.static_step import COLUMNS, LEFT, LENGTH, MASK, SLOT, TOKEN, StaticStep
 from lmeval_prune.errors import first_line
-from lmeval_prune.interventions import HeadMask, interventions_on
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.unsupported import REASONS, UnsupportedAttention
 
 logger = logging.getLogger(__name__)
@@ -49,28 +45,29 @@ def why_unscored(model_map: ModelMap) -> str | None:
     return _failure(_check_likelihoods, model_map)
 
 
-def _failure(check: Callable[..., None], model_map: ModelMap, *arguments: Any) -> str | None:
+def _failure(check: Callable[[ModelMap], None], model_map: ModelMap) -> str | None:
     """Return why a check of a model fails; None if it does not."""
     refuse_locked(model_map.model)
     try:
-        with nullcontext() if arguments else exact_products():  # a compiled step is checked as it is used
+        with exact_products():
             try:
-                check(model_map, *arguments)
+                check(model_map)
             except LogitsDiffer as difference:
-                if not _is_half(model_map.model) or any(arguments):  # compiling again would take minutes
+                if not _is_half(model_map.model):
                     raise
-                _check_in_float32(partial(check, model_map, *arguments), model_map.model, difference)
+                _check_in_float32(check, model_map, difference)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedAttention as error:
         return str(error)
-    except Exception as error:  # any error of a model that works otherwise, or what a graph cannot capture
-        return REASONS["error"].format(module=_failed_module(error), error=first_line(error))
+    except Exception as error:  # any error of a model that works otherwise
+        return REASONS["error"].format(error=first_line(error))
     return None
 
 
-def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: LogitsDiffer) -> None:
+def _check_in_float32(check: Callable[[ModelMap], None], model_map: ModelMap, difference: LogitsDiffer) -> None:
     """Check a model again with float32 weights; raise `difference` if these differ, too, or need too much memory."""
+    model = model_map.model
     size = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.dtype in HALF)
     if size > available_memory(input_device(model)):  # on a CPU, the system would end the process
         logger.info("the engine is not checked again in float32: the weights would take %.1f GB more", size / 1e9)
@@ -78,17 +75,9 @@ def _check_in_float32(check: Callable[[], None], model: nn.Module, difference: L
     logger.info("checking the engine again in float32: in half precision roundings alone may move the logits as much")
     try:
         with _float32_weights(model):
-            check()
+            check(model_map)
     except Exception as error:  # also too little memory for the checks
         raise difference from error
-
-
-def _failed_module(error: Exception) -> str:
-    """Return the class of the innermost module, other than torch's own, in which an error was raised."""
-    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    modules = [type(caller) for caller in callers if isinstance(caller, nn.Module)]
-    names = [kind.__name__ for kind in modules if not kind.__module__.startswith("torch.")]
-    return names[-1] if names else "the layers"
 
 
 def is_tested(model_map: ModelMap) -> bool:
@@ -143,11 +132,7 @@ def _check(model_map: ModelMap) -> None:
                 prefix = SharedPrefix(tuple(tokens[:4]), {0: runner.layers}, unanswered=1, is_copied=False)
                 cache.prefixes[:] = [prefix.for_mask(0, runner)] * 2
                 differences += [run(*span, prefix=4)[0] for span in ((4, n - 4), (n - 4, n - 3))]
-    try:
-        _compare(model, differences, [expected])
-    except LogitsDiffer:
-        _explain_difference(model_map)
-        raise
+    _compare(model, differences, [expected])
 
 
 @contextmanager
@@ -169,15 +154,6 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
     ids = torch.tensor([tokens], device=input_device(model))
     logits: torch.Tensor = model(ids, use_cache=False).logits[0]
     return logits.float()
-
-
-def _explain_difference(model_map: ModelMap) -> None:
-    """Refuse a model with other logits by a cause that its modules name."""
-    if not model_map.is_causal:
-        raise UnsupportedAttention("causal")
-    parameters = signature(model_map.model.forward).parameters
-    if not {"position_ids", "args"} & parameters.keys():  # with `*args` a wrapper passes what it gets
-        raise UnsupportedAttention("positions")
 
 
 def _run_span(
@@ -240,51 +216,6 @@ def _check_likelihoods(model_map: ModelMap) -> None:
             chosen = expected.gather(1, torch.tensor(request.continuation)[:, None])[:, 0]
             differences.append(float((result.logprobs.float() - chosen).abs().max()))
     _compare(model, differences, logits)
-
-
-def why_not_static(model_map: ModelMap, compiled: bool) -> str | None:
-    """Return why a static step of a model with its interventions does not work; None if it works."""
-    if compiled:
-        logger.info("compiling the decoding step; this takes minutes")
-    reason = _failure(_check_static_step, model_map, compiled)
-    if reason:
-        logger.warning("the engine decodes without %s: %s", "torch.compile" if compiled else "a static step", reason)
-    return reason
-
-
-def _check_static_step(model_map: ModelMap, compiled: bool) -> None:
-    """Refuse a model whose logits differ in a static step, with two sequences in changing rows, one of them pruned."""
-    model: Any = model_map.model
-    for intervention in interventions_on(model):
-        if not intervention.capturable:
-            raise UnsupportedAttention("not_capturable", method=type(intervention).__name__)
-    tokens = _tokens(model, 12)
-    pruned = HeadMask("+".join(f"{layer.label}H0" for layer in model_map.attention if layer.heads > 1))
-    masks, slots, lengths = [None, pruned], [2, 0], np.array([8, 5])
-    expected, differences = [], []
-    with _fixed_decisions(model), ExitStack() as stack:
-        for mask in masks:
-            with mask.applied_to(model, model_map) if mask else nullcontext():
-                expected.append(_logits(model, tokens))
-        cache = KVCache(4, 12, block=None)
-        runner = stack.enter_context(ModelRunner.attached(model_map, cache, masks))
-        step = StaticStep(model_map, cache, runner.masks, 1, compiled=compiled)
-        # prompts of different lengths in one pass, in the order of their slots
-        runner.forward([Chunk(slots[number], 0, number, tokens[: lengths[number]]) for number in (1, 0)])
-        step.admit(slots)
-        if not compiled:  # a compiled step is checked after the other
-            step.check_waiting()
-        for order in ([0, 1], [1, 0], [1], [0, 1]):  # a graph is captured in the second step, and replayed in the last
-            columns = np.ones((COLUMNS, len(order)), np.int64)
-            columns[TOKEN], columns[LENGTH] = [tokens[lengths[number]] for number in order], lengths[order]
-            columns[SLOT], columns[MASK], columns[LEFT] = [slots[number] for number in order], order, 2
-            step.set_rows(columns, np.full((len(order), 1), -1))
-            result = step.start(len(order))
-            result.read()
-            for logits, number in zip(result.logits.float(), order, strict=False):
-                differences.append(float((logits - expected[number][lengths[number]]).abs().max()))
-            lengths[order] += 1
-    _compare(model, differences, expected)
 
 
 def _check_interventions(model: Any) -> None:

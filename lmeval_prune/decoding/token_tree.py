@@ -47,16 +47,14 @@ class TokenTree:
                 assert parent is not None
                 self._last_segments[first] = parent
                 continue
-            branches = [first, *(i for i in range(first + 1, last) if self._token(i, stop) != self._token(i - 1, stop))]
+            tokens = [leaf[stop] for leaf in self._leaves[first:last]]
+            branches = [first, *(first + i for i in range(1, len(tokens)) if tokens[i] != tokens[i - 1])]
             for begin, end in reversed(list(zip(branches, [*branches[1:], last], strict=True))):
                 stack.append((begin, end, stop, parent))
         for segment in reversed(self.segments):
             if segment.parent is not None:
                 parent_segment = self.segments[segment.parent]
                 parent_segment.end = max(parent_segment.end, segment.end)
-
-    def _token(self, leaf: int, depth: int) -> int:
-        return self._leaves[leaf][depth]
 
     def path(self, sequence: Tokens) -> list[int]:
         """Return the segments of a sequence, first to last; the last may have more tokens than the sequence."""

@@ -40,22 +40,14 @@ class TreePart:
 
 @dataclass
 class TreeLayout:
-    """The parts of the attention of a packed batch.
+    """The parts of the attention of a packed batch."""
 
-    Attributes:
-        slots: slot of each segment.
-        starts: index of the first token of each segment, and the number of tokens.
-        positions: of the tokens in their sequences.
-        visible_until: for each token, the index after the last token of the segments below its own.
-        own, above: parts that cover each token once; further parts, whose results are joined to these.
-    """
-
-    slots: list[int]
-    starts: list[int]
-    positions: torch.Tensor
-    visible_until: torch.Tensor
-    own: list[TreePart] = field(default_factory=list)
-    above: list[TreePart] = field(default_factory=list)
+    slots: list[int]  # of the segments
+    starts: list[int]  # index of the first token of each segment, and the number of tokens
+    positions: torch.Tensor  # of the tokens in their sequences
+    visible_until: torch.Tensor  # for each token, the index after the last token of the segments below its own
+    own: list[TreePart] = field(default_factory=list)  # parts that cover each token once
+    above: list[TreePart] = field(default_factory=list)  # whose results are joined to these
     _masks: dict[Any, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def mask(self, part: TreePart, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pas
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
-from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.models.attempts import DENSE
 
 NO_OTHERS: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({})
 
@@ -154,6 +154,5 @@ def greedy_answers(
     repeated = [request for request in requests for _ in names]
     row_masks = list(masks.values()) * len(requests)
     assert lm.engine is not None
-    greedy = [Attempt()] * len(repeated)
-    generation.generate_until(lm, lm.engine, repeated, [0] * len(repeated), done, 0, row_masks, greedy)
+    generation.generate_until(lm, lm.engine, repeated, [0] * len(repeated), done, 0, row_masks, is_greedy=True)
     return answers

@@ -13,18 +13,10 @@ from lmeval_prune.settings import resumes
 
 @resumes
 @takes_tasks
-def distill(push_to_hub: str | None = None, **options: Any) -> int:
-    """Prune and distil a model stage by stage; the model before each stage is its teacher.
-
-    Args:
-        push_to_hub: name on the Hub, USER/NAME, to which the output is uploaded when it is complete; needs a login
-    """
+def distill(**options: Any) -> int:
+    """Prune and distil a model stage by stage; the model before each stage is its teacher."""
     settings = DistillOptions(**options)
-    from lmeval_prune.cards.hub import check_push, push
-
-    check_push(push_to_hub)
     from lmeval_prune.architectures.sublayer_names import compact_names
-    from lmeval_prune.cards.command import without_folders
     from lmeval_prune.distance.summary import cells
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
@@ -42,16 +34,16 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         heads += removed["heads"]
         counts = {name: removed.get(name, 0) for name in ("heads", "channels", "blocks")}
         named = [f"{count} {name}" for name, count in counts.items() if count] or ["nothing"]
-        blocks_text = f" ({compact_names(names)})" if (names := stage.get("removed_blocks")) else ""
+        blocks_text = f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
         in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
         summary = f"{', '.join(named)}{blocks_text} removed{in_all}"
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
-        if distance := stage.get("distance"):  # stages of earlier versions lack it
+        if distance := stage.get("distance"):
             shown = cells(distance)
             text = f"mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"
-            print(f"  from {without_folders(settings.pretrained)}: {text}, on {size}")
-    if settings.budget == "heads" and heads < share_of(settings.ratio, total_heads):
+            print(f"  from {settings.pretrained}: {text}, on {size}")
+    if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]
@@ -66,5 +58,4 @@ def distill(push_to_hub: str | None = None, **options: Any) -> int:
         f"{settings.output}: test it with\n  lm_eval --model {model} --model_args pretrained={settings.output} "
         f"--tasks {task}{folder}{metadata}{chat}"
     )
-    push(settings.output, push_to_hub)
     return 0

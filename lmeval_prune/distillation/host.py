@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,42 +15,21 @@ from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
-from lmeval_prune.cards.card import Card
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
-from lmeval_prune.distillation.options import BestBy, DistillOptions
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.channels import Channels
-from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
-from lmeval_prune.training.resuming import PROBLEMS
 
+BestBy = Literal["accuracy", "loss", "none"]
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
 METRICS = {"accuracy": ACCURACY, "loss": "eval_task"}  # names in the log
-
-
-class StageNote(TypedDict):
-    """Fields of a stage that are read."""
-
-    stage: int
-    heads: dict[str, list[int]]
-    removed: dict[str, Any]
-    removed_blocks: NotRequired[list[str]]  # earlier versions did not note them
-    parameters: int
-
-
-class MaterialNote(TypedDict):
-    """Fields of the training problems that are read."""
-
-    splits: dict[str, Any]
-    trained_on: NotRequired[list[str]]
-    validated_on: NotRequired[list[str]]
 
 
 class Note(TypedDict):
@@ -58,8 +37,8 @@ class Note(TypedDict):
 
     model: str
     options: dict[str, Any]
-    material: MaterialNote
-    stages: list[StageNote]
+    material: dict[str, Any]
+    stages: list[dict[str, Any]]
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
@@ -75,7 +54,7 @@ class TrainingExamples:
     validation: Sequence[Any]
     lengths: Sequence[int]  # number of tokens of each training example
     note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
-    problems: Sequence[Any] = ()  # validation problems, for a host that solves them or compares their texts
+    problems: Sequence[Any] = ()  # validation problems, whatever is learned of them
     questions: Sequence[Any] = ()  # training problems that a model can be asked
 
 
@@ -96,11 +75,6 @@ class Host(ABC):
     def best_by(self) -> BestBy:
         """What chooses the epoch whose weights are kept."""
         return self.options.best_by or self.default_best_by
-
-    @property
-    def shown_metric(self) -> str:
-        """Name in the log of the validation metric that a card shows."""
-        return METRICS.get(self.best_by, METRICS[self.default_best_by])
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -143,9 +117,8 @@ class Host(ABC):
     ) -> None:
         """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
 
-    @abstractmethod
-    def card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any]) -> Card:
-        """Return the card of the distilled model; `note` has the fields of `distillation.json`."""
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:  # noqa: B027
+        """Write the card of the distilled model, if it gets one; `note` has the fields of `distillation.json`."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""
@@ -163,10 +136,7 @@ class Host(ABC):
         """Raise an `InputError` if the model was cut with zeroed fillers, which training would change."""
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
-            removed, sizes = stage["plan"].get("channels", {}), stage["parent"]["channels"]
-            emptied = [block for block, text in removed.items() if len(Channels(text).numbers) == sizes[block]]
-            zeroed = stage["removed"].get("zeroed_channels", emptied)  # manifests of earlier versions do not have them
-            if layers := ", ".join([*stage["removed"]["fillers"], *zeroed]):
+            if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"]["zeroed_channels"]]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
                     f"cut it by whole groups (unit=group or balanced), and keep some in each layer"
@@ -177,12 +147,8 @@ class Host(ABC):
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
-    def problems_digest(self) -> str:
-        """Return a digest of the documents of the training and validation problems, which are not tokenized for it."""
-
     def contents(self) -> dict[str, Callable[[], str]]:
         """Return functions that return digests of what is trained on, by their names in `CONTENTS`."""
-        return {PROBLEMS: self.problems_digest}
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -194,15 +160,13 @@ class Host(ABC):
         """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
         Raises:
-            InputError: model or teacher were trained on the test or on validation problems, or the pruner's scores are
-                of these.
+            InputError: model or teacher were trained on the test or on validation problems.
         """
         is_trained = self.options.epochs > 0
         questions = questions if is_trained else TrainingQuestions()
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
-        self._check_scored(tested, validated, test_name)
-        for folder in filter(None, (self.options.pretrained, self.options.teacher if is_trained else None)):
+        for folder in filter(None, (self.options.pretrained, self.options.other_teacher if is_trained else None)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(
@@ -217,22 +181,6 @@ class Host(ABC):
                 )
             total |= earlier
         return total
-
-    def _check_scored(self, tested: frozenset[str], validated: frozenset[str], test_name: str) -> None:
-        """Raise an `InputError` if heads are scored by outcomes of test questions or validation problems."""
-        texts = make_pruner(self.options.method, self.options.options).questions() if self.options.ratio else []
-        scored = question_keys({"question": text} for text in texts)
-        subject = f"{self.options.method} scores heads by outcomes of"
-        if count := len(tested & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(tested)} questions of the test split {test_name}, so they would be "
-                f"chosen on the test; sweep the training split (`lmeval-prune sweep --split train`)"
-            )
-        if count := len(validated & scored):
-            raise InputError(
-                f"{subject} {count} of the {len(validated)} validation problems, so these cannot choose the best "
-                f"epoch; sweep other questions, or give --validation 0"
-            )
 
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
@@ -250,41 +198,29 @@ class Host(ABC):
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return KL(teacher ‖ student) at the temperature, summed over the items."""
 
-    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:
-        """Return how many validation problems a model in evaluation mode solves; None if that is not asked for.
-
-        Answers are in `folder` until all are given, so that a run that was killed goes on.
-        """
-        return None
+    def count_solved(self, model: Any, problems: Sequence[Any]) -> int:
+        """Return how many validation problems a model in evaluation mode solves, for best_by=accuracy."""
+        raise NotImplementedError
 
     def compared_texts(self, examples: TrainingExamples) -> list[Text]:
         """Return texts on which next-token distributions are compared; empty for a host without such."""
         return []
 
-    def check_lengths(self) -> None:  # noqa: B027 - for a host whose texts are not cut to length
-        """Raise an `InputError` if texts that the user asks for are longer than model or teacher have positions."""
-
-    def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if options let models answer problems, and they cannot."""
-
-    def check_scoring(self, examples: TrainingExamples) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if answers to the problems cannot be judged as right or wrong."""
+    def check(self) -> None:  # noqa: B027 - for a host whose models answer
+        """Raise an `InputError` if texts or answers do not suit the models."""
 
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        """Ask the first teacher problems and prompts of training and validation; write what a student learns."""
+        """Ask the teacher problems and prompts of training and validation; write what a student learns."""
         raise NotImplementedError
-
-    def write_learned(self, path: Path, work: Path) -> None:  # noqa: B027 - for a host whose models answer
-        """Write what a student learns from the teacher's answers as text."""
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         """Return examples of what the teacher answered; `InputError` if too little of it is kept."""
         raise NotImplementedError
 
-    def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
-        """Draw training problems by the seed as calibration text of the pruner; other arguments as in `cut_stage`.
+    def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
+        """Draw training problems by the seed as calibration text of the pruner.
 
-        They are the problems with their targets, whatever a student learns; with a corpus alone, its texts.
+        They are the problems with their targets, whatever a student learns; of prompts alone, the teacher's answers.
         """
         drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]

@@ -8,11 +8,13 @@ which is checked for each adapter. Servers do not merge: in 16 bits, rounding er
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from markupsafe import Markup
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
@@ -22,7 +24,6 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
 from lmeval_prune.errors import InputError, refuse_file
-from lmeval_prune.export.cards import adapter_card
 from lmeval_prune.export.gguf_adapter import check_gguf_base, check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
 from lmeval_prune.export.manifest import (
@@ -39,6 +40,7 @@ from lmeval_prune.export.updates import VLLM_RANKS, Update
 from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.settings import parse_value
+from lmeval_prune.surgery.card import CARD, PIPELINES, auto_class, shown, write_card
 
 Format = Literal["peft", "gguf"]
 ServerDtype = Literal["bfloat16", "float16", "float32"]
@@ -207,7 +209,17 @@ class AdapterExport:
             "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
         }
         write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
-        adapter_card(self, name, {layer.label: heads for layer, heads in self._layers(mask)}).write(folder)
+        self._write_card(folder, name, mask)
+
+    def _write_card(self, folder: Path, name: str, mask: HeadMask) -> None:
+        known, loader = embedded.name_of(self.pretrained), auto_class(self.model_map.model)
+        pretrained, pipeline = known or shown(self.pretrained), PIPELINES.get(loader.removeprefix("AutoModel"))
+        removed = [f"attention heads {'+'.join(mask.heads)}, by a LoRA update of rank {self.rank}"]
+        write_card(
+            folder / CARD, name, (self.pretrained, self.revision), "gguf" if self.format == "gguf" else "peft",
+            ["lora", "pruned"], removed, pipeline, auto_class="" if known else loader, dtype=self.dtype,
+            pretrained=pretrained, pretrained_quoted=Markup(shlex.quote(pretrained)), is_adapter=True,
+        )  # fmt: skip
 
     def _peft_config(self, updates: list[Update]) -> dict[str, Any]:
         model = self.model_map.model

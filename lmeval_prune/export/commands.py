@@ -81,7 +81,6 @@ def model(
     zeroed: bool = False,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     splitting: str | None = None,
-    push_to_hub: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
@@ -98,13 +97,10 @@ def model(
         zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
         splitting: llama.cpp's name of the pre-tokenizer, if it is not recognised
-        push_to_hub: (checkpoint) name on the Hub, USER/NAME, to which the folder is uploaded when it is complete; needs
-            a login
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.writing import write_cut
@@ -114,9 +110,6 @@ def model(
     pruned = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer) if heads or blocks else None
     pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
     config = None
-    if format == "gguf" and push_to_hub:
-        raise InputError(f"--push_to_hub uploads folders; upload the file by `hf upload {push_to_hub} {output}`")
-    check_push(push_to_hub)
     if format == "gguf":
         from lmeval_prune.export.gguf_model import export_gguf
 
@@ -130,7 +123,6 @@ def model(
         raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
     else:
         config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
-        push(output, push_to_hub)
     for line in model_lines(output, format, config):
         print(f"\n{line}")
     return 0

@@ -13,13 +13,11 @@ from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType, Rope
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import check_writable, new_file
-from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.cards import gguf_card, gguf_card_path
 from lmeval_prune.export.gguf_format import (
     GGUF_TYPES,
     SERVER_DTYPES,
@@ -31,8 +29,10 @@ from lmeval_prune.export.gguf_format import (
 from lmeval_prune.export.gguf_layers import GGUFLayer, gguf_layers
 from lmeval_prune.export.gguf_tokenizer import add_tokenizer, check_tokenizer
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.surgery.card import pruning_tags, removed_lines, write_card
 from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
+CARD_SUFFIX = ".README.md"  # beside the file: several may share a folder
 MANIFEST = "lmeval_prune.manifest"  # key of the manifest, in JSON
 INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # see `interleave_rows`
 
@@ -71,10 +71,12 @@ def export_gguf(
     check_replaceable(output, manifest)
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
-    written_dtype = str(torch_dtype or model.dtype).removeprefix("torch.")
-    trained = not plan and "files" in manifest and is_trained(manifest)
-    card = gguf_card(output, manifest, Origin.of(pretrained, revision), architecture, written_dtype, trained)
-    card.write_file(gguf_card_path(output))
+    training = "It was trained afterwards." if not plan and "files" in manifest and is_trained(manifest) else ""
+    tags, removed = ["gguf", *pruning_tags(manifest)], removed_lines(manifest)
+    write_card(
+        Path(output).with_suffix(CARD_SUFFIX), Path(output).name, (pretrained, revision), "gguf", tags, removed,
+        "text-generation", training, is_adapter=False,
+    )  # fmt: skip
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:
         print(f"  {note}")

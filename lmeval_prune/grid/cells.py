@@ -33,7 +33,7 @@ from lmeval_prune.tasks.loading import included_folder, task_manager
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
 # attributes of `Cell` that are written to `cell.json`
 JSON_FIELDS = (
-    "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine", "revisions",
+    "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine",
 )  # fmt: skip
 
 
@@ -53,7 +53,6 @@ class Cell:
     batch_size: int | str
     device: str | None
     engine: str
-    revisions: dict[str, str] = field(default_factory=dict, repr=False)  # of data sets on the Hub, by task
 
     @property
     def name(self) -> str:
@@ -212,7 +211,6 @@ class _Planner:
                 batch_size=grid.batch_size,
                 device=grid.device,
                 engine=engine,
-                revisions=task.revisions,
             )
 
     def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, did_you_mean
@@ -84,7 +83,6 @@ def compare(
     output: str | None = None,
     without_texts: tuple[str, ...] = (),
     lm_eval: str | None = None,
-    eval_results: Sequence[str] = (),
     wandb_args: dict[str, Any] | None = None,
     trackio_args: dict[str, Any] | None = None,
     seed: int = 0,
@@ -97,8 +95,6 @@ def compare(
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
-        eval_results: VARIANT=FOLDER: write the variant's results for the Hub to FOLDER/.eval_results, where FOLDER is
-            that of its model; may be repeated
         wandb_args: log each cell to Weights & Biases by lm-eval's logger: arguments of wandb.init, e.g. project=NAME
         trackio_args: the same for trackio
         seed: seed of the tests
@@ -112,7 +108,7 @@ def compare(
     trackers = {name: settings for name, settings in arguments.items() if settings is not None}
     check_trackers(trackers)
     with output_lock(output or GridFolder(folder).path / "compare"):
-        table, notes, paths = write(folder, baseline, output, seed, without_texts, eval_results)
+        table, notes, paths = write(folder, baseline, output, seed, without_texts)
     if lm_eval:
         paths.append(write_lm_eval(folder, lm_eval))
     print(table)

@@ -31,7 +31,7 @@ from typing import Any, Self
 
 import yaml
 
-from lmeval_prune.errors import InputError, check_exists, did_you_mean, yaml_error_text
+from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
@@ -134,7 +134,7 @@ class Grid(Settings):
         try:
             return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not valid YAML: {yaml_error_text(error)}") from None
+            raise InputError(f"{path} is not valid YAML: {brief(str(error), 300)}") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 

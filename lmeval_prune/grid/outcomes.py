@@ -97,15 +97,11 @@ def read_results(folder: Path) -> CellResults:
 
 
 def read_lengths(folder: Path) -> list[Lengths]:
-    """Read the lengths of a cell's answers, one entry per task.
-
-    The list is empty for log-likelihood tasks, and for cells written by earlier versions.
-    """
+    """Read the lengths of a cell's answers, one entry per task; none for log-likelihood tasks."""
     return list(read_results(folder).get("config", {}).get("pruning", {}).get("answers", {}).values())
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
     """Read a cell's questions, gold answers, answers and log-likelihoods, by task and number."""
     rows = read_table(folder / ANSWERS).to_pylist()
-    # tables of earlier versions have no likelihood
-    return {(row["task"], row["doc_id"]): {"likelihood": "", **row} for row in rows}
+    return {(row["task"], row["doc_id"]): row for row in rows}

@@ -14,7 +14,6 @@ from lmeval_prune.artefacts import digest, file_name, read_json, read_lines
 from lmeval_prune.comparison import report
 from lmeval_prune.errors import InputError, first_line, refuse_file
 from lmeval_prune.grid.comparison import compare
-from lmeval_prune.grid.eval_results import parse_targets, write_eval_results
 from lmeval_prune.grid.folder import GridFolder, samples_file
 
 _logger = logging.getLogger(__name__)
@@ -44,21 +43,11 @@ def write(
     output: str | None = None,
     seed: int = 0,
     without_texts: Sequence[str] = (),
-    eval_results: Sequence[str] = (),
 ) -> tuple[str, list[str], list[Path]]:
-    """Compare a grid and write the report to `output`, by default `compare` in its folder; see `report.write`.
-
-    `eval_results` are the targets of `write_eval_results`.
-    """
+    """Compare a grid and write the report to `output`, by default `compare` in its folder; see `report.write`."""
     target = Path(output) if output else GridFolder(path).path / "compare"
     refuse_file(target)
-    comparison = compare(path, baseline, seed)
-    parse_targets(eval_results, comparison.variants)
-    table, notes, paths = report.write(comparison, target, without_texts)
-    if eval_results:
-        files, remarks = write_eval_results(path, comparison, eval_results)
-        return table, [*notes, *remarks], [*paths, *files]
-    return table, notes, paths
+    return report.write(compare(path, baseline, seed), target, without_texts)
 
 
 def write_lm_eval(path: str, output: str) -> Path:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lm_eval.evaluator_utils import get_sample_size
 from transformers import GenerationConfig
 
 from lmeval_prune.artefacts import digest
@@ -16,7 +17,6 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.hub import dataset_revision
 from lmeval_prune.tasks.loading import load_tasks
 from lmeval_prune.tasks.pass_at import PassAtTask
 from lmeval_prune.tasks.prompts import exemplars_of, training_documents
@@ -41,25 +41,22 @@ class TaskIdentity:
     content: dict[str, Any]  # JSON value by task name
     draws: bool  # exemplars or answers are drawn at random
     samples: bool  # answers are sampled
-    revisions: dict[str, str] = field(default_factory=dict)  # of data sets on the Hub, by task; not in the identity
 
     @classmethod
     def of(cls, manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
         """Load a task and identify it."""
         content: dict[str, Any] = {}
-        revisions: dict[str, str] = {}
         draws = samples = False
         for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
             _configure(task, grid_task)
             _check_settings(name, task, grid_task)
             config = task.dump_config()
-            revisions |= {name: revision} if (revision := dataset_revision(task)) else {}
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"
             samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = exemplars_of(task)
-            questions = list(_first_documents(task.eval_docs, compat.sample_size(task, grid_task.limit)))
+            questions = list(_first_documents(task.eval_docs, get_sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
                 "version": str((config.get("metadata") or {}).get("version", "")),
@@ -68,7 +65,7 @@ class TaskIdentity:
                 "questions": _digest([*questions, *_build_questions(task, questions)]),
                 "exemplars": _digest([*exemplars, *_build_questions(task, exemplars)]),
             }
-        return cls(content, draws, samples, revisions)
+        return cls(content, draws, samples)
 
 
 @cache

@@ -20,7 +20,7 @@ from torch.utils import collect_env
 from lmeval_prune.artefacts import new_folder
 from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.distance.variants import measure as measure_distances
-from lmeval_prune.errors import InputError, disk_error, first_line, note_class, notes_of
+from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, versions
 from lmeval_prune.grid.distances import distance_key, to_table
 from lmeval_prune.grid.folder import GridFolder, measurement_key
@@ -352,11 +352,7 @@ class Worker:
     def _failed(self, key: str, error: Exception) -> Result:
         """Record the failure of a cell, a preparation or a measurement, and return its result."""
         self._raise_disk_error(error)
-        if isinstance(error, InputError):
-            reason = str(error).partition("\n")[0]
-        else:
-            note_class(error)
-            reason = "; ".join([first_line(error), *notes_of(error)])
+        reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.record_failure(key, reason, traceback.format_exc())
         self.loaded.close()  # its state is unknown
         return Result(key, FAILED, reason)

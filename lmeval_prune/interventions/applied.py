@@ -123,21 +123,6 @@ class _Record:
 _RECORDS: set[_Record] = set()
 
 
-@contextmanager
-def without_checks(model: nn.Module) -> Iterator[None]:
-    """Remove the checks of the links inside the block, so that `torch.compile` can trace the model."""
-    record = _record_on(model)
-    forwards = dict(record.forwards) if record else {}
-    for module, (_, previous) in forwards.items():
-        del vars(module)["forward"]
-        vars(module).update({"forward": previous} if previous else {})
-    try:
-        yield
-    finally:
-        for module, (checked, _) in forwards.items():
-            vars(module)["forward"] = checked
-
-
 def _checked_forward(module: nn.Module, previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return an eager `forward` for an instance that first checks the links below it.
 

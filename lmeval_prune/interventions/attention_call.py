@@ -38,27 +38,6 @@ class Packed:
     counts: Sequence[int]  # number of new tokens of each sequence
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """Rows of a static step: one token of each sequence, on the device; (rows,) each."""
-
-    slots: torch.Tensor  # slot of each row in the store
-    lengths: torch.Tensor  # number of earlier tokens
-    masks: torch.Tensor  # number of the head mask
-    alive: torch.Tensor  # false for rows without a sequence, whose token must not change any state
-    dead: torch.Tensor  # the opposite
-
-
-@dataclass(frozen=True)
-class StoredTokens:
-    """Storage of a layer that stores only some tokens, by slot."""
-
-    keys: torch.Tensor  # (slots, key-value heads, capacity, width)
-    values: torch.Tensor
-    positions: torch.Tensor  # of stored tokens in the text, (slots, capacity)
-    lengths: torch.Tensor  # number of stored tokens, (slots,)
-
-
 class SlotState(Protocol):
     """State of a handler for the sequences in a store's slots; the store calls these methods."""
 
@@ -83,7 +62,6 @@ class Store(Protocol):
 
     count: int = 0  # number of slots
     packed: Packed = Packed((), (), ())  # the sequences of the running pass
-    rows: StepRows | None = None  # the rows of a static step; None in other passes
 
     def attend(self, call: AttentionCall) -> Attended:
         """Store the keys and values of new tokens, and compute their attention."""
@@ -94,10 +72,6 @@ class Store(Protocol):
         Slots of sequences that begin in this pass are reset.
         """
         raise UnsupportedAttention("state")
-
-    def stored_tokens(self, call: AttentionCall) -> StoredTokens:
-        """Return the storage of the call's layer, in a static step."""
-        raise UnsupportedAttention("filtered")
 
 
 @dataclass
@@ -115,8 +89,6 @@ class AttentionCall:
         stored_mask: with a store, the new tokens to store, (tokens,); None: all. No token attends to the others. A
             layer sets it in all calls or in none.
         query_mask: with a store, the tokens that attend, (tokens,); None: all stored ones. The others get zeros.
-        lengths: in a static step, the number of stored tokens of each row, (rows,), if the handler has stored the new
-            ones in `Store.stored_tokens`; None: the store stores them all.
     """
 
     layer: AttentionLayer
@@ -129,7 +101,6 @@ class AttentionCall:
     store: Store | None = None
     stored_mask: torch.Tensor | None = None
     query_mask: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
 
 
 Attend = Callable[[AttentionCall], Attended]

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from lmeval_prune.registry import class_record, import_path, is_own
 from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
-SCHEMA_VERSION = 3  # 1: without weights; 2: settings at the top level
+SCHEMA_VERSION = 3
 
 
 class ModelRecord(TypedDict):
@@ -40,14 +40,14 @@ class ModelRecord(TypedDict):
     revision: str
     model_type: str
     heads: dict[str, Any]
-    weights: NotRequired[list[str]]
+    weights: list[str]
 
 
 class ArtefactContents(TypedDict):
     """Fields of an intervention's artefact."""
 
     model: ModelRecord
-    settings: NotRequired[dict[str, Any]]  # at the top level before version 3
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Origin:
             raise InputError(f"{subject} a {family} model, this one is {model_map.model_type}; {fix}")
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
             raise InputError(f"{subject} {name}, whose layers or heads differ from this model's; {fix}")
-        check_weights(self.model.get("weights") or [], name, self.model["revision"], model_map, subject, fix)
+        check_weights(self.model["weights"], name, self.model["revision"], model_map, subject, fix)
 
 
 def check_weights(
@@ -136,8 +136,6 @@ class Intervention(Settings, ABC):
         by_sequence: (class variable) the effect on a token depends on earlier tokens of the same sequence, and the
             method keeps its state of each sequence in the engine's store (`AttentionCall.store`). The engine runs such
             methods, but never removes tokens. Any other method falls back to `generate`.
-        capturable: (class variable, or set from the fields) its hooks run the same operations on the same tensors in
-            each decoding step, and never wait for the device, so that a CUDA graph can replay the step.
         origin: the artefact that it was loaded from.
     """
 
@@ -146,7 +144,6 @@ class Intervention(Settings, ABC):
     version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
-    capturable: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod
@@ -302,15 +299,11 @@ class Intervention(Settings, ABC):
         """Build it from an artefact's content; missing fields have their defaults."""
         validate_json(content, cls.contents, path)
         names = [item.name for item in fields(cls) if item.compare]
-        settings = content.get("settings")
-        if content["schema_version"] < 3:
-            settings = {name: content[name] for name in names if name in content}
-        if settings is None or not {*names}.intersection(required_fields(cls)) <= settings.keys():
+        settings = content["settings"]
+        if not {*names}.intersection(required_fields(cls)) <= settings.keys():
             raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
         if unknown := [name for name in settings if name not in names]:
-            raise InputError(
-                f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"
-            )
+            raise InputError(f"{path} has unknown settings: {', '.join(unknown)}; make it again")
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
         try:
             return cls(**settings, **cls._extra_fields(Path(path), content), origin=origin)

@@ -20,9 +20,7 @@ from lmeval_prune.interventions.attention_call import (
     Attend,
     Attended,
     AttentionCall,
-    StepRows,
     Store,
-    StoredTokens,
     additive_mask,
     intercept_attention,
     not_causal,
@@ -222,8 +220,6 @@ class FilteredAttention:
         """Decide for the packed sequences of the engine, and pass masks of the tokens that stay to its store."""
         totals = self._totals(call.layer.label, call.key.device)
         memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
-        if store.rows is not None:
-            return self._attend_in_step(call, store.stored_tokens(call), store.rows, memory, attend)
         decisions, start = [], 0
         for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
             slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
@@ -239,26 +235,6 @@ class FilteredAttention:
         query_mask = _and(~skipped, call.stored_mask if call.query_mask is None else call.query_mask)
         stored_mask = call.stored_mask if self.keep_skipped_kv else _and(~skipped, call.stored_mask)
         return attend(replace(call, stored_mask=stored_mask, query_mask=query_mask))
-
-    def _attend_in_step(
-        self, call: AttentionCall, stored: StoredTokens, rows: StepRows, memory: SlotMemory, attend: Attend
-    ) -> Attended:
-        """Decide and store in a static step: one token of each row, without waiting for the device."""
-        lengths = torch.empty_like(rows.lengths)
-        absent = token_filter.decide_and_store(
-            call.key[0].transpose(0, 1)[:, :, None],
-            call.value[0].transpose(0, 1)[:, :, None],
-            rows.alive[:, None],
-            memory,
-            self.rule,
-            store=(stored.keys, stored.values, stored.positions, stored.lengths, memory.totals),
-            position=rows.lengths,
-            keep_skipped=self.keep_skipped_kv,
-            slots=rows.slots,
-            ends=lengths,
-        )
-        self.skipped[call.layer.label] = self._unprojected[call.layer.label] = absent.T
-        return attend(replace(call, query_mask=~absent[:, 0], lengths=lengths))
 
     @torch.inference_mode(False)  # an inference tensor could not be updated outside of inference mode
     def _totals(self, label: str, device: torch.device) -> torch.Tensor:

@@ -33,7 +33,7 @@ class HeadMask(Intervention):
         allow_empty_layer: allow a layer to lose all its heads.
     """
 
-    tokenwise = capturable = True
+    tokenwise = True
     heads: Any
     allow_empty_layer: bool = field(default=False, compare=False)
 

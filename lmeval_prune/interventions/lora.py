@@ -54,7 +54,7 @@ class Lora(Intervention):
     """
 
     contents: ClassVar[Any] = LoraContents
-    tokenwise = capturable = True
+    tokenwise = True
     adapter: str = field(compare=False)
     sha256: str = ""
     updates: Mapping[str, Update] = field(default_factory=dict, init=False, compare=False, repr=False)

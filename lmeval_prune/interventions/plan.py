@@ -99,7 +99,7 @@ class Plan(Intervention):
     """
 
     contents: ClassVar[Any] = PlanContents
-    tokenwise = capturable = True
+    tokenwise = True
     heads: Any = ()
     channels: Any = field(default_factory=dict)
     blocks: Any = ()

@@ -70,7 +70,7 @@ class RowMasks(Intervention):
     Outside a `using` block, and in layers that no mask of the block prunes, activations are unchanged.
     """
 
-    tokenwise = capturable = True  # outside of `using` blocks
+    tokenwise = True  # outside of `using` blocks
     _state: _State = field(default_factory=_State, init=False, compare=False, repr=False)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:

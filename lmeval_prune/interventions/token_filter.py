@@ -65,7 +65,6 @@ class TokenFilter(Intervention):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "tokenwise", self.ratio == 0)  # then no decision depends on earlier tokens
-        object.__setattr__(self, "capturable", not self.keep_skipped_kv or self.ratio == 0)
 
     def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
         """Return the layers that filter."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 REASONS = {
     "bias": "the model's attention adds a bias to its scores, which the engine does not compute",
-    "causal": "the model's tokens attend to later tokens, too",
     "devices": "the model's layers are on several devices",
-    "error": "the engine does not know how to run {module} of the model; its check ended with {error}",
+    "error": "the engine does not know how to run the model; its check ended with {error}",
     "filtered": "a method filters tokens of the texts, and log-likelihoods need all of them",
     "head_mask": "the model's attention multiplies its heads by a mask, which the engine does not compute",
     "interface": "the model's attention does not use transformers' attention interface",
@@ -15,11 +14,9 @@ REASONS = {
     "logits_to_keep": "the model computes the logits of all tokens, it does not know logits_to_keep",
     "mask": "the model passes dropout, a padded batch or a mask of its own to its attention",
     "modules": "the model's attention is computed by modules that are not in the map of its heads",
-    "not_capturable": "the method {method} is not capturable, so no CUDA graph can replay it",
     "not_declared": "the method {method} declares neither tokenwise nor by_sequence",
     "order": "under the method {method} the model's answers depend on earlier answers",
     "pass": "the model calls its attention outside of the engine's passes",
-    "positions": "the model counts positions itself, it does not take position_ids",
     "prefix": "a method skips tokens of the model's prompts after a common prefix",
     "rope": "the model scales the positions of a batch by its longest row (rope type {rope_type})",
     "sinks": "the model's attention has sinks, which the engine does not compute",

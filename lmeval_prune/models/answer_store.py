@@ -59,11 +59,9 @@ Likelihood = Annotated[float, Lt(float("inf"))]  # and not NaN
 RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
     "generate_until": str,
     "loglikelihood": Annotated[list[Likelihood | bool], Len(2, 2)],
-    "loglikelihood_rolling": Likelihood | Annotated[list[Likelihood | bool], Len(2, 2)],  # of lm-eval 0.4 | 0.5
+    "loglikelihood_rolling": Likelihood,
 }
 FILES = ("answers.", "rank-")  # prefixes of the store's files
-
-_OPTIONAL_COLUMNS = {"length", "cut_off", "logprob"}  # older tables of outcomes lack them
 
 
 class AnswerStore:
@@ -77,7 +75,7 @@ class AnswerStore:
         path: the file of this process.
         responses: response by key.
         endings: ending of the answer by key, if stored.
-        versions: versions of the code by request (a digest, see `answer_requests`); None if the answer lacks them.
+        versions: versions of the code by request (a digest, see `answer_requests`).
 
     Raises:
         InputError: the folder is not an answer store, or another run is writing to it.
@@ -107,13 +105,14 @@ class AnswerStore:
             ) from error
         self.responses: dict[str, Any] = {}
         self.endings: dict[str, Ending] = {}
-        self.versions: dict[str, dict[str, Any] | None] = {}
+        self.versions: dict[str, dict[str, Any]] = {}
         try:
             if not header.exists():  # several ranks may write the same content
                 write_artefact(header, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
                 self._remember(record["key"], record["response"], record)
-                self.versions[record.get("request") or record["key"]] = record.get("versions")
+                if "request" in record:
+                    self.versions[record["request"]] = record["versions"]
         except BaseException:
             self._release()
             raise
@@ -212,7 +211,7 @@ def _closed(body: bytes) -> bytes:
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
     """Read a parquet file of a store; an empty table if the file is missing, `InputError` if it is damaged."""
     try:
-        return artefacts.read_table(path, "the store is damaged", columns, schema, _OPTIONAL_COLUMNS)
+        return artefacts.read_table(path, "the store is damaged", columns, schema)
     except FileNotFoundError:
         return schema.empty_table()
 

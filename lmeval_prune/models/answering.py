@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -30,7 +30,7 @@ from lmeval_prune.models.answer_store import (
     read_answers,
     repeat_indices,
 )
-from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
 from lmeval_prune.models.lm_base import report_answers
@@ -41,7 +41,7 @@ Answers = tuple[list[Any], list[str], list[Ending | None]]  # responses, keys in
 
 
 class Answering:
-    """Answers the requests of one model from its store and, if it has a router, under the router's variants.
+    """Answers the requests of one model from its store and, if it has a router, under the router's head masks.
 
     Attributes:
         store: the answer store, or None.
@@ -60,8 +60,8 @@ class Answering:
         self._model_digest = ""
         if self.router:
             self.router.fit_to(lm.model_map, lm.weights, self.interventions())
-            for variant in self.router.variants:
-                self.interventions(variant)  # raises if it and the model's interventions do not fit together
+            for name in self.router.masks:
+                self.interventions(name)  # raises if it and the model's interventions do not fit together
         folder = lm.arguments.responses
         if folder:
             digest(lm.identity)  # raises if the model has no identity
@@ -139,18 +139,17 @@ class Answering:
 
     # ------------------------------------------------------------------ keys
 
-    def interventions(self, variant: str = DENSE) -> list[Any]:
-        """Return the identities of the model's interventions, with those of a router's variant, and of the layers."""
+    def interventions(self, attempt: str = DENSE) -> list[Any]:
+        """Return the identities of the model's interventions, with a router's mask, and of the layers."""
         self._refresh()
-        if variant not in self._identities:
-            self._identities[variant] = self._identity(
-                self.router.variants[variant].interventions if self.router else ()
-            )
-        return self._identities[variant]
+        if attempt not in self._identities:
+            mask = self.router.masks[attempt] if self.router else None
+            self._identities[attempt] = self._identity([mask] if mask else [])
+        return self._identities[attempt]
 
-    def attempt(self, request: Any, repeat: int) -> Attempt:
-        """Return the router's attempt at a request; a greedy one of the unpruned model without a router."""
-        return self.router.attempt(request, repeat) if self.router else Attempt()
+    def attempt(self, request: Any, repeat: int) -> str:
+        """Return the name of the router's attempt at a request; of the unpruned model without a router."""
+        return self.router.attempt(request, repeat) if self.router else DENSE
 
     def _identity(self, added: Sequence[Intervention]) -> list[Any]:
         interventions = combined([*self._interventions, *added])
@@ -168,22 +167,18 @@ class Answering:
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         """Return what determines the random numbers of a sampled answer; the engine's differ from `generate`'s."""
-        if self.router:
-            return ["batched", *generation.attempt_key(self.lm.seed, self.attempt(request, repeat))]
         engine = "batched" if self.lm.arguments.engine == "batched" else "generate"  # `auto` samples by `generate`
         return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """Return everything that determines an answer, as JSON, and the names of the pruned heads."""
-        identities = self.interventions(self.attempt(request, repeat).variant)
+        identities = self.interventions(self.attempt(request, repeat))
         return self._parts(kind, request, repeat, identities), _pruned_heads(identities)
 
     def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> dict[str, Any]:
         arguments, sampling_key = list(request.args), []
         if kind == "generate_until":
-            if self.router:
-                arguments[1] = generation.attempt_settings(arguments[1], self.attempt(request, repeat))
-            if generation.is_sampling(arguments[1]):
+            if generation.is_sampling(arguments[1]) and not self.router:
                 sampling_key = self._sampling_key(request, repeat)
             else:
                 arguments[1] = generation.without_sampling(arguments[1])
@@ -268,20 +263,9 @@ class Answering:
         return reason is None
 
     def _decode_attempts(self, pending: PendingRequests, silent: bool) -> list[str]:
-        """Generate texts, each under its variant: heads row by row, other interventions one after another."""
-        attempts = list(map(self.attempt, pending.requests, pending.repeats))
-        variants = [self.router.variants[attempt.variant] for attempt in attempts]
-        texts: dict[int, str] = {}
-        for others in dict.fromkeys(variant.others for variant in variants):
-            indices = [index for index, variant in enumerate(variants) if variant.others == others]
-            masks = [variants[index].mask for index in indices]
-            chosen = [attempts[index] for index in indices]
-            with ExitStack() as stack:
-                for intervention in others:
-                    stack.enter_context(intervention.applied_to(self.lm.model, self.lm.model_map, any_thread=True))
-                answers = self._decode(pending.part(indices), None, masks, silent, chosen)
-            texts |= zip(indices, answers, strict=True)
-        return [texts[index] for index in range(len(attempts))]
+        """Generate texts greedily, each under the router's mask."""
+        attempts = map(self.attempt, pending.requests, pending.repeats)
+        return self._decode(pending, None, [self.router.masks[attempt] for attempt in attempts], silent, is_greedy=True)
 
     def _decode(
         self,
@@ -289,7 +273,7 @@ class Answering:
         repeats: Sequence[int] | None = None,
         masks: Sequence[HeadMask | None] | None = None,
         silent: bool = False,
-        attempts: Sequence[Attempt] | None = None,
+        is_greedy: bool = False,
     ) -> list[Any]:
         """Answer by the engine; `repeats` are by default those of the pending requests."""
         lm, kind = self.lm, pending.kind
@@ -306,7 +290,7 @@ class Answering:
 
         lm.engine.progress = not silent and lm.rank == 0
         repeats = pending.repeats if repeats is None else repeats
-        return generation.generate_until(lm, lm.engine, pending.requests, repeats, decoded, lm.seed, masks, attempts)
+        return generation.generate_until(lm, lm.engine, pending.requests, repeats, decoded, lm.seed, masks, is_greedy)
 
     @contextmanager
     def _hooked(self, pending: PendingRequests) -> Iterator[None]:
@@ -394,7 +378,7 @@ class Answering:
                 logger.warning("%s: %s; give %s", task, line, more)
 
     def _write_samples(self, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]) -> None:
-        """Write attempts, keys, lengths and weights into the requests' arguments, which `--log_samples` writes."""
+        """Write attempts, keys and lengths into the requests' arguments, which `--log_samples` writes."""
         attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
         for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
             if len(attempts[id(request)]) < request.repeats:
@@ -403,8 +387,6 @@ class Answering:
             request = tries[0][0]
             context, settings = request.args
             columns: dict[str, Any] = {"attempts": list(self.router.order(request)[: request.repeats])}
-            weights = self.router.weights(request)
-            columns |= {"weights": list(weights)} if weights is not None else {}
             columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
             columns["lengths"] = [ending and ending.length for _, _, ending in tries]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]

@@ -35,7 +35,6 @@ class Arguments(Settings):
             and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineChoice`).
             Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
-        engine_compile: run the engine's decoding steps through `torch.compile` on a GPU.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except
             where a token filter's similarity is next to its threshold). Default: only with a router.
         attention_path, attention_output, attention_heads: description of an unknown model family; see `map_model`.
@@ -43,11 +42,10 @@ class Arguments(Settings):
         responses: folder of the answer store.
         allow_empty_layer: accept heads that leave a layer without heads.
         allow_other_model: accept artefacts of another model if they fit.
-        router: chooses the variant for each attempt at a question: the folder of a fitted router, or one of
+        router: chooses the heads to prune for each attempt at a question: the folder of a fitted router, or one of
             `POLICIES`; after parsing, a `HeadRouter`.
-        router_mix: how attempts are made of a router's order; see `sprint/mixes.py`.
-        router_store: outcome store: of training questions for `random_top`, `best` and `cover` (and the pool of
-            `random`), of the evaluated questions for `oracle`.
+        router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
+            the evaluated questions for `oracle`.
         router_pool: heads for `random` (as for `heads=`); may include `dense`.
         router_seed: for `random` and `random_top`.
         router_size: number of heads in `random_top`'s shortlist.
@@ -60,7 +58,6 @@ class Arguments(Settings):
     pretrained: Any = None
     engine: Literal["auto", "generate", "batched"] | None = None
     engine_rows: Count | None = None
-    engine_compile: bool = False
     deterministic: bool | None = None
     attention_path: str | None = None
     attention_output: str | None = None
@@ -70,7 +67,6 @@ class Arguments(Settings):
     allow_empty_layer: bool | None = None
     allow_other_model: bool | None = None
     router: Any = None
-    router_mix: str = "next"
     router_store: str | None = None
     router_pool: str | None = None
     router_seed: Seed = 0
@@ -109,10 +105,8 @@ class Arguments(Settings):
         object.__setattr__(self, "engine", "batched" if self.router is not None else self.engine or "auto")
         if self.deterministic is None:
             object.__setattr__(self, "deterministic", self.router is not None)
-        if self.engine != "batched" and (self.deterministic or self.engine_compile or self.engine_rows is not None):
-            raise InputError(
-                "engine_rows, engine_compile and deterministic are settings of the decoding engine; add engine=batched"
-            )
+        if self.engine != "batched" and (self.deterministic or self.engine_rows is not None):
+            raise InputError("engine_rows and deterministic are settings of the decoding engine; add engine=batched")
 
     @property
     def description(self) -> dict[str, Any]:
@@ -170,7 +164,7 @@ class Arguments(Settings):
         check_batch_size(others.get("batch_size"))
 
 
-_ROUTER_SETTINGS = {"router_mix", "router_store", "router_pool", "router_seed", "router_size", "question_field"}
+_ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions

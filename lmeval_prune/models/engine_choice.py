@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from lmeval_prune.decoding import Engine, Schedule
+from lmeval_prune.decoding import Engine
 from lmeval_prune.decoding.memory import available_memory
 from lmeval_prune.decoding.self_check import MAX_CHECKED_WINDOW, is_tested, sliding_window
 from lmeval_prune.errors import InputError
@@ -51,7 +51,6 @@ class EngineChoice:
             model_map=lm.model_map,
             max_rows=options.engine_rows or rows,
             context=lm.max_length,
-            schedule=Schedule(compile=options.engine_compile),
             deterministic=bool(options.deterministic),
         )
         engine.stopping.think_end = lm.think_end_token

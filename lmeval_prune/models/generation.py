@@ -15,7 +15,6 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.sampling import refused_settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.settings import Count, Divisor, NonNegative, parse_value
 
@@ -62,22 +61,6 @@ def answer_limit(settings: dict[str, Any], default: int = 256) -> int:
     return int(normalize_gen_kwargs(settings, default)["max_gen_toks"])
 
 
-def attempt_settings(settings: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
-    """Return lm-eval's generation settings for an attempt of a router: greedy, or sampled from all tokens."""
-    settings = without_sampling(settings)
-    if not attempt.is_sampled:
-        return settings
-    return {**settings, "do_sample": True, "temperature": attempt.temperature, "top_k": 0, "top_p": 1.0}
-
-
-def attempt_key(seed: int, attempt: Attempt) -> list[Any]:
-    """Return what determines the random numbers of a sampled attempt, beside its prompt.
-
-    Neither the task nor the number of the attempt is part of it, so a sweep and a routed run draw the same answer.
-    """
-    return [seed, str(attempt)]
-
-
 def sampling_key(seed: int, request: Any, repeat: int) -> list[Any]:
     """Return what determines the random numbers of a sampled answer: seed, document and number of the attempt."""
     return [seed, request.task_name, request.doc_id, request.idx, repeat]
@@ -91,30 +74,27 @@ def generate_until(
     done: Done,
     seed: int,
     masks: Sequence[HeadMask | None] | None = None,
-    attempts: Sequence[Attempt] | None = None,
+    is_greedy: bool = False,
 ) -> list[str]:
     """Generate the texts that `hf` would generate for each request alone; call `done` for each finished request.
 
     The random numbers of a request depend on `seed`, its task, document and repeat. `masks` are heads to prune for each
-    request. `attempts` replace the requests' sampling settings; the random numbers then depend on `seed`, the prompt
-    and the attempt.
+    request; `is_greedy` overrides the requests' sampling settings.
     """
     prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
     prompts: list[Request] = []
     for index, request in enumerate(requests):
-        prompt, settings = request.args
-        if attempts:
-            settings = attempt_settings(settings, attempts[index])
+        _, settings = request.args
+        if is_greedy:
+            settings = without_sampling(settings)
         key = repr(settings)
         if key not in prepared:
             prepared[key] = engine_settings(lm, settings)
         params, _ = prepared[key]
         ids = prompt_tokens(lm, request, params.max_new_tokens)
         draw = 0
-        if params.do_sample and attempts:
-            draw = _seed_of([digest(prompt), *attempt_key(seed, attempts[index])])
-        elif params.do_sample:
-            draw = _seed_of(sampling_key(seed, request, repeats[index]))
+        if params.do_sample:
+            draw = int(digest(sampling_key(seed, request, repeats[index])), 16) & (1 << 63) - 1
         prompts.append(Request(ids, masks[index] if masks else None, params, draw, (index, key)))
     texts = [""] * len(requests)
     with closing(engine.decode(prompts)) as answers:  # frees the model if `done` fails
@@ -124,10 +104,6 @@ def generate_until(
             texts[index] = _decode(lm, generated, until)
             done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
     return texts
-
-
-def _seed_of(key: list[Any]) -> int:
-    return int(digest(key), 16) & (1 << 63) - 1
 
 
 def prompt_room(lm: Any, max_new_tokens: int) -> int:

@@ -18,7 +18,6 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.head_router import POLICIES
-from lmeval_prune.tasks.compat import max_length
 
 if TYPE_CHECKING:
     from lmeval_prune.models.checkpoint import Checkpoint
@@ -133,8 +132,10 @@ def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> di
     """Return the settings of a tokenizer, beside its rules, by which `hf` truncates texts under some model_args."""
     if arguments.get("truncation"):
         return {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
-    length = max_length(config, tokenizer)
-    is_tokenizers = not arguments.get("max_length") and length != max_length(config, None)
+    from lm_eval.models.utils import resolve_max_length
+
+    length = resolve_max_length(config, tokenizer)
+    is_tokenizers = not arguments.get("max_length") and length != resolve_max_length(config, None)
     return {"model_max_length": length} if is_tokenizers else {}
 
 
@@ -161,10 +162,8 @@ def code_versions(*libraries: str) -> dict[str, Any]:
     return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
 
 
-def describe_version_change(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+def describe_version_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe the difference between the versions that created answers and the current ones."""
-    if before is None:
-        return "do not say which versions made them"
 
     def text(versions: dict[str, Any]) -> str:
         changed = [name for name in now if before.get(name) != now[name]]

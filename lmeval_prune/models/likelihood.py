@@ -15,7 +15,6 @@ from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 Done = Callable[[int, Any], None]  # request's index, response
@@ -42,7 +41,7 @@ def loglikelihoods(
     def finish(index: int) -> None:
         pairs = [(float(result.logprobs.sum()), result.is_greedy) for result in results[index] if result]
         total = float(sum(value for value, _ in pairs))
-        responses[index] = pairs[0] if kind == "loglikelihood" else compat.rolling_response(total)
+        responses[index] = pairs[0] if kind == "loglikelihood" else total
         done(index, responses[index])
         bar.update()
 

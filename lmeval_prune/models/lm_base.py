@@ -90,7 +90,7 @@ class AnsweringLM(CheckedArgumentsLM):
 
     @print_input_errors
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the log-likelihood of each text; in lm-eval 0.5, a pair of it and False."""
+        """Return the log-likelihood of each text."""
         return self.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     def gather_from_ranks(self, value: Any) -> list[Any]:

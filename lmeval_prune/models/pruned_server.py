@@ -16,6 +16,7 @@ import torch
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.models.utils import resolve_max_length
 
 from lmeval_prune.architectures import config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, digest
@@ -39,7 +40,6 @@ from lmeval_prune.models.server_kinds import ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_probe import Probe, connect, model_name
 from lmeval_prune.models.server_record import RECORD, ServerRecord
-from lmeval_prune.tasks.compat import max_length
 
 # options that lm-eval's own class takes
 _LM_EVAL_OPTIONS = {
@@ -123,7 +123,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     # ------------------------------------------------------------------ set-up
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        for name in ("engine", "engine_rows", "engine_compile", "deterministic"):
+        for name in ("engine", "engine_rows", "deterministic"):
             if name in arguments:
                 raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
         for intervention in self.arguments.interventions:
@@ -201,14 +201,15 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
         limits = [length for server in servers if (length := server.listing.model(name).max_length)]
-        options["max_length"] = min([self.options.max_length or max_length(self.config, None), *limits])  # for its log
+        length = self.options.max_length or resolve_max_length(self.config, None)
+        options["max_length"] = min([length, *limits])  # for its log
         options["num_concurrent"] = self.options.num_concurrent
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)
         self.add_bos_token = self.options.add_bos_token
         self.think_end_token = self.options.think_end_token
         self.chat_template_args = self.options.template_arguments
-        self.model_length = self.options.max_length or max_length(self.config, self.tokenizer)
+        self.model_length = self.options.max_length or resolve_max_length(self.config, self.tokenizer)
         self.max_length = min([self.model_length, *limits])
 
     @cached_property

@@ -49,8 +49,7 @@ _TAKES_SEED = (
     *("vllm", "vllm-vlm", "local-completions", "local-chat-completions"),
     *("openai-completions", "openai-chat-completions"),
 )
-# what lm-eval 0.4 takes for a missing text of a server; 0.5 takes None
-_NO_TEXT = getattr(api_models, "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER", None)
+_NO_TEXT = api_models.LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER  # what lm-eval takes for a missing text of a server
 _NETWORK = ("requests", "aiohttp")  # packages whose errors mean that a server gives no answer
 
 

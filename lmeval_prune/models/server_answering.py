@@ -6,16 +6,14 @@ from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.attempts import DENSE, Attempt
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions
 from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
 from lmeval_prune.models.server_kinds import UNPRUNED, ServedVariant
-from lmeval_prune.models.variants import Variant
 
 
 class ServerAnswering(Answering):
@@ -31,11 +29,11 @@ class ServerAnswering(Answering):
         return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
 
     def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
-        return [sampling_seed(self.lm.seed, str(self.attempt(request, repeat)) if self.router else repeat)]
+        return [sampling_seed(self.lm.seed, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         parts, _ = super()._key_parts(kind, request, repeat)
-        variant = self.variant(self.attempt(request, repeat).variant)
+        variant = self.variant(self.attempt(request, repeat))
         cut, adapters = self.lm.client.truncated_length(kind, request), self.lm.adapter_hashes(variant)
         return {**parts, "cut": cut, "adapters": adapters}, str(variant)
 
@@ -43,19 +41,14 @@ class ServerAnswering(Answering):
         """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
         for adapter in self.lm.lora:
             return ServedVariant(adapter)
-        routed = self.router.variants[name] if self.router else Variant()
-        if routed.others:
-            raise InputError(
-                f"a server's adapters can only prune heads, the router's pool has {name[:80]}: leave it out, or use "
-                f"pruned-hf"
-            )
-        masks: Any = combined([*self._applied(), *routed.interventions])
+        routed = self.router.masks[name] if self.router else None
+        masks: Any = combined([*self._applied(), *([routed] if routed else [])])
         heads = [str(head) for mask in masks for head in mask.heads_of(self.lm.model_map)]
         return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
     def variants(self) -> list[ServedVariant]:
         """Return all variants that requests may need."""
-        names = [Attempt.named(entry).variant for entry in self.router.pool] if self.router else [DENSE]
+        names = self.router.pool if self.router else [DENSE]
         return list(dict.fromkeys(map(self.variant, names)))
 
     @property

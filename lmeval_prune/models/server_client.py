@@ -19,7 +19,6 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
 from lmeval_prune.models.http_client import RejectedError, RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.tasks import compat
 
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
@@ -49,8 +48,8 @@ class MissingText(GeneratedText):
     """An empty text, for an answer whose content is null."""
 
 
-def sampling_seed(seed: int, attempt: int | str) -> int:
-    """Return the seed of an attempt, given by number or by name; runs with neighbouring seeds draw differently."""
+def sampling_seed(seed: int, attempt: int) -> int:
+    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
     return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
 
 
@@ -97,15 +96,14 @@ class ServerClient:
             sums[number] += score[0]
             remaining[number] -= 1
             if not remaining[number]:
-                response = compat.rolling_response(sums[number])
-                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, response)
+                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
 
         jobs = [
             self._scoring_job(_request_name(requests[number]), context, continuation, index)
             for index, (number, (context, continuation)) in enumerate(windows)
         ]
         self._run(jobs, on_score, show_progress)
-        return list(map(compat.rolling_response, sums))
+        return sums
 
     def truncated_length(self, kind: str, request: Any) -> int | None:
         """Return the number of tokens that a request is truncated to; None if it fits."""
@@ -129,9 +127,7 @@ class ServerClient:
         if len(request.args) > 2:
             raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
         attempt = lm.answering.attempt(request, repeat)
-        if lm.arguments.router:
-            settings = generation.attempt_settings(settings, attempt)
-        elif not generation.is_sampling(settings):
+        if lm.arguments.router or not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
@@ -140,12 +136,12 @@ class ServerClient:
         payload: dict[str, Any] = {"max_tokens": length, "stop": until, **sampling}
         payload["seed"] = lm.seed
         if is_sampled:
-            payload["seed"] = sampling_seed(lm.seed, str(attempt) if lm.arguments.router else repeat)
+            payload["seed"] = sampling_seed(lm.seed, repeat)
         beginning = _beginning(context)
         prompt = self._prompt(name, context, length, bool(beginning))
         parse = partial(self._parse_generated, name=name, beginning=beginning, until=until, length=length)
         path = "/v1/chat/completions" if lm.chat else "/v1/completions"
-        variant = lm.answering.variant(attempt.variant)
+        variant = lm.answering.variant(attempt)
         return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
 
     def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:

@@ -44,9 +44,8 @@ def register_scorers() -> None:
     _register(registry.filter_registry, FILTERS)
     _register(registry.aggregation_registry, AGGREGATIONS)
     _register(registry.metric_registry, METRICS)
-    if hasattr(registry, "metric_agg_registry"):  # in lm-eval 0.5 a metric has both
-        _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
-        _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
+    _register(registry.metric_agg_registry, dict.fromkeys(METRICS, "lm_eval.api.metrics:mean"))
+    _register(registry.higher_is_better_registry, dict.fromkeys(METRICS, True))
 
 
 def _register(registry: Any, targets: dict[str, Any]) -> None:

@@ -19,6 +19,5 @@ PRUNERS = Registry(
         "block_influence": "lmeval_prune.pruners.block_influence:BlockInfluence",
         "block_kl": "lmeval_prune.pruners.block_kl:BlockKl",
         "gisp": "lmeval_prune.pruners.gisp:Gisp",
-        "sweep": "lmeval_prune.sprint.sweep_scores:SweepScores",
     },
 )

@@ -26,18 +26,6 @@ def escape_markdown(text: Any) -> Markup:
     return Markup(_MARKDOWN.sub(r"\\\g<0>", escaped))
 
 
-def backticks(text: str, least: int = 1) -> str:
-    """Return so many backticks that a text between them is code: more than it has in a row, and at least `least`."""
-    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
-
-
-def inline_code(text: Any) -> str:
-    """Return a text as code within a line of Markdown."""
-    shown = printable(text)
-    fence = backticks(shown)
-    return f"{fence} {shown} {fence}" if len(fence) > 1 else f"{fence}{shown}{fence}"
-
-
 def render(template: Path, **values: Any) -> str:
     """Render a template, `*.md.jinja` or `*.html.jinja`; all values except `Markup` are escaped."""
     environment = Environment(

@@ -1,4 +1,4 @@
-"""Heatmaps of a model's layers: the tokens that skip attention, and the scores of heads."""
+"""Heatmaps of the scores of a model's heads."""
 
 from __future__ import annotations
 
@@ -7,45 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from lmeval_prune.reporting.plot_style import COLOURS, save
-
-TOKENS_PER_ROW = 48  # a longer text is split into several panels
-
-
-def draw_skipped_tokens(
-    pieces: Sequence[str], layers: Sequence[str], skipped: np.ndarray, title: str, stem: Path
-) -> None:
-    """Draw tokens × layers as `stem.png` and `stem.svg`.
-
-    Args:
-        pieces: the tokens' texts.
-        layers: names of the layers with a filter, in order.
-        skipped: shape (layers, tokens), true where a token skips attention.
-        title: title of the figure.
-        stem: path without its suffix.
-    """
-    width = min(TOKENS_PER_ROW, len(pieces))
-    starts = range(0, len(pieces), width)
-    height = 0.16 * len(layers) + 0.85
-    figure = _figure(
-        11,
-        0.7 + height * len(starts),
-        f"{title}\nblue: the token skips this layer's attention; layers without a filter are not shown",
-    )
-    panels = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
-    colours = {"cmap": ListedColormap(["#f2f2f2", COLOURS[0]]), "vmin": 0, "vmax": 1}
-    for axes, start in zip(panels, starts, strict=True):
-        rows = [row[start : start + width] for row in skipped]
-        _heatmap(axes, rows, width, **colours)
-        axes.set_yticks(np.arange(len(layers))[::-2] + 0.5, list(layers)[::-2], fontsize=6)
-        names = [piece.replace("\n", "⏎").strip() or "␣" for piece in pieces[start : start + width]]
-        axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=90, fontsize=6)
-        axes.set_ylabel("layer", fontsize=8)
-    panels[-1].set_xlabel("token", fontsize=8)
-    save(figure, stem)
+from lmeval_prune.reporting.plot_style import save
 
 
 def draw_scores(

@@ -23,7 +23,7 @@ from lmeval_prune.sprint.routers.table import CONTRASTIVE
 @takes_tasks
 @mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
-    """Sweep a task: answer its questions under each variant of a pool, e.g. each pruned head of some layers."""
+    """Sweep a task: answer its questions with the unpruned model and with each head of some layers pruned."""
     settings = SweepOptions(**options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.sweep import Sweep
@@ -45,17 +45,16 @@ def sweep(**options: Any) -> int:
 
 
 def _accuracies(outcomes: Any) -> str:
-    """Return the accuracies of the unpruned model and of the best attempts, with the questions if not all have them."""
+    """Return the accuracies of the unpruned model and of the best heads, with the questions if not all have them."""
     counts = dict(zip(outcomes.pool, outcomes.observed.sum(0).tolist(), strict=True))
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
 
     def text(name: str) -> str:
         part = f" (of {counts[name]} questions)" if counts[name] < len(outcomes.questions) else ""
-        return f"{outcomes.label(name)} {accuracy[name]:.3f}{part}"
+        return f"{name} {accuracy[name]:.3f}{part}"
 
     highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
-    dense = f"{text('dense')}; " if "dense" in accuracy else ""
-    return f"{dense}highest {', '.join(map(text, highest))}"
+    return f"{text('dense')}; highest {', '.join(map(text, highest))}"
 
 
 def fit(
@@ -65,7 +64,6 @@ def fit(
     p: tuple[int, ...] = FitOptions.sizes,
     lambda_: tuple[float, ...] = FitOptions.weights,
     without_dense: bool = False,
-    push_to_hub: str | None = None,
     **options: Any,
 ) -> int:
     """Fit a router to outcomes.
@@ -73,21 +71,17 @@ def fit(
     Args:
         outcomes: folder of the training questions' outcome store
         output: folder for the router; one that was fitted there with the same options is replaced
-        encoder: name or folder of a sentence-transformers model; last_hidden_state: the model's own of the prompts
+        encoder: name or folder of a sentence-transformers model
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
-        push_to_hub: name on the Hub, USER/NAME, to which the router is uploaded when it is complete; needs a login
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     method = settings.method()  # refuses wrong settings before anything is read
-    from lmeval_prune.cards.hub import check_push, push
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
-    from lmeval_prune.sprint.router import FILES
 
-    check_push(push_to_hub)
     silence_libraries()
     refuse_file(output, " for the router")
     _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
@@ -95,29 +89,24 @@ def fit(
     router = fit(training, encoder, settings)
     router.save(output)
     _print_fit(router, output)
-    details = router.about
-    if uneven := training.greedy().uneven:
-        print(uneven)
+    if training.uneven:
+        print(training.uneven)
     if training.cut_off:
         print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
-    if details["held_out"]:
-        print(f"{details['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    push(output, push_to_hub, FILES)
+    if held_out := router.about["held_out"]:
+        print(f"{held_out} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
     return 0
 
 
 def _check_same_router(output: str, settings: dict[str, Any]) -> None:
-    """Raise `InputError` if a router of other options stands in a folder; earlier versions did not record them all."""
+    """Raise `InputError` if a router of other options stands in a folder."""
     from lmeval_prune.training.resuming import check_same_settings
 
     path = Path(output) / "router.json"
     if path.is_file():
         router = read_json(path)
         before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
-        shared_settings = {
-            name: value for name, value in _by_option(json.loads(json.dumps(settings))).items() if name in before
-        }
-        check_same_settings(shared_settings, before, Path(output), {})
+        check_same_settings(_by_option(json.loads(json.dumps(settings))), before, Path(output))
 
 
 def _by_option(settings: dict[str, Any]) -> dict[str, Any]:
@@ -140,21 +129,13 @@ def _print_fit(router: Any, output: str) -> None:
     informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
     if informative < 30:
         print(f"only {informative} questions distinguish heads: a router of so few may be chance; sweep more questions")
-    passes, dense, scores = details["validation_pass"], details["validation_dense"], details["calibration"]
+    passes, dense = details["validation_pass"], details["validation_dense"]
     if not passes:
         print("no validation questions: whether the router's first try is worse than the unpruned model is not known")
         return
     print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
-    if scores:
-        words = [
-            f"{name} {scores['after'][name]:.3f} ({scores['training_accuracy'][name]:.3f})" for name in ("brier", "ece")
-        ]
-        print(f"probabilities: {', '.join(words)}; in brackets: every head's training accuracy")
-    if router.dense_first:
-        print(f"its own first try was worse than the unpruned model ({dense:.3f}), so dense is tried first (--guard)")
-    elif dense is not None and passes["pass@1"] < dense:
-        remedy = "--guard true tries dense first" if "dense" in router.pool else "leave out --without_dense"
-        print(f"its first try is worse than the unpruned model ({dense:.3f}); {remedy}")
+    if dense is not None and passes["pass@1"] < dense:
+        print(f"its first try is worse than the unpruned model ({dense:.3f})")
 
 
 def questions(outcomes: str, task: str, router: str | None = None) -> int:
@@ -169,7 +150,7 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.router import Router
 
-    fitted = set(Router.load(router).about.get("seen", [])) if router else set()
+    fitted = set(Router.load(router).about["seen"]) if router else set()
     store = OutcomeStore(outcomes).read()
     rows = [row for row in store.questions if digest(row["question"]) not in fitted]
     sources = sorted({f"{row['task']} {row['split']}" for row in rows})
@@ -205,8 +186,5 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     from lmeval_prune.sprint.report import write_report
 
     silence_libraries()
-    page, left_out = write_report(settings)
-    print(page)
-    if left_out:
-        print(left_out)
+    print(write_report(settings))
     return 0

@@ -15,16 +15,13 @@ from lmeval_prune.sprint.head_table import HeadTable
 
 
 def pass_at_n(
-    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path, rival: str = ""
+    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Draw pass@N of all policies; the first one and its rival have 95% intervals (Figure 4).
-
-    The rival is named by `rival`, or is the best of the others.
-    """
-    strongest = _strongest(curves, rival)
+    """Draw pass@N of all policies; the first one and the best of the others have 95% intervals (Figure 4)."""
+    strongest = _strongest(curves)
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
     ends = []
-    for i, (curve, colour, (low, high)) in enumerate(zip(curves, _colours(curves, rival), bands, strict=True)):
+    for i, (curve, colour, (low, high)) in enumerate(zip(curves, _colours(curves), bands, strict=True)):
         columns = np.flatnonzero(~np.isnan(curve.mean))
         ks, is_main = columns + 1, i in (0, strongest)
         style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
@@ -43,26 +40,26 @@ def pass_at_n(
     save(drawing, stem)
 
 
-def _strongest(curves: Sequence[Curve], rival: str) -> int:
-    """Return the place of the first curve's rival: that of this name, or the best of the others; 0 without others."""
-    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound and rival in ("", curve.name)]
+def _strongest(curves: Sequence[Curve]) -> int:
+    """Return the place of the best curve beside the first; 0 without others."""
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
     return max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
 
 
-def _colours(curves: Sequence[Curve], rival: str) -> list[str]:
-    """Return the colour of each curve, the same in all pictures: first, rival, the others in turn, grey bounds."""
-    strongest, others = _strongest(curves, rival), iter(COLOURS[2:] * len(curves))
+def _colours(curves: Sequence[Curve]) -> list[str]:
+    """Return the colour of each curve, the same in all pictures: first, its rival, the others in turn, grey bounds."""
+    strongest, others = _strongest(curves), iter(COLOURS[2:] * len(curves))
     return [
         "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
         for i, curve in enumerate(curves)
     ]
 
 
-def pass_at_tokens(curves: Sequence[Curve], stem: Path, rival: str = "") -> None:
+def pass_at_tokens(curves: Sequence[Curve], stem: Path) -> None:
     """Draw pass@N of all policies against the generated tokens of N tries, in the colours of `pass_at_n`."""
     drawing, axes = figure(8.2, 4.6, f"pass@N by generated tokens, {len(curves[0].values)} questions (dots: N)")
     ends = []
-    for curve, colour in zip(curves, _colours(curves, rival), strict=True):
+    for curve, colour in zip(curves, _colours(curves), strict=True):
         if curve.tokens is None:
             continue
         columns = np.flatnonzero(~np.isnan(curve.mean))
@@ -79,8 +76,7 @@ def pass_at_tokens(curves: Sequence[Curve], stem: Path, rival: str = "") -> None
         ends.append((tokens[-1], curve.mean[columns[-1]], curve.name, {"color": colour, "weight": "normal"}))
     axes.set(xlabel="generated tokens for each question", ylabel="pass@N")
     axes.grid(axis="y", color="0.92")
-    if ends:
-        label_ends(axes, ends)
+    label_ends(axes, ends)
     save(drawing, stem)
 
 

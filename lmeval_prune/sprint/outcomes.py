@@ -1,16 +1,13 @@
 """The outcome matrix Z of SPRINT §3.1: which questions each attempt solves.
 
-Rows are questions. Columns are the pool: attempts, greedy or sampled, of the unpruned model (`dense`) and of variants:
-pruned heads and other interventions (`models/attempts.py` has their names). A cell is 1 (solved), 0 (not solved) or
-unknown (not run). The store on disk also has the model's identity and all settings that answers depend on:
+Rows are questions. Columns are the pool: the unpruned model (`dense`) and pruned heads. A cell is 1 (solved), 0 (not
+solved) or unknown (not run). The store on disk also has the model's identity and all settings that answers depend on:
 
-    store.json          model, tasks, settings, pool, and records of variants that their names do not rebuild
+    store.json          model, tasks, settings, pool
     questions.parquet   task, split, doc_id, question, prompt (a digest), attributes (JSON)
     cells.parquet       task, split, doc_id, attempt, outcome, extracted answer, key in the answer store, length in
-                        tokens, whether the answer was cut off (null if unknown), mean log-probability of its tokens
-                        under the unpruned model (null if not computed)
+                        tokens, whether the answer was cut off (null if unknown)
     answers.*           the answer store, see `models/answer_store.py`
-    hidden-states-*     last hidden states of the prompts, see `hidden_states.py`
 """
 
 from __future__ import annotations
@@ -23,34 +20,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
-from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
-from lmeval_prune.models.attempts import Attempt, attempt_order, short_label
+from lmeval_prune.models.attempts import attempt_order
 from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
-from lmeval_prune.models.variants import Records, VariantRecord
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/outcomes"
-SCHEMA_VERSION = 3  # 1: texts of answers in cells.parquet; 2: only pruned heads, cells.parquet has `head` for `attempt`
+SCHEMA_VERSION = 3
 
 ANSWER_SETTINGS = ("generation", "num_fewshot", "chat_template", "system_instruction")  # others are of their scoring
-LATER_SETTINGS = ("scoring", "scored_splits")  # settings of a task that earlier stores may lack
 
 _KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
 _QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
 _ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
-_CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_ANSWER, "logprob": pa.float64()})
-_READ = ("attempt", "outcome", "extracted", "length", "cut_off", "logprob")
+_CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_ANSWER})
+_READ = ("attempt", "outcome", "length", "cut_off")
 
 
 class TaskSettings(TypedDict, total=False):
@@ -83,8 +76,6 @@ class StoreContents(TypedDict):
     pool: list[str]
     model: dict[str, Any]
     tasks: dict[str, TaskSettings]
-    variants: NotRequired[dict[str, VariantRecord]]
-    origin: NotRequired[OriginRecord]  # of the model
 
 
 class Question(NamedTuple):
@@ -118,11 +109,6 @@ class Outcomes:
         tasks: settings of each task.
         lengths: lengths of all answers, as in `models/lengths.py`.
         tokens: lengths of the answers in tokens, (questions, pool); NaN unknown.
-        extracted: extracted answers, (questions, pool); empty where there is none.
-        logprobs: mean log-probabilities of the answers' tokens under the unpruned model, (questions, pool), or NaN.
-        variants: records of variants by name.
-        origin: what is known of the model on the Hub, as in `cards/origin.py`; None in stores of earlier versions.
-        folder: the store that they were read from.
     """
 
     z: np.ndarray
@@ -132,11 +118,6 @@ class Outcomes:
     tasks: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, Any] = field(default_factory=dict)
     tokens: np.ndarray | None = None
-    extracted: np.ndarray | None = None
-    logprobs: np.ndarray | None = None
-    variants: Records = field(default_factory=dict)
-    origin: OriginRecord | None = None
-    folder: Path | None = None
 
     @property
     def cut_off(self) -> str:
@@ -157,7 +138,7 @@ class Outcomes:
             return ""
         return (
             f"{(counts < counts.max()).sum()} of {len(self.pool)} columns have outcomes of fewer questions, e.g. "
-            f"{self.label(self.pool[column])} of {counts[column]} and not {counts.max()}: accuracies of different "
+            f"{self.pool[column]} of {counts[column]} and not {counts.max()}: accuracies of different "
             f"questions are compared; `lmeval-prune sweep` at all questions gives the others"
         )
 
@@ -180,16 +161,8 @@ class Outcomes:
         chosen = (slice(None), [index[name] for name in names])
         return replace(self, pool=list(names), **self._select(chosen))
 
-    def greedy(self) -> Outcomes:
-        """Select the columns that are decoded greedily: the variants."""
-        return self.columns([name for name in self.pool if not Attempt.named(name).is_sampled])
-
-    def label(self, name: str) -> str:
-        """Return a short label of a column."""
-        return short_label(name, {key: record["label"] for key, record in self.variants.items() if "label" in record})
-
     def _select(self, key: Any) -> dict[str, Any]:
-        arrays = {name: getattr(self, name) for name in ("z", "tokens", "extracted", "logprobs")}
+        arrays = {name: getattr(self, name) for name in ("z", "tokens")}
         return {name: array[key] for name, array in arrays.items() if array is not None}
 
     def accuracy(self) -> np.ndarray:
@@ -219,12 +192,8 @@ class OutcomeStore:
         self.questions_file = self.folder / "questions.parquet"
         self.cells_file = self.folder / "cells.parquet"
 
-    def read(self, unfinished: bool = False) -> Outcomes:
-        """Read the outcomes of complete runs.
-
-        Args:
-            unfinished: whether questions and attempts of a sweep that was not finished are there, too, as unknown.
-        """
+    def read(self) -> Outcomes:
+        """Read the outcomes of complete runs."""
         content = self.check()
         if not self.cells_file.is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
@@ -235,9 +204,8 @@ class OutcomeStore:
         try:
             for row in questions:
                 row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            if not unfinished:
-                content, questions = self._finished(content, questions, cells)
-            return replace(_outcomes(content, questions, cells), folder=self.folder)
+            content, questions = self._finished(content, questions, cells)
+            return _outcomes(content, questions, cells)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
@@ -280,11 +248,6 @@ class OutcomeStore:
                 f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
             )
         content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
-        if content["schema_version"] < 2:
-            raise InputError(
-                f"{self.folder} was written by an older lmeval-prune; rewrite it by `lmeval-prune migrate "
-                f"{self.folder} --output FOLDER`, or sweep into a new folder"
-            )
         return content
 
     def begin(
@@ -293,8 +256,6 @@ class OutcomeStore:
         tasks: dict[str, Any],
         questions: list[dict[str, Any]],
         pool: Sequence[str],
-        variants: Records | None = None,
-        origin: OriginRecord | None = None,
     ) -> None:
         """Create the store, or extend it after a check that model and settings are the same.
 
@@ -303,14 +264,11 @@ class OutcomeStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
         rows: dict[Question, dict[str, Any]] = {}
-        records: dict[str, Any] = dict(variants or {})
         if self.store_file.exists():
             content = self.check()
             model = _merge_models(self.folder, content["model"], model)
             tasks = _merge_tasks(self.folder, content["tasks"], tasks)
             pool = [*content["pool"], *pool]
-            records = {**content.get("variants", {}), **records}
-            origin = origin or content.get("origin", origin)
             rows = {Question.of(row): row for row in read_table(self.questions_file, _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
@@ -324,8 +282,6 @@ class OutcomeStore:
             attributes = json.dumps(row["attributes"], sort_keys=True, ensure_ascii=False)
             rows[key] = {**row, "attributes": attributes}
         content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": attempt_order(pool)}
-        content |= {"variants": dict(sorted(records.items()))} if records else {}
-        content |= {"origin": origin} if origin is not None else {}
         write_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, content)
         table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
         write_table(self.questions_file, table)
@@ -334,23 +290,14 @@ class OutcomeStore:
         """Write outcomes; they replace those of the same cells. Only one process of a run calls this."""
         rows: dict[tuple[Question, str], dict[str, Any]] = {}
         for row in [*self._cells().to_pylist(), *cells]:
-            key = (Question.of(row), row["attempt"])
-            rows[key] = {**rows.get(key, {}), **row}  # log-probabilities stay if the new cells have none
+            rows[Question.of(row), row["attempt"]] = row
         rank = {attempt: i for i, attempt in enumerate(attempt_order(attempt for _, attempt in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
         write_table(self.cells_file, pa.Table.from_pylist(ordered, _CELLS))
 
     def _cells(self, columns: list[str] | None = None) -> pa.Table:
-        """Read the table of cells, also one of version 2."""
-        path = self.cells_file
-        try:
-            older = path.is_file() and "head" in parquet.read_schema(path).names
-        except (OSError, pa.ArrowException):
-            older = False  # damaged; read_table says so
-        names = ["head" if older and name == "attempt" else name for name in columns or _CELLS.names]
-        schema = pa.schema([_CELLS.field("attempt" if name == "head" else name).with_name(name) for name in names])
-        table = read_table(path, schema, names)
-        return table.rename_columns(["attempt" if name == "head" else name for name in names])
+        names = columns or _CELLS.names
+        return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in names]), names)
 
 
 def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:
@@ -373,10 +320,6 @@ def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: l
         content["tasks"],
         _lengths(cells, content["tasks"]),
         matrix("length", np.nan, np.float64),
-        matrix("extracted", "", object),
-        matrix("logprob", np.nan, np.float64),
-        content.get("variants", {}),
-        content.get("origin"),
     )
 
 
@@ -398,7 +341,7 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
             f"{folder} has outcomes computed by {backends[0]}, these are by {backends[1]}: give a new folder"
         )
     if before.get("versions") != now.get("versions"):
-        reason = describe_version_change(before.get("versions"), now.get("versions") or {})
+        reason = describe_version_change(before.get("versions") or {}, now.get("versions") or {})
         raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()
@@ -413,7 +356,7 @@ def _merge_tasks(folder: Path, stored: dict[str, Any], tasks: dict[str, Any]) ->
     """Return the settings of a store's tasks with those of a sweep; `InputError` if a task has other ones."""
     merged = {**stored, **tasks}
     for task in stored.keys() & tasks.keys():
-        before = {**{key: tasks[task].get(key) for key in LATER_SETTINGS}, **stored[task]}
+        before = stored[task]
         _refuse_difference(folder, f"task {task}", comparable(before), comparable(tasks[task]))
         warn_of_other_code(task, before, tasks[task])
         if "code" in before:  # of the first outcomes, so that each later sweep warns

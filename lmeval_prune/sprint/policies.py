@@ -1,21 +1,19 @@
-"""Policies that order a pool of variants for each question: SPRINT's router and its baselines.
+"""Policies that order a pool of heads for each question: SPRINT's router and its baselines.
 
-By default the i-th try takes the i-th variant of the order, so all tries differ; a `Mix` makes other tries of an order.
-`random_top` orders only its shortlist.
+The i-th try prunes the i-th head of the order, so all tries differ. `random_top` orders only its shortlist.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.attempts import Attempt
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
 
@@ -25,40 +23,22 @@ class Policy:
     """An order of a pool for each question.
 
     Attributes:
-        pool: names of variants.
+        pool: names of the heads, and perhaps `dense`.
         identity: JSON value that determines the order.
         order: function from questions to one order of the pool each, first choice first.
         note: warning about its results.
-        weights: function from questions to the weight of each of the pool in a vote, (questions, pool): the probability
-            that it solves the question. None: the policy has none.
     """
 
     pool: list[str]
     identity: dict[str, Any]
     order: Callable[[Sequence[str]], list[list[str]]]
     note: str = ""
-    weights: Callable[[Sequence[str]], np.ndarray | None] | None = None
-
-    def vote_weights(self, questions: Sequence[str], attempts: Sequence[Sequence[Attempt]]) -> np.ndarray | None:
-        """Return the weight of each attempt in a vote, (questions, attempts); None if the policy has no weights.
-
-        Attempts of a variant that is not in the pool (`dense`) have the mean weight of the pool.
-        """
-        weights = self.weights(questions) if self.weights else None
-        if weights is None:
-            return None
-        columns = {name: j for j, name in enumerate(self.pool)}
-        rows = [
-            [row[columns[attempt.variant]] if attempt.variant in columns else row.mean() for attempt in chosen]
-            for row, chosen in zip(weights, attempts, strict=True)
-        ]
-        return np.array(rows, float)
 
 
 def nearest(router: Router) -> Policy:
-    """Order by a fitted router; its probabilities, if it has some, are the weights of a vote."""
+    """Order by a fitted router."""
     identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
-    return Policy(router.pool, identity, router.order, weights=router.probabilities)
+    return Policy(router.pool, identity, router.order)
 
 
 def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
@@ -71,35 +51,19 @@ def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy
 
 
 def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
-    """Order at random the variants that together solve most training questions: the paper's random baseline."""
-    pool = [outcomes.pool[j] for j in greedy_cover(outcomes.z, size)]
-    return replace(random_order(pool, seed, "random_top"), weights=_accuracies(outcomes, pool))
+    """Order at random the heads that together solve most training questions: the paper's random baseline."""
+    return random_order([outcomes.pool[j] for j in greedy_cover(outcomes.z, size)], seed, "random_top")
 
 
 def best(outcomes: Outcomes) -> Policy:
     """Order by training accuracy, the same for all questions; ties by pool order."""
     accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
-    return _fixed("best", outcomes, [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")])
-
-
-def cover(outcomes: Outcomes) -> Policy:
-    """Order so that each next variant solves most of the training questions that the earlier ones do not solve."""
-    return _fixed("cover", outcomes, [outcomes.pool[j] for j in greedy_cover(outcomes.z, len(outcomes.pool))])
-
-
-def _fixed(name: str, outcomes: Outcomes, pool: list[str]) -> Policy:
-    weights = _accuracies(outcomes, pool)
-    return Policy(pool, {"policy": name, "pool": pool}, lambda questions: [pool for _ in questions], weights=weights)
-
-
-def _accuracies(outcomes: Outcomes, pool: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    """Return the training accuracies of a pool as weights, the same for all questions."""
-    accuracy = np.nan_to_num(outcomes.columns(pool).accuracy(), nan=0.0)
-    return lambda questions: np.tile(accuracy, (len(questions), 1))
+    pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
+    return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
 
 
 def oracle(outcomes: Outcomes) -> Policy:
-    """Order the variants that solve the question first: an upper bound, not a method."""
+    """Order the heads that solve the question first: an upper bound, not a method."""
 
     def order(questions: Sequence[str]) -> list[list[str]]:
         unknown = [question for question in questions if question not in outcomes.row_of]

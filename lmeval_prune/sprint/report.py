@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,65 +22,39 @@ from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
-from lmeval_prune.sprint.choosing import Strategy, choice_rows, choice_table, extraction_note
-from lmeval_prune.sprint.curves import (
-    Curve,
-    UnknownOutcomeError,
-    oracle_curve,
-    policy_curve,
-    random_curve,
-    sampled_temperatures,
-    samples_curve,
-)
+from lmeval_prune.sprint.curves import Curve, oracle_curve, policy_curve, random_curve, samples_curve
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
-from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import (
-    ANSWER_SETTINGS,
-    LATER_SETTINGS,
-    Outcomes,
-    OutcomeStore,
-    comparable,
-    warn_of_other_code,
-)
-from lmeval_prune.sprint.policies import Policy
+from lmeval_prune.sprint.outcomes import ANSWER_SETTINGS, Outcomes, OutcomeStore, comparable, warn_of_other_code
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routing import describe_interventions
 
 logger = logging.getLogger(__name__)
-ROUTER = "SPRINT router"  # name of the router's curve
 
 
-def write_report(options: ReportOptions) -> tuple[Path, str]:
-    """Write the report; return the path of its Markdown file, and what unknown outcomes left out (empty: nothing)."""
+def write_report(options: ReportOptions) -> Path:
+    """Write the report; return the path of its Markdown file."""
     folder = Path(options.output)
     refuse_file(folder, " for the report")
     test, train, router, notes = _read_inputs(options)
     for note in notes:
         logger.warning("%s", note)
-    entries = _entries(options, test, train, router)
-    curves, missing = _curves(options, test, train, router, entries)
-    left_out = _left_out(options, test, router, missing)
-    choices = choice_rows([strategy for strategy in entries if strategy.name not in missing], test, options.n)
+    curves = _curves(options, test, train, router)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
     significance = _test_router(curves, options.seed) if router else {}
-    head_counts = [Counter(str(row[k]) for row in curves[0].attempts) for k in range(options.n)] if router else []
-    heads = _heads_section(test.columns(complete(test.pool, test)), options, folder)
+    head_counts = [Counter(row[k] for row in curves[0].attempts) for k in range(options.n)] if router else []
+    heads = _heads_section(test, options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    if any(curve.tokens is not None for curve in curves):
+    costs = cost_table(curves)
+    if costs:
         figures.pass_at_tokens(curves, folder / "pass_at_tokens")
-    if len(choices):
-        write_text(folder / "without_gold.csv", csv(choices))
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         **_pass_json(curves, significance),
-        **({"tested_policy": curves[0].name} if significance else {}),
         "dense": dense,
-        "without_gold": choices.to_dict("records"),
         "choices": [dict(counts.most_common()) for counts in head_counts],
-        "left_out": left_out,
         "notes": notes,
         **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }
@@ -93,52 +66,14 @@ def write_report(options: ReportOptions) -> tuple[Path, str]:
         router=router,
         dense=dense,
         passes=pass_table(curves),
-        costs=cost_table(curves),
-        without_gold=choice_table(choices),
-        extraction=extraction_note(test.tasks),
+        costs=costs,
         tests=_difference_table(significance),
-        tested_policy=curves[0].name,
         choices=_choice_table(head_counts),
         heads=heads,
-        left_out=left_out,
         notes=notes,
     )
     write_text(folder / "report.md", text)
-    return folder / "report.md", left_out
-
-
-def complete(names: Sequence[str], outcomes: Outcomes) -> list[str]:
-    """Return the columns among `names` whose outcomes are known at every question."""
-    complete_names = {name for name, column in zip(outcomes.pool, outcomes.observed.T, strict=True) if column.all()}
-    return [name for name in names if name in complete_names]
-
-
-def _left_out(options: ReportOptions, test: Outcomes, router: Router | None, missing: Mapping[str, str]) -> str:
-    """Return one line that says what is left out of a report, and why; empty for a store without unknown outcomes.
-
-    Args:
-        options: settings of the report.
-        test: outcomes of the test questions.
-        router: the fitted router.
-        missing: by name of a curve that was not computed, what it lacks.
-    """
-    pool = _pool(test, router)
-    complete_names = set(complete(test.pool, test))
-    partly = [name for name in dict.fromkeys([*pool, *test.greedy().pool]) if name not in complete_names]
-    parts = []
-    for reason in dict.fromkeys(missing.values()):
-        names = [repr(name) for name, own_reason in missing.items() if own_reason == reason]
-        parts.append(f"{', '.join(names)} ({reason})")
-    if partly:
-        reason = f"columns without outcomes of all questions: {first_few(map(test.label, partly), most=3)}"
-        enough = len(complete(pool, test)) >= options.n
-        parts.append(
-            f"from random order, oracle and tables of heads, {reason}"
-            if enough
-            else f"random order and oracle ({reason})"
-        )
-    remedy = "`lmeval-prune sweep` over the whole pool, at all questions, gives them"
-    return f"left out: {'; '.join(parts)}; {remedy}" if parts else ""
+    return folder / "report.md"
 
 
 def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict[str, Any]:
@@ -165,28 +100,27 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None, list[str]]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match.
 
-    The last item has notes on other answers than those of the test store.
+    The last item has notes: what is left out, and other answers than those of the test store.
     """
-    test = OutcomeStore(options.test).read(unfinished=True)
-    if unknown := int((~test.columns([DENSE]).observed).sum()):
-        raise InputError(
-            f"{options.test} has no outcome of the unpruned model, with which all are compared, at {unknown} of "
-            f"{len(test.texts)} questions; run `lmeval-prune sweep` into it to its end"
-        )
-    train = OutcomeStore(options.train).read().greedy() if options.train else None
+    test = OutcomeStore(options.test).read()
+    train = OutcomeStore(options.train).read() if options.train else None
     router = Router.load(options.router) if options.router else None
     if router:
         test, train = _split_held_out(test, train, router)
-        train = train.greedy() if train else None
-        router = router.reading(test)
     models = {"test": test.model, "train": train.model if train else {}}
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     notes: list[str] = []
     if train:
-        check_disjoint(test.texts, train.texts)
+        _check_disjoint(test.texts, train.texts)
         notes += _compare_settings(test, train.tasks, "the two stores")
     if router:
         notes += _compare_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
+    if partial := [name for name, column in zip(test.pool, test.observed.T, strict=True) if not column.all()]:
+        notes.append(
+            f"left out are columns without outcomes of all questions: {first_few(partial, most=3)}; `lmeval-prune "
+            f"sweep` over the whole pool gives them"
+        )
+        test = test.columns([name for name in test.pool if name not in partial])
     _check_sizes(options, test, train, router)
     return test, train, router, notes
 
@@ -209,7 +143,7 @@ def _check_models(models: dict[str, dict[str, Any]]) -> None:
     """Refuse different models, or one model under different pruning of its own."""
     identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
     if len(set(identities.values())) > 1:
-        parts = ", ".join(f"{name}: {_model_text(models[name])}" for name in identities)
+        parts = ", ".join(f"{name}: {models[name].get('name')} {identities[name]}" for name in identities)
         raise InputError(f"stores and router are of different models ({parts}); use the same model")
     if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
         under = ", ".join(
@@ -218,7 +152,7 @@ def _check_models(models: dict[str, dict[str, Any]]) -> None:
         raise InputError(f"stores and router are of one model under different pruning ({under}); use the same")
 
 
-def check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
+def _check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
     """Refuse test questions that are training questions, too, by their texts."""
     if shared := set(test) & set(train):
         raise InputError(
@@ -232,12 +166,8 @@ def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) ->
     notes = []
     for task in sorted(test.tasks.keys() & tasks.keys()):
         settings, others = comparable(test.tasks[task]), comparable(tasks[task])
-        different = [
-            key
-            for key in sorted(settings.keys() | others.keys())
-            if settings.get(key) != others.get(key)
-            and not (key in LATER_SETTINGS and None in (settings.get(key), others.get(key)))
-        ]
+        keys = sorted(settings.keys() | others.keys())
+        different = [key for key in keys if settings.get(key) != others.get(key)]
         if scoring := [key for key in different if key not in ANSWER_SETTINGS]:
             raise InputError(f"{subject} have different settings of {task} ({', '.join(scoring)}); sweep both alike")
         if different:
@@ -262,20 +192,8 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
 
 
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
-    """Return the variants of random order and oracle, those that the test store may lack, too."""
-    return router.pool if router else test.greedy().pool
-
-
-def _model_text(model: dict[str, Any]) -> str:
-    """Describe a model by its name, type and server, and by its weights, which models of one name may differ in."""
-    weights = str(model.get("weights") or model.get("checkpoint", ""))[:8]
-    texts = {
-        "": model.get("name"),
-        "in ": str(model.get("dtype", "")).removeprefix("torch."),
-        "on ": model.get("server"),
-        "with weights ": weights,
-    }
-    return " ".join(f"{word}{text}" for word, text in texts.items() if text)
+    """Return the heads of random order and oracle."""
+    return router.pool if router else test.pool
 
 
 def _model_identity(model: dict[str, Any]) -> Any:
@@ -283,75 +201,20 @@ def _model_identity(model: dict[str, Any]) -> Any:
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
 
 
-def _entries(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Strategy]:
-    """Return the policies with their mixes: first the router's, then those of training, then sampling."""
-    entries, mixes = [], [Mix.parse(text) for text in options.mixes]
-    policies_of: dict[str, Policy] = {ROUTER: policies.nearest(router)} if router else {}
+def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
+    """Return the curves: first the router's, then those of training, of samples, and the bound."""
+    n, pool = options.n, _pool(test, router)
+    curves = [policy_curve("SPRINT router", policies.nearest(router), test, n)] if router else []
     if train:
-        policies_of |= {"best of training": policies.best(train), "greedy cover of training": policies.cover(train)}
-    for name, policy in policies_of.items():
-        entries.append(Strategy(name, policy, Mix()))
-        entries += [Strategy(f"{name}, {mix}", policy, mix) for mix in mixes if mix.uses_order]
-    unpruned = policies.random_order([DENSE])
-    for temperature in sampled_temperatures(test, options.n):
-        mix = Mix.parse(f"{DENSE}@{temperature:g}")
-        entries.append(Strategy(f"sampling, T = {temperature:g}", unpruned, mix))
-    return entries
-
-
-def _curves(
-    options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None, entries: list[Strategy]
-) -> tuple[list[Curve], dict[str, str]]:
-    """Return the curves that the known outcomes give, and by name of the others what they lack.
-
-    Columns with unknown outcomes are in neither the random order nor the oracle.
-    """
-    n, whole_pool = options.n, _pool(test, router)
-    pool = complete(whole_pool, test)
-    columns = f"all {len(pool)}" if len(pool) == len(whole_pool) else f"the {len(pool)} complete columns"
-    planned: list[tuple[str, Callable[..., Curve]]]
-    planned = [(strategy.name, partial(policy_curve, policy=strategy.policy, mix=strategy.mix)) for strategy in entries]
-    if train:
+        curves.append(policy_curve("best of training", policies.best(train), test, n))
         top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
-        planned.append((f"random of the top {len(top)} heads", partial(random_curve, pool=top)))
-    if len(pool) >= n:
-        planned.append((f"random of {columns}", partial(random_curve, pool=pool)))
-    planned += [(name, partial(samples_curve, path=path)) for name, path in options.samples]
-    if len(pool) >= n:
-        bound = "oracle" if len(pool) == len(whole_pool) else f"oracle of {columns}"
-        planned.append((f"{bound} (not a method)", partial(oracle_curve, pool=pool)))
-    _check_names([name for name, _ in planned])
-    curves: list[Curve] = []
-    missing: dict[str, str] = {}
-    for name, curve in planned:
-        try:
-            curves.append(curve(name, outcomes=test, n=n))
-        except UnknownOutcomeError as error:
-            missing[name] = error.problem
-    _check_requested(entries, missing)
-    if not curves:
-        raise InputError(f"nothing can be reported: {_left_out(options, test, router, missing)}, or give --train")
-    return curves, missing
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Refuse two curves of one name: the files of the report have the numbers by name."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise InputError(f"two curves have the name {twice[0]!r}; give another one to --samples, or each mix once")
-
-
-def _check_requested(entries: Sequence[Strategy], missing: Mapping[str, str]) -> None:
-    """Refuse a router, and a mix, of which no policy's tries are known."""
-    groups = {"--router": [strategy.name for strategy in entries if strategy.name.startswith(ROUTER)]}
-    for mix in dict.fromkeys(strategy.mix for strategy in entries if strategy.mix.uses_order and strategy.mix != Mix()):
-        groups[f"--mixes {mix}"] = [strategy.name for strategy in entries if strategy.mix == mix]
-    for option, names in groups.items():
-        if names and all(name in missing for name in names):
-            mixes = ", name the mix of its tries by --mixes" if option == "--router" else ""
-            raise InputError(
-                f"the tries of {option} are not known at all questions ({missing[names[0]]}); sweep them{mixes}, or "
-                f"leave out {option}"
-            )
+        curves.append(random_curve(f"random of the top {len(top)} heads", top, test, n))
+    curves.append(random_curve(f"random of all {len(pool)}", pool, test, n))
+    curves += [samples_curve(name, path, test, n) for name, path in options.samples]
+    curves.append(oracle_curve("oracle (not a method)", pool, test, n))
+    if twice := [name for name, count in Counter(curve.name for curve in curves).items() if count > 1]:
+        raise InputError(f"two curves have the name {twice[0]!r}; give another one to --samples")
+    return curves
 
 
 def _test_router(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str, float]]]:

@@ -1,44 +1,34 @@
 """The router, which chooses the heads to prune for a question (SPRINT §4).
 
-A question is embedded by a frozen sentence encoder, or by the model itself: its last hidden state of the prompt. A
-ranker (`routers/`) orders the pool for the embedding; the i-th try takes the i-th head.
+A question is embedded by a frozen sentence encoder. A ranker (`routers/`) orders the pool for the embedding; the i-th
+try takes the i-th head.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired
 
-import numpy as np
 from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import ENVELOPE, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
-from lmeval_prune.cards.origin import OriginRecord
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.models.hidden_states import LAST_HIDDEN_STATE
 from lmeval_prune.registry import class_record, import_path
 from lmeval_prune.sprint import encoder as encoders
-from lmeval_prune.sprint.card import router_card
-from lmeval_prune.sprint.hidden_states import states_of
-from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.routers.base import Ranker
-from lmeval_prune.sprint.routers.calibration import rescale
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/router"
-FILES = ("router.json", "router.safetensors", "README.md")  # of a router's folder, which may hold other files
-SCHEMA_VERSION = 2  # version 1 had no `router`: all were contrastive, with p and lambda in place of `chosen`
+SCHEMA_VERSION = 2
 
 
 class RouterContents(TypedDict):
@@ -47,15 +37,12 @@ class RouterContents(TypedDict):
     pool: list[str]
     encoder: str
     tensors_sha256: str
-    router: NotRequired[str]
+    router: str
     method_version: NotRequired[int]  # none: 1
     settings: NotRequired[dict[str, Any]]
-    dense_first: NotRequired[bool]
-    platt: NotRequired[list[float]]  # slope, offset
     chosen: NotRequired[dict[str, Any]]
     encoder_fingerprint: NotRequired[str]
     model: NotRequired[dict[str, Any]]
-    origin: NotRequired[OriginRecord]  # of the model
     tasks: NotRequired[dict[str, dict[str, Any]]]
     options: NotRequired[dict[str, Any]]
     seen: NotRequired[list[str]]  # digests of the questions that it was fitted on
@@ -69,36 +56,18 @@ class Router:
     Attributes:
         ranker: orders the pool for an embedding.
         pool: names of the heads; ties are broken by this order.
-        encoder: name of the sentence encoder, or `last_hidden_state`.
+        encoder: name of the sentence encoder.
         method: name of the method that fitted the ranker.
-        dense_first: whether `dense` is tried first, before the ranker's order of the others.
-        platt: slope and offset of the calibration of probabilities.
         about: details of the fit: model, tasks, options, counts, chosen values.
         sha256: digest of `router.json`; empty before it is saved.
-        states: returns the last hidden states (questions, width) of questions; see `reading`.
     """
 
     ranker: Ranker
     pool: list[str]
     encoder: str
     method: str = CONTRASTIVE
-    dense_first: bool = False
-    platt: tuple[float, float] = (1.0, 0.0)
     about: dict[str, Any] = field(default_factory=dict)
     sha256: str = ""
-    states: Callable[[Sequence[str]], Tensor] | None = None
-
-    @property
-    def reads_states(self) -> bool:
-        """Return whether questions are embedded by last hidden states."""
-        return self.encoder == LAST_HIDDEN_STATE
-
-    def reading(self, outcomes: Outcomes) -> Router:
-        """Return a router that finds the questions' hidden states, if it needs them, in a store of outcomes."""
-        if not self.reads_states:
-            return self
-        states = states_of(outcomes)
-        return replace(self, states=lambda texts: states[[outcomes.row_of[text] for text in texts]])
 
     @cached_property
     def _encoder(self) -> Any:
@@ -110,42 +79,16 @@ class Router:
             )
         return encoder
 
-    def embed(self, texts: Sequence[str]) -> Tensor:
-        """Return embeddings of questions, shape (questions, width)."""
-        if self.reads_states:
-            assert self.states is not None, "bind the router to hidden states, e.g. by `reading`"
-            return self.states(texts)
-        return encoders.embed(self._encoder, texts)
-
     def order(self, texts: Sequence[str]) -> list[list[str]]:
         """Return the pool for each question in the order of the tries; ties by pool order."""
-        return [[self.pool[j] for j in row] for row in self.ranking(self.embed(texts))]
-
-    def probabilities(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Return the calibrated probability that each head solves each question, shape (questions, pool).
-
-        None if the method has no probabilities.
-        """
-        if type(self.ranker).probabilities is Ranker.probabilities:
-            return None  # without embedding the questions
-        p = self.chances(self.embed(texts))
-        return None if p is None else p.numpy()
+        return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
         """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
-        ranking = self.ranker.columns(embeddings, len(self.pool), self.method)
-        if self.dense_first:
-            dense = self.pool.index(DENSE)
-            ranking = [[dense, *(j for j in row if j != dense)] for row in ranking]
-        return ranking
-
-    def chances(self, embeddings: Tensor) -> Tensor | None:
-        """Return `probabilities` from embeddings, shape (questions, width)."""
-        p = self.ranker.chances(embeddings, len(self.pool), self.method)
-        return None if p is None else rescale(p, *self.platt)
+        return self.ranker.columns(embeddings, len(self.pool), self.method)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `router.json`, which has the hash of the tensors, `router.safetensors` and the card."""
+        """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
         data = save({name: tensor.contiguous() for name, tensor in self.ranker.tensors.items()})
         content = {
             "router": self.method,
@@ -153,15 +96,11 @@ class Router:
             "pool": self.pool,
             "encoder": self.encoder,
             "settings": self.ranker.settings,
-            "dense_first": self.dense_first,
-            "platt": list(self.platt),
             "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }
         with output_lock(folder):
             write_bytes(Path(folder) / "router.safetensors", data)
             write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, {**content, **self.about})
-            card = router_card(Path(folder).resolve().name, self.method, self.encoder, self.pool, self.about)
-            card.write(Path(folder))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
@@ -186,18 +125,12 @@ class Router:
     @classmethod
     def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor], sha256: str) -> Router:
         """Create a router from the content of its files."""
-        if content["schema_version"] == 1:
-            content["chosen"] = {name: content.pop(name) for name in ("p", "lambda") if name in content}
         about = {"chosen": {}} | {key: value for key, value in content.items() if key not in ENVELOPE}
-        pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router", CONTRASTIVE)
-        settings, platt = about.pop("settings", {}), tuple(about.pop("platt", (1.0, 0.0)))
-        dense_first = about.pop("dense_first", False)
-        if len(set(pool)) < len(pool) or (dense_first and DENSE not in pool):
-            raise InputError("its pool has an entry twice, or lacks dense")
-        if len(platt) != 2 or not all(map(math.isfinite, platt)):
-            raise InputError("its calibration is not two numbers")
+        pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
+        settings = about.pop("settings", {})
+        if len(set(pool)) < len(pool):
+            raise InputError("its pool has an entry twice")
         kind, recorded = ROUTERS.load(method).ranker, about.pop("class", None)
         if class_record(kind).get("class") != recorded:
             raise InputError(f"router={method} is {import_path(kind)} now, and was {recorded or 'of this package'}")
-        ranker = kind.of(tensors, settings, len(pool))
-        return cls(ranker, pool, encoder, method, dense_first, (platt[0], platt[1]), about, sha256)
+        return cls(kind.of(tensors, settings, len(pool)), pool, encoder, method, about, sha256)

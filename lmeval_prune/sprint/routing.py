@@ -1,14 +1,11 @@
-"""Choose the variant for each try of a question (each of its `repeats`), for `pruned-hf` with `router=`."""
+"""Choose the head to prune for each try of a question (each of its `repeats`), for `pruned-hf` with `router=`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.artefacts import digest
@@ -17,10 +14,8 @@ from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.models.hidden_states import last_hidden_states
 from lmeval_prune.models.lengths import has_template, template_ends
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.mixes import Mix
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
@@ -28,15 +23,8 @@ from lmeval_prune.sprint.router import Router
 logger = logging.getLogger(__name__)
 
 
-class Tries(NamedTuple):
-    """The tries at a question."""
-
-    names: list[str]  # of attempts
-    weights: list[float] | None  # in a vote
-
-
 class Routing(HeadRouter):
-    """Apply a policy to lm-eval's requests: try i of a question is the i-th attempt that a mix makes of its order.
+    """Apply a policy to lm-eval's requests: try i of a question prunes the i-th head of its order.
 
     Args:
         arguments: model arguments with `router` and its settings.
@@ -46,12 +34,8 @@ class Routing(HeadRouter):
         super().__init__()
         self.allow_other_model = bool(arguments.allow_other_model)
         self.source = str(arguments.router)
-        self.mix = Mix.parse(arguments.router_mix)
-        self.tries: dict[tuple[str, int], Tries] = {}  # by question and number of tries
+        self.orders: dict[str, list[str]] = {}  # by question
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
-        self._reads_states = False
-        self._states: dict[str, torch.Tensor] = {}  # last hidden states by question
-        self._prompts: dict[str, str] = {}  # digests of their prompts
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
         self._settings: list[dict[str, Any]] = []  # of the tasks that these are from
@@ -79,12 +63,7 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self._reads_states, self._training_questions = router.reads_states, frozenset(router.about.get("seen", ()))
-        if self._reads_states:
-            router = replace(
-                router, states=lambda questions: torch.stack([self._states[question] for question in questions])
-            )
-        self.policy, self.records = policies.nearest(router), router.about.get("variants", {})
+        self.policy, self._training_questions = policies.nearest(router), frozenset(router.about.get("seen", ()))
         self._settings = list(router.about.get("tasks", {}).values())
         return question_field(router.about.get("tasks", {}))
 
@@ -93,15 +72,14 @@ class Routing(HeadRouter):
         if not arguments.router_store:
             extra = ", or router_pool=HEADS" if self.source == "random" else ""
             raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
-        outcomes = OutcomeStore(arguments.router_store).read().greedy()
+        outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
-            policy = policies.random_order(outcomes.pool, self._seed)
+            self.policy = policies.random_order(outcomes.pool, self._seed)
         elif self.source == "random_top":
-            policy = policies.random_top(outcomes, min(arguments.router_size, len(outcomes.pool)), self._seed)
+            self.policy = policies.random_top(outcomes, min(arguments.router_size, len(outcomes.pool)), self._seed)
         else:
-            policy = {"best": policies.best, "cover": policies.cover, "oracle": policies.oracle}[self.source](outcomes)
-        self.policy, self.records = policy, outcomes.variants
+            self.policy = {"best": policies.best, "oracle": policies.oracle}[self.source](outcomes)
         if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
             self._training_questions, self._settings = (
                 frozenset(map(digest, outcomes.texts)),
@@ -135,29 +113,24 @@ class Routing(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Return the names of the variants that the policy orders."""
+        """Return the names of the heads that the policy orders."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any], lm: Any) -> None:
-        """Choose the attempts at the questions of these requests."""
-        if self._reads_states:
-            self._add_states(requests, lm)
-        tasks = {(self._question(request), request.repeats): request.task_name for request in requests}
-        new = [key for key in tasks if key not in self.tries]
-        questions = list(dict.fromkeys(question for question, _ in new))
+        """Order the pool for the questions of these requests."""
+        for request in requests:
+            if request.repeats > len(self.pool):
+                raise InputError(
+                    f"task {request.task_name} has {request.repeats} tries, but the router's pool has only "
+                    f"{len(self.pool)}; use a larger pool, or a task with fewer tries (docs/tasks.md, pass@k)"
+                )
+        questions = [q for q in dict.fromkeys(map(self._question, requests)) if q not in self.orders]
         if self._training_questions:
             self._warn_of_training_questions(questions, lm)
         if self._settings and lm.rank == 0:
             self._warn_of_settings(requests, lm.tokenizer)
-        orders = dict(zip(questions, self.policy.order(questions), strict=True)) if new else {}
-        for question, count in new:
-            try:
-                attempts = self.mix.attempts(orders[question], count)
-            except InputError as error:
-                raise InputError(f"task {tasks[question, count]} has {count} tries, but {error}") from None
-            weights = self.policy.vote_weights([question], [attempts])
-            names = list(map(str, attempts))
-            self.tries[question, count] = Tries(names, None if weights is None else weights[0].round(6).tolist())
+        if questions:
+            self.orders |= zip(questions, self.policy.order(questions), strict=True)
 
     def _warn_of_training_questions(self, questions: Sequence[str], lm: Any) -> None:
         """Warn of questions, of all processes, whose outcomes the policy was made from."""
@@ -197,30 +170,9 @@ class Routing(HeadRouter):
             )
             self._settings = []
 
-    def _add_states(self, requests: Sequence[Any], lm: Any) -> None:
-        """Compute the hidden states of new questions; refuse a question with two prompts, which has two orders."""
-        new: dict[str, Any] = {}
-        for request in requests:
-            question, prompt = self._question(request), digest(request.args[0])
-            if self._prompts.setdefault(question, prompt) != prompt:
-                raise InputError(
-                    f"task {request.task_name} asks {question[:40]!r} by another prompt than an earlier task, and "
-                    f"router={self.source} reads hidden states of prompts; evaluate the tasks one at a time"
-                )
-            if question not in self._states:
-                new[question] = request
-        self._states |= zip(new, last_hidden_states(lm, list(new.values())), strict=True)
-
     def order(self, request: Any) -> Sequence[str]:
-        """Return the attempts at the request's question."""
-        return self._tries(request).names
-
-    def weights(self, request: Any) -> Sequence[float] | None:
-        """Return the weights of the attempts in a vote."""
-        return self._tries(request).weights
-
-    def _tries(self, request: Any) -> Tries:
-        return self.tries[self._question(request), request.repeats]
+        """Return the pool in the order of the tries at the request's question."""
+        return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
         document = request.doc or {}
@@ -237,7 +189,7 @@ class Routing(HeadRouter):
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
         repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
-        return {"source": self.source, "mix": str(self.mix), "pool": list(self.pool), **identity, **note, **repeated}
+        return {"source": self.source, "pool": list(self.pool), **identity, **note, **repeated}
 
 
 def describe_interventions(interventions: list[Any]) -> str:

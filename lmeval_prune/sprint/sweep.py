@@ -1,4 +1,4 @@
-"""Sweep tasks: answer their questions by each attempt of a pool, e.g. under each head of some layers (SPRINT §3.1).
+"""Sweep tasks: answer their questions with the unpruned model and under each head of some layers (SPRINT §3.1).
 
 A sweep is lm-eval's own evaluation of the task. `repeats` is the size of the pool, and try i of a question is the i-th
 attempt of the pool.
@@ -16,29 +16,40 @@ from typing import Any
 
 import lm_eval
 import numpy as np
-import torch
 from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
+from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
-from lmeval_prune.cards.origin import Origin, OriginRecord
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
+from lmeval_prune.models.attempts import DENSE, attempt_order
+from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.sprint.hidden_states import add_hidden_states
-from lmeval_prune.sprint.likelihoods import add_logprobs, check_scoring
-from lmeval_prune.sprint.options import SweepOptions
+from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.pools import SweepPool
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
-from lmeval_prune.tasks.code import user_code_digest
+from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
 from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
+
+
+class SweepPool(FixedOrderRouter):
+    """The unpruned model, and heads that are pruned one at a time."""
+
+    def __init__(self, heads: str) -> None:
+        super().__init__([])
+        self.heads = heads
+
+    def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
+        """Look the heads up in the model; see the base class."""
+        self._pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
+        super().fit_to(model_map, weights, interventions)
 
 
 class Sweep:
@@ -61,8 +72,8 @@ class Sweep:
         tasks = {name: tasks[name] for name in doc_ids}
         if self.store.store_file.exists():
             self.store.check()  # refuse a damaged store before the model is loaded
-        pool = SweepPool(self.options)
-        pool.question_fields = {name: task.question_field for name, task in tasks.items()}
+        layers = DEFAULT_LAYERS if self.options.layers is None else self.options.layers
+        pool = SweepPool(self.options.heads or "+".join(f"L{layer}H*" for layer in layers))
         lm = self._load_model(pool)
         try:
             prompting = {
@@ -70,12 +81,8 @@ class Sweep:
                 "apply_chat_template": self.options.apply_chat_template,
                 "fewshot_as_multiturn": self.options.apply_chat_template,  # as lm_eval's command line does
             }
-            if self.options.likelihood:
-                check_scoring(lm)
-            self._build_requests(tasks, doc_ids, lm, pool.repeats, prompting)
+            self._build_requests(tasks, doc_ids, lm, len(pool.pool), prompting)
             self._prepare_store(tasks, lm, pool)
-            if self.options.hidden_states:
-                add_hidden_states(lm, tasks, self.store.folder, self.store.check()["model"])
             results = lm_eval.simple_evaluate(
                 model=lm,
                 tasks=list(tasks),
@@ -91,10 +98,7 @@ class Sweep:
             lm.any_rank(False)  # wait for the other ranks
             if lm.rank or results is None:
                 return None
-            cells = _cells(tasks, results["samples"])
-            if self.options.likelihood:
-                add_logprobs(lm, tasks, cells)
-            self.store.add(cells)
+            self.store.add(_cells(tasks, results["samples"]))
             assert lm.answering.store
             lm.answering.store.compact()  # before another run is allowed to write
         finally:
@@ -152,16 +156,8 @@ class Sweep:
 
     def _draw(self, tasks: dict[str, SweptTask]) -> dict[str, list[int]]:
         """Draw the document indices of each task by the seed, from all tasks together."""
-        texts = {name: [str(doc[task.question_field]) for doc in task.eval_docs] for name, task in tasks.items()}
-        limit, attempts = self.options.limit, self.options.attempts
-        if unknown := attempts.keys() - {text for task_texts in texts.values() for text in task_texts}:
-            raise InputError(f"attempts: the tasks have no question {min(unknown)[:60]!r}; name the split that has it")
-        documents = [
-            (name, doc_id)
-            for name, task_texts in texts.items()
-            for doc_id, text in enumerate(task_texts)
-            if text in attempts or not attempts
-        ]
+        limit = self.options.limit
+        documents = [(name, doc_id) for name, task in tasks.items() for doc_id in range(len(task.eval_docs))]
         if limit is not None:
             random.Random(self.options.seed).shuffle(documents)
             if limit > len(documents):
@@ -173,19 +169,14 @@ class Sweep:
 
     def _load_model(self, pool: SweepPool) -> Model:
         arguments = self.options.model_args
-        if self.options.likelihood and self.options.server:
-            raise InputError("likelihood=true needs the decoding engine; leave it out for a sweep on a server")
         for name in ("responses", "router"):
             if name in arguments:
                 raise InputError(f"a sweep does not take the model argument {name}")
-        if self.options.hidden_states and self.options.server:
-            raise InputError("servers give no hidden states; leave out hidden_states=true, or sweep without --server")
         if "base_url" in arguments:
             raise InputError("name the servers of a sweep by --server URL; leave base_url out of the model_args")
         arguments = {**arguments, "responses": self.options.output, "router": pool}
         if self.options.server:
             return PrunedServerLM(self.options.server, **arguments)
-        torch.manual_seed(DEFAULT_OTHER_SEED)  # as lm_eval's command: its runs find samples of the sweep
         # deterministic: a resumed run decides near-ties as an uninterrupted run does
         return PrunedHFLM(**{"deterministic": True, **arguments})
 
@@ -222,22 +213,17 @@ class Sweep:
         try:
             if lm.rank == 0:
                 settings = {name: self._settings(name, task, lm) for name, task in tasks.items()}
-                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool, pool.records, self._origin())
+                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool)
             failed = False
         finally:
             failed_anywhere = lm.any_rank(failed)
         if failed_anywhere:
             raise InputError("the first process could not prepare the store; its message has the reason")
 
-    def _origin(self) -> OriginRecord:
-        """Return what is known of the model on the Hub, for the cards of its routers."""
-        pretrained, revision = (self.options.model_args.get(name) for name in ("pretrained", "revision"))
-        return Origin.of(str(pretrained or ""), revision).record
-
     def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
-        code = user_code_digest(task, dict(vars(task.config)))
+        code = code_digest(task, dict(vars(task.config)), own=False)
         return {
             "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
             "num_fewshot": task.get_config("num_fewshot"),

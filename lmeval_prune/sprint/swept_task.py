@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.tasks import compat, tries
 
 
-class SweptTask(compat.GenerateTask):
+class SweptTask(ConfigurableTask):
     """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
     Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
@@ -40,7 +40,7 @@ class SweptTask(compat.GenerateTask):
         """Build the requests once, with the prompts of a run over all documents in a single process.
 
         lm-eval draws exemplars document by document, so few-shot prompts are built for all documents and then filtered.
-        lm-eval 0.4 numbers the documents of `samples` anew, 0.5 does not.
+        lm-eval numbers the documents of `samples` anew.
         """
         if self.prompts:
             return
@@ -50,7 +50,7 @@ class SweptTask(compat.GenerateTask):
         index_of = {doc_id: index for index, doc_id in enumerate(doc_ids)}
         instances = []
         for instance in self._instances or []:
-            index = index_of.get(instance.doc_id) if few_shot or compat.HAS_SCORERS else instance.doc_id
+            index = index_of.get(instance.doc_id) if few_shot else instance.doc_id
             if index is not None:
                 self.prompts[doc_ids[index]] = digest(instance.args[0])
                 if index % world_size == rank:
@@ -71,13 +71,13 @@ class SweptTask(compat.GenerateTask):
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
-        return compat.as_results(self.score_tries(doc, compat.all_responses(results)))
+        return self.score_tries(doc, results[0])
 
     def score_tries(self, doc: dict[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
         """Score filtered responses; `InputError` if the metric is not 0 or 1."""
         outcomes, extracted = [], []
         for response in responses:
-            scores = compat.score_response(self, super().process_results, doc, response)
+            scores = super().process_results(doc, [response])
             outcomes.append(tries.is_right(self, scores, self.metric))
             extracted.append(str(scores.get("extracted", "")))
         return {"outcomes": outcomes, "extracted": extracted}

@@ -29,8 +29,6 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
-from lmeval_prune.cards.checkpoint import checkpoint_card
-from lmeval_prune.cards.origin import Origin
 from lmeval_prune.checkpoints.pruned import PLAN, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
@@ -38,6 +36,7 @@ from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.profiling.costs import parameters
+from lmeval_prune.surgery.card import write_checkpoint_card
 from lmeval_prune.surgery.depth import is_inside, why_different
 from lmeval_prune.surgery.kept import Kept, channel_rows
 from lmeval_prune.surgery.model_class import models_with
@@ -60,12 +59,12 @@ class Cut:
         """Write the model as a checkpoint with its plan and its card; see `save_checkpoint`."""
         parent = getattr(self.parent.model.config, "_name_or_path", "")
         revision = self.parent.revision or None
-        origin = Origin.of(parent, revision)
 
         def add_files(unfinished: Path) -> None:
             self.plan.save(unfinished / PLAN, self.parent)
             title = Path(folder).resolve().name
-            checkpoint_card(title, self.model, self.manifest, origin, tokenizer is not None).write(unfinished)
+            origin = (parent, revision)
+            write_checkpoint_card(unfinished, title, self.model, self.manifest, origin, tokenizer is not None)
 
         save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, parent, revision)
 

@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ from lmeval_prune.errors import InputError, disk_error
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS, PROMPTS, ENCODER = "problems", "prompts", "encoder_checkpoint"
-# Settings that are digests of what was read, in the words of messages; those of files are by name. Folders of earlier
-# versions lack them.
+PROBLEMS, PROMPTS, ENCODER = "problems", "task_prompts", "encoder_checkpoint"
+# Settings that are digests of what was read, in the words of messages; those of files are by name.
 CONTENTS = {
     "pretrained_files": "the model's {}",
     "teacher_files": "the teacher's {}",
     PROBLEMS: "the problems",
     PROMPTS: "the task's prompts or targets",
     ENCODER: "the encoder",
-    "corpus": "the corpus",
+    "prompts_file": "the file of prompts",
 }
 FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
@@ -42,31 +41,16 @@ class _TrainerState(TypedDict):
 
 
 def result_settings(options: Any) -> dict[str, Any]:
-    """Return the options that the result depends on, as JSON: all except paths and what is kept on the way."""
+    """Return the options that the result depends on, as JSON: all except paths."""
     return {
         name: value
         for name, value in json.loads(json.dumps(asdict(options))).items()
-        if name not in ("output", "data_dir", "responses", "resumable")
+        if name not in ("output", "data_dir", "responses")
     }
 
 
-def default_settings(options: Any) -> dict[str, Any]:
-    """Return the defaults of a class of options as JSON; a folder of an earlier version lacks options with them."""
-    defaults = {field.name: field.default for field in fields(options) if field.default is not MISSING}
-    factories = {field.name: field.default_factory for field in fields(options) if field.default_factory is not MISSING}
-    plain: dict[str, Any] = json.loads(json.dumps({**defaults, **{name: make() for name, make in factories.items()}}))
-    return plain
-
-
-def check_same_settings(
-    settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]
-) -> None:
-    """Raise an `InputError` if a folder was made with other options or contents; missing ones are the `defaults`.
-
-    Missing `CONTENTS` are those of now.
-    """
-    contents = {name: settings[name] for name in CONTENTS if name in settings}
-    stored = {**contents, **defaults, **stored} if stored else {}
+def check_same_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
+    """Raise an `InputError` if a folder was made with other options or contents."""
     differ = [name for name in settings if stored.get(name) != settings[name]]
     differ = [name for name in differ if name != PROMPTS] or differ  # prompts follow from the other settings, too
     if values := [f"{name}={stored.get(name)}" for name in differ if name not in CONTENTS]:
@@ -82,16 +66,15 @@ def check_same_settings(
 def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mapping[str, Any], folder: Path) -> None:
     """Raise an `InputError` if a finished result was made with other contents than those that are read now.
 
-    What cannot be read any more is not compared, with a warning: a result does not need it. Neither are contents that
-    an earlier version did not store.
+    What cannot be read any more is not compared, with a warning: a result does not need it.
     """
-    for name in filter(stored.__contains__, contents):  # in their order
+    for name in contents:
         try:
             now = contents[name]()
         except InputError as error:
             logger.warning("whether %s are the same as before is not known: %s", CONTENTS[name], error)
         else:
-            check_same_settings({name: now}, stored, folder, {})
+            check_same_settings({name: now}, stored, folder)
 
 
 def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
@@ -101,20 +84,10 @@ def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
     return [CONTENTS[name].format(file) for file in {**before, **now} if before.get(file) != now.get(file)]
 
 
-def check_resumable(checkpoints: Path, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if a folder of checkpoints has other options, or was begun by a version with other prompts.
-
-    `defaults` as in `check_same_settings`. The prompts of a finished result may be unknown, those of a begun one not.
-    """
-    if not (checkpoints / OPTIONS).is_file():
-        return
-    stored = read_options(checkpoints)
-    check_same_settings(settings, stored, checkpoints, defaults)
-    if PROMPTS in settings and PROMPTS not in stored:
-        raise InputError(
-            f"{checkpoints} was begun by an earlier version, whose prompts may differ; name another output, or delete "
-            f"it"
-        )
+def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
+    """Raise an `InputError` if a folder of checkpoints has other options."""
+    if (checkpoints / OPTIONS).is_file():
+        check_same_settings(settings, read_options(checkpoints), checkpoints)
 
 
 def read_options(checkpoints: Path) -> dict[str, Any]:

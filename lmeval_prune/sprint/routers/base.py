@@ -36,10 +36,6 @@ class Ranker(Settings, ABC):
     def order(self, x: Tensor) -> Tensor:
         """Return columns in the order of the tries, shape (questions, pool), from embeddings (questions, width)."""
 
-    def probabilities(self, x: Tensor) -> Tensor | None:
-        """Return the probability that each column solves each question, shape (questions, pool); None if unknown."""
-        return None
-
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors."""
@@ -75,17 +71,6 @@ class Ranker(Settings, ABC):
         if rows is None or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
             raise InputError(f"router {name} ordered other columns than 0 to {pool - 1}, each once; mend its `order`")
         return rows
-
-    def chances(self, x: Tensor, pool: int, name: str) -> Tensor | None:
-        """Return `probabilities(x)`; `InputError` if they are no probabilities of these questions and columns."""
-        with torch.no_grad():
-            p = self.probabilities(x)
-        if p is None:
-            return None
-        if p.shape != (len(x), pool) or not bool(((p > -1e-6) & (p < 1 + 1e-6)).all()):
-            expected = f"shape ({len(x)}, {pool}), between 0 and 1"
-            raise InputError(f"router {name} gave no probabilities of {expected}; mend its `probabilities`")
-        return p
 
 
 @dataclass(frozen=True)
@@ -136,13 +121,10 @@ class RouterMethod(Settings, ABC):
     Attributes:
         version: (class) raise it when the arithmetic changes.
         ranker: (class) class of its rankers.
-        guarded: (class) whether by default `dense` is tried first if the router's first try is worse than `dense` on
-            the validation questions.
     """
 
     version: ClassVar[int] = 1
     ranker: ClassVar[type[Ranker]]
-    guarded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, annotation in annotations_of(type(self)).items():
@@ -167,48 +149,3 @@ class RouterMethod(Settings, ABC):
                 raise InputError(
                     f"several values of {name} need a validation split: set validation above 0, or give a single value"
                 )
-
-
-def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and scale, shape (width,) each, in float64, of training embeddings (questions, width).
-
-    (x − mean) / scale has variance 1/width in every dimension, so that its mean squared length is 1. A dimension that
-    is constant keeps the scale of the mean dimension.
-    """
-    x = x.double()
-    deviation = x.std(0, correction=0)
-    typical = deviation.square().mean().sqrt()
-    deviation = torch.where(deviation > 1e-6 * typical, deviation, typical if typical > 0 else torch.ones_like(typical))
-    return x.mean(0), deviation * x.shape[1] ** 0.5
-
-
-def by_probability(p: Tensor) -> Tensor:
-    """Return columns by falling probability, shape (questions, pool); ties by pool order.
-
-    Probabilities that differ by rounding alone are ties, so that an order does not depend on other questions.
-    """
-    return p.round(decimals=12).argsort(dim=1, descending=True, stable=True)
-
-
-def by_coverage(weights: Tensor, success: Tensor) -> Tensor:
-    """Return columns in an order that greedily maximises the probability that one of the first tries is right.
-
-    A question is a mixture of cases, within which columns succeed independently. The next column has the highest
-    probability of success given that all earlier ones failed: Σ_a u_a s_aj / Σ_a u_a, where u_a is the probability of
-    case a and of these failures. Ties by probability alone, then by pool order.
-
-    Args:
-        weights: probability of each case, shape (questions, cases).
-        success: s, probability of success, shape (cases, pool), or (questions, cases, pool).
-    """
-    p = (weights[:, None] @ success)[:, 0].round(decimals=12)
-    order = torch.empty_like(p, dtype=torch.long)
-    is_unordered, rows = torch.ones_like(p, dtype=torch.bool), torch.arange(len(p))
-    for step in range(p.shape[1]):
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
-        conditional = (weights[:, None] @ success)[:, 0].round(decimals=12).masked_fill(~is_unordered, -1)
-        is_best = conditional == conditional.max(1, keepdim=True).values
-        column = torch.where(is_best, p, -1).argmax(1)
-        order[:, step], is_unordered[rows, column] = column, False
-        weights = weights * (1 - (success[:, column].T if success.ndim == 2 else success[rows, :, column]))
-    return order

@@ -45,7 +45,6 @@ class Contrastive(ContrastiveOptions, RouterMethod):
 
     version: ClassVar = 2  # 1: distances in float32, whose rounding could depend on the other questions of a batch
     ranker: ClassVar = NearestHeads
-    guarded: ClassVar = False  # the paper's router has no such rule
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
         """Fit each p and λ; see the base class."""

@@ -7,21 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from annotated_types import MinLen
 from torch import Tensor
 
 from lmeval_prune.settings import Count, Positive
-from lmeval_prune.sprint.routers.base import (
-    Candidate,
-    Examples,
-    Ranker,
-    RouterMethod,
-    by_coverage,
-    by_probability,
-    standardisation,
-)
-from lmeval_prune.sprint.routers.calibration import log_loss
+from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
 
 Weighting = Literal["uniform", "distance"]
 
@@ -37,7 +29,6 @@ class Neighbours(Ranker):
         k: number of neighbours.
         weighting: `uniform`, or `distance` for weights that are inverse to the distance.
         prior: number of neighbours that the average over all training questions counts as.
-        sequential: whether a column is chosen given that the earlier ones failed.
     """
 
     shapes: ClassVar = {
@@ -53,7 +44,6 @@ class Neighbours(Ranker):
     k: Count
     weighting: Weighting
     prior: Positive
-    sequential: bool = False
 
     @classmethod
     def of_examples(cls, examples: Examples) -> Neighbours:
@@ -86,15 +76,33 @@ class Neighbours(Ranker):
         return self.weights(x) @ self.outcomes
 
     def order(self, x: Tensor) -> Tensor:
-        """Order by the weighted share of solved questions; if `sequential`, among those that no earlier try solves."""
-        if self.sequential:
-            return by_coverage(self.weights(x), self.outcomes)
-        return by_probability(self.probabilities(x))
+        """Order by the weighted share of solved questions; ties, also those by rounding, by pool order."""
+        return self.probabilities(x).round(decimals=12).argsort(dim=1, descending=True, stable=True)
+
+
+def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and scale, shape (width,) each, in float64, of training embeddings (questions, width).
+
+    (x − mean) / scale has variance 1/width in every dimension, so that its mean squared length is 1. A dimension that
+    is constant keeps the scale of the mean dimension.
+    """
+    x = x.double()
+    deviation = x.std(0, correction=0)
+    typical = deviation.square().mean().sqrt()
+    deviation = torch.where(deviation > 1e-6 * typical, deviation, typical if typical > 0 else torch.ones_like(typical))
+    return x.mean(0), deviation * x.shape[1] ** 0.5
 
 
 def unit(vectors: Tensor) -> Tensor:
     """Scale vectors (…, width) to length 1; zeros stay."""
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def log_loss(p: Tensor, z: Tensor) -> float:
+    """Return the mean of −log P(outcome) over known outcomes; probabilities are limited to 10⁻⁶ … 1 − 10⁻⁶."""
+    known = ~z.isnan()
+    chance = p[known].double().numpy().clip(1e-6, 1 - 1e-6)
+    return float(-np.where(z[known].numpy() == 1, np.log(chance), np.log1p(-chance)).mean())
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,6 @@ class Knn(RouterMethod):
     """
 
     ranker: ClassVar = Neighbours
-    sequential: ClassVar[bool] = False
     k: Annotated[tuple[Count, ...], MinLen(1)] = (5, 10, 20, 40, 80)
     weighting: Annotated[tuple[Weighting, ...], MinLen(1)] = ("uniform", "distance")
     prior: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0, 20.0)
@@ -120,5 +127,5 @@ class Knn(RouterMethod):
         ks = sorted({min(k, len(examples.z)) for k in self.k})
         for k, weighting, prior in product(ks, self.weighting, self.prior):
             values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}
-            ranker = replace(base, k=k, weighting=weighting, prior=prior, sequential=self.sequential)
+            ranker = replace(base, k=k, weighting=weighting, prior=prior)
             yield Candidate(values, ranker, log_loss(ranker.probabilities(x), z))

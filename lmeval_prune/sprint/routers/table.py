@@ -11,8 +11,5 @@ ROUTERS = Registry(
     own={
         CONTRASTIVE: "lmeval_prune.sprint.routers.contrastive:Contrastive",
         "knn": "lmeval_prune.sprint.routers.knn:Knn",
-        "logistic": "lmeval_prune.sprint.routers.logistic:Logistic",
-        "sequential": "lmeval_prune.sprint.routers.sequential:Sequential",
-        "sequential_knn": "lmeval_prune.sprint.routers.sequential:SequentialKnn",
     },
 )

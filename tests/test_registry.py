@@ -569,7 +569,7 @@ def test_pruners_of_one_name_share_no_results(
     assert main(["importance", *words, "--method", "mine", "--output", str(scores)]) == 0
     prune, options = Prune(method="mine", ratio=0.25, budget="heads"), DistillOptions("x", "y", method="mine")
     before, distilled = prune.identity(), foreign_methods(options)
-    assert distilled == {"method_class": "elsewhere:Ascending, version 1"}
+    assert distilled == {"mine_class": "elsewhere:Ascending, version 1"}
     assert not foreign_methods(DistillOptions("x", "y", method="flap"))
     monkeypatch.setattr(PRUNERS, "_declared", {"mine": {"elsewhere:Descending": "other"}})
     assert prune.identity() != before and foreign_methods(options) != distilled

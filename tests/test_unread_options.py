@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from lmeval_prune import InputError, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.stages import check_pruning
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.pruners import schedule
 from lmeval_prune.pruners.base import make_pruner
@@ -21,32 +18,11 @@ from lmeval_prune.pruners.schedule import resolve_options
 from lmeval_prune.settings import Settings, annotations_of, union_members
 from tests.tiny_models import tiny
 
-MODEL: dict[str, Any] = {"pretrained": "model", "output": "student", "task": "task"}
 OWN: dict[str, Any] = {"calibrate_on": "own", "task": "task"}
 # Options that are always read, or whose own checks say what they need.
 ALWAYS: dict[type[Settings], set[str]] = {
     PruneOptions: {"ratio", "ffn_ratio", "allocation", "steps", "budget", "costs", "compensation"},
     TextOptions: {"task", "text", "calibrate_on"},
-    DistillOptions: {
-        *("pretrained", "output", "task", "corpus", "data_dir", "seed", "batch", "validation", "stages", "epochs"),
-        *("ratio", "ffn_ratio", "train_on", "response", "feature"),
-        # of pruning, whose options the pruner's resolution checks, and of training
-        *("unit", "ffn_multiple", "allocation", "depth_method", "costs", "method", "options", "budget", "parts"),
-        *("skip_first", "skip_last", "log_start", "compensation", "damping", "steps", "calibration", "calibrate_on"),
-        *(
-            "patience",
-            "accumulate",
-            "save_steps",
-            "resumable",
-            "lora",
-            "rate",
-            "decay",
-            "warmup",
-            "clip",
-            "trainer",
-            "task_weight",
-        ),
-    },
 }
 # Settings under which an option is read, where those of `under` do not do.
 READ: dict[str, dict[str, Any]] = {
@@ -55,35 +31,17 @@ READ: dict[str, dict[str, Any]] = {
     "ffn_options": {"ffn_method": "random", "ffn_ratio": 0.25},
     "ffn_method": {"ffn_ratio": 0.25},
     "costs": {"budget": "latency", "allocation": "composition"},
-    "top_k_rest": {"top_k": 8},
-    "hidden_weight": {"hidden": True},
-    "layer_map": {"hidden": True},
     "parts": {"budget": "parameters"},
     "skip_first": {"budget": "parameters"},
     "skip_last": {"budget": "parameters"},
     "samples": {"sample_temperature": 0.7},
     "tokens": {"calibrate_on": "task"},
-    **{name: {"train_on": "teacher"} for name in ("keep_answers", "unsolved", "answer_metric")},
-    **{name: {"corpus": "texts"} for name in ("corpus_field", "corpus_prompt", "corpus_options", "corpus_texts")},
-    "corpus_tokens": {"corpus": "texts"},
-    "corpus_answers": {"corpus": "texts", "corpus_prompt": "question"},
 }
-OTHER: dict[str, Any] = {"depth_method": "random", "answer": "It is {}.", "train": ("fold1",), "test": "fold0"}
+OTHER: dict[str, Any] = {"depth_method": "random"}
 # Settings under which each conditional option is unread: most are under the bare ones.
 UNREAD: dict[str, dict[str, Any]] = {
     name: changes
-    for names, changes in (
-        (("parts", "skip_first", "skip_last", "ffn_multiple"), {"budget": "heads"}),
-        (("train", "test", "answer", "answer_field", "limit", "chat", "max_length"), {"task": None, "corpus": "texts"}),
-        (("top_k", "temperature"), {"response": False}),
-        (("feature_weight", "normalize"), {"feature": False}),
-        (("hidden", "teacher", "teachers"), {"distill_weight": 0.0}),
-        (("distill_weight",), {"response": False, "feature": False}),
-        (("p_min", "growth"), {"stages": 1}),
-        (("best_by",), {"validation": 0.0}),
-        (("corpus_answers",), {"corpus": "texts"}),
-        (("corpus_field",), {"corpus": "texts", "corpus_prompt": "p", "corpus_answers": "teacher"}),
-    )
+    for names, changes in ((("parts", "skip_first", "skip_last", "ffn_multiple"), {"budget": "heads"}),)
     for name in names
 }
 
@@ -131,7 +89,7 @@ def test_an_option_without_what_it_is_for_is_refused(settings: Any, options: dic
 METHOD_USES = {name for use in schedule._USES for name in use.names}
 
 
-@pytest.mark.parametrize("settings", [PruneOptions, TextOptions, DistillOptions])
+@pytest.mark.parametrize("settings", [PruneOptions, TextOptions])
 def test_every_option_says_when_it_is_read(settings: type[Settings]) -> None:
     """A new option is always read, or belongs to a condition."""
     more = METHOD_USES if settings is PruneOptions else set()
@@ -140,8 +98,6 @@ def test_every_option_says_when_it_is_read(settings: type[Settings]) -> None:
 
 
 def bare(settings: type[Settings], name: str) -> dict[str, Any]:
-    if settings is DistillOptions:
-        return {**MODEL, **UNREAD.get(name, {})}
     if settings is PruneOptions:
         return {"ratio": 0.25, **({"budget": "heads"} if name in UNREAD and "budget" in UNREAD[name] else {})}
     return {}
@@ -149,7 +105,7 @@ def bare(settings: type[Settings], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [(kind, name) for kind in (PruneOptions, TextOptions, DistillOptions) for name in conditional(kind)],
+    [(kind, name) for kind in (PruneOptions, TextOptions) for name in conditional(kind)],
 )
 def test_an_option_that_nothing_reads_is_refused(settings: Any, name: str) -> None:
     value = other_value(settings, name)
@@ -159,20 +115,15 @@ def test_an_option_that_nothing_reads_is_refused(settings: Any, name: str) -> No
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [(kind, name) for kind in (PruneOptions, TextOptions, DistillOptions) for name in conditional(kind)],
+    [(kind, name) for kind in (PruneOptions, TextOptions) for name in conditional(kind)],
 )
 def test_an_option_that_is_read_is_accepted(settings: Any, name: str) -> None:
     value = other_value(settings, name)
     under: dict[Any, dict[str, Any]] = {
         PruneOptions: {"ratio": 0.5, "steps": 2},
         TextOptions: OWN,
-        DistillOptions: {**MODEL, "ratio": 0.5},
     }
-    extra = {"calibrate_on": "own"} if settings is DistillOptions and name in chain(ANSWERS_OF_MODELS) else {}
-    assert getattr(settings(**{**under[settings], **extra, **READ.get(name, {}), name: value}), name) == value
-
-
-ANSWERS_OF_MODELS = ("samples", "sample_temperature", "max_gen_toks", "responses", "prompts_count", "regenerate")
+    assert getattr(settings(**{**under[settings], **READ.get(name, {}), name: value}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -228,16 +179,6 @@ def test_own_answers_are_renewed_by_steps_alone(settings: Any, changes: dict[str
     with pytest.raises(InputError, match=r"^regenerate is for .*steps"):
         settings(**OWN, **changes, regenerate=2)
     PruneSettings(0.5, **OWN, steps=2, regenerate=2)
-
-
-@pytest.mark.parametrize(("name", "value"), [("calibration", 8), ("calibrate_on", "own")])
-def test_calibration_of_a_method_that_reads_no_text_is_refused(name: str, value: Any) -> None:
-    shared: dict[str, Any] = {**MODEL, "ratio": 0.5, "unit": "group", "stages": 2}
-    model_map = map_model(tiny("llama"))
-    with pytest.raises(InputError, match=f"^{name} is for a method or compensation that reads text"):
-        check_pruning(DistillOptions(**shared, method="global_threshold", **{name: value}), model_map)
-    check_pruning(DistillOptions(**shared, method="confidence", **{name: value}), model_map)
-    check_pruning(DistillOptions(**shared, method="global_threshold", compensation="bias", **{name: value}), model_map)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ from lmeval_prune.distillation.trainer import (
 )
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.sequential import SequentialPruner
@@ -756,8 +755,6 @@ def test_missing_models_are_refused_without_leftovers(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
-        PrunedHFLM(athena.pretrained, device="cpu")
     with pytest.raises(InputError, match=r"is not a fold of asdiv_a; give a fold, e\.g\. test=fold0"):
         distill(replace(language, test="all"))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from functools import cache
 from pathlib import Path
@@ -247,24 +246,6 @@ def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
         results["config"]["pruning"].pop("answers", None)
         path.write_text(json.dumps(results))
     assert compare(tmp_path / "g").rows["head", "prune_tiny_words"].cut_off is None
-
-
-@pytest.mark.parametrize(
-    ("task", "template", "warns"), [("prune_tiny_words", False, True), ("prune_tiny_words", True, False)]
-)
-def test_a_chat_task_without_the_chat_template_is_said(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, task: str, template: bool, warns: bool
-) -> None:
-    lm = model(tiny_folder)
-    evaluation = {"tasks": [task], "gen_kwargs": {"max_gen_toks": 2}, "limit": 2, "task_manager": task_manager()}
-    with caplog.at_level(logging.WARNING):
-        simple_evaluate(lm, apply_chat_template=template, **evaluation)
-        messages = [record.getMessage() for record in caplog.records if "chat template" in record.getMessage()]
-        assert len(messages) == warns and all(text.startswith(f"{task} expects a chat") for text in messages)
-        caplog.clear()
-        lm.tokenizer.chat_template = None
-        lm.generate_until(instances("\x00"))
-        assert "chat template" not in caplog.text
 
 
 def test_progress_is_in_tokens_and_ends_at_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

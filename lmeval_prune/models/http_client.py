@@ -31,7 +31,6 @@ class Cause(enum.Enum):
     UNKNOWN = enum.auto()  # the request or the server
     SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
     BUSY = enum.auto()  # status 429, or a shared context that is full: neither is to blame
-    INTERNAL_ERROR = enum.auto()  # status 500: the request, the server or the adapter
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,17 @@ from lmeval_prune.export.manifest import read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.dispatch import Dispatcher, Server
-from lmeval_prune.models.http_client import Connection
+from lmeval_prune.models.dispatch import Dispatcher, list_models
+from lmeval_prune.models.http_client import Connection, RetryableError
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.models.server_answering import ServerAnswering
 from lmeval_prune.models.server_client import LogLikelihood, ServerClient
-from lmeval_prune.models.server_kinds import ServedVariant
+from lmeval_prune.models.server_kinds import ServedModel, ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
-from lmeval_prune.models.server_probe import Probe, connect, model_name
+from lmeval_prune.models.server_probe import Probe, model_name
 from lmeval_prune.models.server_record import RECORD, ServerRecord
 
 # options that lm-eval's own class takes
@@ -57,10 +57,10 @@ ROUNDED_WARNING = (
 
 
 class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
-    """Evaluates a model on servers, whose adapters prune heads (`lmeval-prune export adapter`).
+    """Evaluates a model on a server, whose adapters prune heads (`lmeval-prune export adapter`).
 
     Args:
-        base_url: address of a server, or of several.
+        base_url: address of the server.
         arguments: the fields of `ServerOptions` (`models/server_options.py`); `heads`, `mask`, `router` and its
             options, `responses` as for `pruned-hf`.
 
@@ -69,9 +69,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
         base: digest of the served checkpoint.
         model_length: tokens that the model takes, or `max_length=`; the servers may take fewer.
-
-    Raises:
-        InputError: an argument is wrong, or a server does not serve the model and its variants.
     """
 
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
@@ -99,12 +96,15 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.base, self.dtype = self._identify_base(), self._resolve_dtype()
         connection = Connection(self.header, self._certificates(), self.options.timeout)
-        servers = connect(self.kind, self.options.urls, connection)
-        name = model_name(self.kind, servers, self.options.model)
-        self._check_roots(name, servers)
-        self._init_lm_eval(name, servers)
-        limits = (self.options.num_concurrent, self.options.max_retries)
-        self.dispatcher = Dispatcher(self.kind, name, servers, connection, *limits)
+        url, limits = self.options.url, (self.options.num_concurrent, self.options.max_retries)
+        try:
+            listing = connection.run(partial(list_models, url=url, kind=self.kind))
+        except RetryableError as error:
+            raise InputError(str(error)) from None
+        name = model_name(url, listing, self.kind, self.options.model)
+        self.dispatcher = Dispatcher(self.kind, name, url, listing, connection, *limits)
+        self._check_root()
+        self._init_lm_eval()
         self.client = ServerClient(self)
         self.answering = ServerAnswering(self)
         try:
@@ -190,7 +190,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             raise InputError("responses= needs the type in which the servers compute: give dtype=, e.g. dtype=bfloat16")
         return dtype
 
-    def _init_lm_eval(self, name: str, servers: Sequence[Server]) -> None:
+    def _init_lm_eval(self) -> None:
         """Initialise lm-eval's class and the tokenizer."""
         options = {
             option: getattr(self.options, option)
@@ -198,9 +198,14 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             if getattr(self.options, option) is not None
         }
         tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
-        url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
-        options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
-        limits = [length for server in servers if (length := server.listing.model(name).max_length)]
+        url = f"{self.dispatcher.url}/v1/{'chat/completions' if self.chat else 'completions'}"
+        options |= {
+            "model": self.dispatcher.model,
+            "tokenizer": tokenizer,
+            "tokenizer_backend": "huggingface",
+            "seed": self.seed,
+        }
+        limits = [self.served.max_length] if self.served.max_length else []
         length = self.options.max_length or resolve_max_length(self.config, None)
         options["max_length"] = min([length, *limits])  # for its log
         options["num_concurrent"] = self.options.num_concurrent
@@ -228,23 +233,25 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         except (OSError, ssl.SSLError) as error:
             raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
-    def _check_roots(self, name: str, servers: Sequence[Server]) -> None:
+    @property
+    def served(self) -> ServedModel:
+        """Return what the server says of the unpruned model."""
+        return self.dispatcher.listing.model(self.dispatcher.model)
+
+    def _check_root(self) -> None:
         """Refuse a server of other weights, if its folder is here; warn of a folder of another name.
 
         Adapters name the model that serves them, and llama.cpp lists no folder.
         """
-        path = Path(self.checkpoint.path)
-        for server in servers if not self.adapters and not self.kind.adapter_list else ():
-            root = server.listing.model(name).root
-            if not root or root == self.options.model:  # its name alone, which a user chose
-                continue
-            if self._has_other_weights(root):
-                raise InputError(
-                    f"{server.url} serves {root}, which has other weights than pretrained={path}: give "
-                    f"pretrained={root}, or the address of another server"
-                )
-            if path.name.lower() not in root.lower() and not Path(root).is_dir():
-                logger.warning(ROOT_WARNING, server.url, root, path)
+        path, root = Path(self.checkpoint.path), self.served.root
+        if (
+            self.adapters or self.kind.adapter_list or not root or root == self.options.model
+        ):  # a name that a user chose
+            return
+        if self._has_other_weights(root):
+            raise InputError(f"{self.dispatcher.url} serves {root}, which has other weights than pretrained={path}")
+        if path.name.lower() not in root.lower() and not Path(root).is_dir():
+            logger.warning(ROOT_WARNING, self.dispatcher.url, root, path)
 
     def _has_other_weights(self, root: str) -> bool:
         """Return whether both folders have the same weight files, one of them with other contents."""
@@ -271,10 +278,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 raise InputError(
                     f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
-        for server in self.dispatcher.servers if names else ():
-            stored = server.listing.model(self.dispatcher.model).parameter_bytes
-            if stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
-                logger.warning(ROUNDED_WARNING, server.url, stored, self.options.adapters, self.dtype)
+        stored = self.served.parameter_bytes
+        if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+            logger.warning(ROUNDED_WARNING, self.dispatcher.url, stored, self.options.adapters, self.dtype)
 
     @property
     def record_path(self) -> Path | None:
@@ -284,8 +290,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     @property
     def record_key(self) -> Any:
         """Return what stored answers depend on of the served model: others have a record of their own."""
-        model = self.dispatcher.servers[0].listing.model(self.dispatcher.model)
-        return [self.kind.name, self.dtype, self.base, model.identity if self.kind.adapter_list else None]
+        return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
 
     def _server_record(self) -> ServerRecord:
         path, store = self.record_path, self.answering.store

@@ -20,12 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.cli import main
 from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
-from lmeval_prune.export.servers import max_lora_rank, slot_memory
+from lmeval_prune.export.servers import max_lora_rank
 from lmeval_prune.interventions.plan import Plan
 from tests.kills import killing_after
 from tests.tiny_models import ALL, SEQ2SEQ, output, saved, tiny, tokens
@@ -250,7 +249,7 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
     with pytest.raises(InputError, match="has changed since the export"):
         run()
     (tmp_path / "out" / "L0H0" / "lmeval_prune.json").unlink()
-    with pytest.raises(InputError, match="not an adapter of lmeval-prune"):
+    with pytest.raises(InputError, match="no such file"):
         run()
 
 
@@ -353,27 +352,18 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     def error_for(file: Path) -> str:
         return refused(capsys, *arguments, str(tmp_path / "out"), "--served", str(file))
 
-    assert "attn_output.weight in Q4_0, not F16: an adapter cannot cancel" in error_for(
-        gguf_base(tmp_path / "base-q4_0.gguf", kinds.Q4_0)
-    )
-    assert "in F32, not F16: give --dtype float32" in error_for(gguf_base(tmp_path / "f32.gguf", kinds.F32))
+    assert "attn_output.weight in Q4_0, not F16" in error_for(gguf_base(tmp_path / "base-q4_0.gguf", kinds.Q4_0))
+    assert "in F32, not F16" in error_for(gguf_base(tmp_path / "f32.gguf", kinds.F32))
     assert "is a qwen2 model, and the adapter is for llama" in error_for(
         gguf_base(tmp_path / "qwen2.gguf", kinds.F16, "qwen2")
     )
     assert "of shape [32, 32]: it is another model" in error_for(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
-    assert "there is no file" in error_for(tmp_path / "none.gguf")
-    assert "there is no file" in error_for(tmp_path)
     assert "of shape [32, 32]: it is another model" in error_for(
         (tmp_path / "wide.gguf").rename(tmp_path / "sha256-1f")
     )
     gguf_base(tmp_path / "split.gguf", kinds.F16, per_file=1)
-    first, second = sorted(tmp_path.glob("split-*"))
+    first, _ = sorted(tmp_path.glob("split-*"))
     assert "other weights in blk.0.attn_output.weight" in error_for(first)  # and none that it lacks
-    assert f"{second} is part 2 of 2; name the first" in error_for(second)
-    second.unlink()
-    assert f"there is no file {second}" in error_for(first)
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    assert "not a complete GGUF file" in error_for(tmp_path / "broken.gguf")
     assert "other weights in blk.0.attn_output.weight" in error_for(gguf_base(tmp_path / "ones.gguf", kinds.F16))
     model = ("--pretrained", str(tiny_folder), "--format", "gguf")
     to_gguf = ("export", "model", *model, "--splitting", "gpt-2")
@@ -405,7 +395,7 @@ def test_what_no_adapter_can_do_is_one_line(
     arguments = ("--pretrained", str(tiny_folder), "--output", str(tmp_path / "out"))
     model_map = map_model(tiny("llama"))
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "plan.json", model_map)
-    assert "channels, blocks or updated weights" in refused(capsys, *arguments, "--mask", str(tmp_path / "plan.json"))
+    assert "is no mask of heads alone" in refused(capsys, *arguments, "--mask", str(tmp_path / "plan.json"))
     HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
     error = refused(capsys, *arguments, "--mask", str(tmp_path / "mask.json"))
     assert "other weights" in error and "--allow_other_model" in error and "=true" not in error
@@ -424,18 +414,7 @@ def test_what_no_adapter_can_do_is_one_line(
     assert "gpt2 models are not written as GGUF" in refused(
         capsys, "--pretrained", str(tmp_path / "gpt2"), *to, "--format", "gguf"
     )
-    saved("llama", tmp_path / "wide", hidden_size=640, num_attention_heads=10, num_key_value_heads=2)
-    error = refused(
-        capsys, "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "out"), "--heads", "L0H0-8"
-    )
-    advice = f"export model --zeroed --pretrained {tmp_path / 'wide'} --output FOLDER --heads L0H0+L0H1"
-    assert "needs rank 576" in error and advice in error
-    saved("llama", tmp_path / "many", hidden_size=640, num_attention_heads=40, num_key_value_heads=40, head_dim=16)
-    error = refused(
-        capsys, "--pretrained", str(tmp_path / "many"), "--output", str(tmp_path / "out"), "--heads", "L0H0-34"
-    )
-    assert error.startswith("lmeval-prune: error: heads-35-")
-    assert error.endswith(f" --output FOLDER --heads {'+'.join(f'L0H{head}' for head in range(35))}`")
+    saved("llama", tmp_path / "wide")
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
@@ -485,22 +464,18 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
     assert main([*arguments, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
     pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
     (pool / "notes").mkdir()
-    assert (
-        capsys.readouterr().out.splitlines()
-        == [
-            *(str(pool / name) for name in (names[2], *names[:2])),
-            f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
-            "",
-            "# vLLM's adapter slots take 0.0164 MB; a smaller --max-loras saves memory, but requests may wait",  # 4 · 8 · 2 · 2 · 32 · 4
-            "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-            f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
-            "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
-            "",
-            f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
-            f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
-            "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
-        ]
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        *(str(pool / name) for name in (names[2], *names[:2])),
+        f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "",
+        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
+        "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
+        "",
+        f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
+        f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
+        "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
+    ]
     pool = tmp_path / "a pool"
     assert main([*arguments, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
     files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
@@ -516,21 +491,12 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines that say how to serve."""
     assert main(["export", "adapter", *words]) == 0
     shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
-    return [line for line in shown.splitlines() if line and not line.startswith("# vLLM's adapter slots")]
+    return [line for line in shown.splitlines() if line]
 
 
 def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands that a server would refuse are not printed: other families, types, classes, revisions."""
-    for family in ("gpt2", "t5", "bert"):
-        saved(family, tmp_path / family, dtype=torch.float32)
-        head = "decoder.L0H0" if family == "t5" else "L0H0"
-        arguments = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
-        (line,) = lines_of(capsys, *arguments, "--heads", head)
-        assert line.startswith("only PEFT") and f"no server supports adapters of {family} models" in line
+    """Commands have what the model's class and revision need."""
     saved("llama", tmp_path / "wide")
-    arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
-    (line,) = lines_of(capsys, *arguments)
-    assert "servers do not compute in float64" in line
     arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
     vllm, _ = lines_of(capsys, *arguments, "--output", str(tmp_path / "own"), "--revision", "main")
     assert f"vllm serve {tmp_path / 'wide'} --revision main --dtype bfloat16" in vllm
@@ -551,14 +517,6 @@ def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.Cap
         assert line.endswith("--lora-target-modules o_proj")
         comment = ["# --trust-remote-code is not needed if lmeval-prune is installed"]
         assert remark == (comment if family == "llama" else [])
-
-
-def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
-    """Slots have the rounded rank and the server's type."""
-    saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
-    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
-    width = in_features(export.model_map.attention[0].o_proj)
-    assert slot_memory(export, 3, 96) == 3 * 2 * 128 * (width + 384) * 4
 
 
 def test_lines_are_of_adapters_that_belong_together(

@@ -23,7 +23,7 @@ from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.export.manifest import read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
@@ -84,7 +84,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         refuse_empty(values, SERVER_OPTIONS)
         variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
         self.arguments = Arguments.of(variant_arguments)
-        self._check_arguments(variant_arguments)
+        self._check_arguments()
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
         self.lora = read_lora(self.options.lora) if self.options.lora else {}
         if self.lora and (self.arguments.interventions or self.arguments.router):
@@ -122,10 +122,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        for name in ("engine", "engine_rows", "deterministic"):
-            if name in arguments:
-                raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
+    def _check_arguments(self) -> None:
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
@@ -228,10 +225,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def _certificates(self) -> Any:
         """Return aiohttp's `ssl` argument."""
         path, verify = self.options.ca_cert_path, self.options.verify_certificate
-        try:
-            return ssl.create_default_context(cafile=path) if path and verify else verify
-        except (OSError, ssl.SSLError) as error:
-            raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
+        return ssl.create_default_context(cafile=path) if path and verify else verify
 
     @property
     def served(self) -> ServedModel:
@@ -351,18 +345,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
         """Return a chat as a text, by the tokenizer's chat template."""
-        try:
-            return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
-        except ValueError as error:
-            raise InputError(_no_template(f" ({first_line(error)})")) from None
-
-    @print_input_errors
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the tokenizer's chat template."""
-        if chat_template and not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(_no_template(""))
-        template: str | None = super().chat_template(chat_template)
-        return template
+        return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
@@ -398,10 +381,3 @@ class PrunedServerChatLM(PrunedServerLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return an empty text: only the servers know the template."""
         return ""
-
-
-def _no_template(reason: str) -> str:
-    return (
-        f"the tokenizer has no chat template{reason}: leave out --apply_chat_template, give another tokenizer=, or use "
-        f"--model pruned-server-chat with a server that has a template"
-    )

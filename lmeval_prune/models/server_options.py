@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -51,7 +50,6 @@ class ServerOptions(Settings):
     think_end_token: str | None = None  # text that ends a model's thoughts, which are removed from the answer
     max_gen_toks: Count | None = None
     seed: int = 1234  # sampled try i uses a seed derived from `seed` and i
-    tokenized_requests: bool = True  # must be true, because prompts are always sent as tokens
     # ignored; lm-eval passes them
     batch_size: Any = None
     max_batch_size: Any = None
@@ -64,16 +62,8 @@ class ServerOptions(Settings):
         dtype = str(self.dtype or "float32").removeprefix("torch.")
         if self.server != "llamacpp" and dtype not in DTYPES:
             raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
-        for name in ("header", "chat_template_args"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise InputError(f"{name}={value!r} is not a dictionary; give model_args as JSON")
         if self.think_end_token and self.think_end_token.isdigit():
             raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
-        if not self.tokenized_requests:
-            raise InputError("prompts are always sent as tokens, as in pruned-hf; leave out tokenized_requests")
-        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
-            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
 
     @property
     def url(self) -> str:
@@ -107,7 +97,7 @@ SERVER_OPTIONS = {field.name for field in fields(ServerOptions)}
 # options that no local model has
 SERVER_ARGUMENTS = {
     *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "lora", "seed"),
-    *("verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"),
+    *("verify_certificate", "ca_cert_path", "auth_token", "header"),
 }
 
 

@@ -137,8 +137,8 @@ class Probe:
             requests = "the unpruned model's requests" if variant == UNPRUNED else f"requests under {variant}"
             raise InputError(
                 f"{self.dispatcher.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU "
-                f"does this without a spare adapter slot); start it with --max-loras set to the number of adapters plus "
-                f"one, or evaluate the unpruned model in a separate run"
+                f"does this without a spare adapter slot); start it with --max-loras set to the number of adapters "
+                f"plus one, or evaluate the unpruned model in a separate run"
             )
 
     def _signatures(self, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:

@@ -54,9 +54,6 @@ class Head(NamedTuple):
 
         Returns:
             The heads in model order, without duplicates.
-
-        Raises:
-            InputError: the text is malformed, or a stack, layer or head does not exist in the model.
         """
         parsed = {head for name in head_names(heads) for head in _expand(name, model_map)}
         order = {(layer.stack, layer.index): position for position, layer in enumerate(model_map.attention)}

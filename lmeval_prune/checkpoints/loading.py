@@ -104,12 +104,10 @@ def architecture_class(config: Any) -> Any:
 
 
 def _takes_config(model_class: Any, config: Any) -> bool:
-    """Return whether a configuration is of the class that a model class reads from a checkpoint."""
     return model_class.config_class is None or isinstance(config, model_class.config_class)
 
 
 def _language_classes(config: Any) -> list[Any]:
-    """Return the classes that transformers builds for a configuration: some families have those of another one."""
     return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
 
 
@@ -163,9 +161,6 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     Args:
         folder: a folder, or a name that transformers or `lmeval-prune models` knows.
         options: options of transformers' `from_pretrained`; without `dtype`, weights keep their own type.
-
-    Raises:
-        InputError: the model cannot be loaded.
     """
     config = read_config(str(folder))
     model_class = checkpoint_class(config)

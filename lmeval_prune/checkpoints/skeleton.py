@@ -62,7 +62,6 @@ def check_language_model(config: Any, language_model: Any) -> None:
 
 
 def _parameters(model: Any) -> set[str]:
-    """Return the names of a model's parameters without the prefix of the base model; tied ones appear once."""
     return {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
 
 

@@ -313,5 +313,4 @@ def _groups(
 def _answers(
     evaluations: Mapping[str, Mapping[str, Evaluation]], variant: str, task: str
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return questions and answers of a run on a task, by task and number, with log-likelihoods of the choices."""
     return {(row["task"], row["doc_id"]): row for row in evaluations[task][variant].answers.to_dict("records")}

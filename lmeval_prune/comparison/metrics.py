@@ -94,9 +94,6 @@ def known_metrics(outcomes: pd.DataFrame, results: Results, source: Path) -> Kno
         outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
         results: lm-eval's results.
         source: file or folder with the samples.
-
-    Raises:
-        InputError: the values do not give the figure of a metric that lm-eval aggregates by a mean.
     """
     metrics = {}
     for task, rows in outcomes.groupby("task", sort=False):
@@ -223,7 +220,6 @@ def values_of(outcomes: pd.DataFrame, metrics: Mapping[str, Metric], advice: str
 
 
 def _name(column: str) -> str:
-    """Return METRIC of `METRIC,FILTER`."""
     return column.partition(",")[0]
 
 

@@ -197,5 +197,4 @@ def _filters(results: Mapping[str, Any], task: str) -> list[str]:
 
 
 def _hash(doc: Any) -> str:
-    """Return lm-eval's `doc_hash`, which samples before 0.4.3 lack."""
     return hashlib.sha256(json.dumps(doc, indent=2, ensure_ascii=False).encode()).hexdigest()

@@ -122,7 +122,6 @@ def questions_of(outcomes: pd.DataFrame) -> list[Question]:
 
 
 def _unless_equal(weights: np.ndarray) -> np.ndarray | None:
-    """Return the weights of questions; None if they are all 1."""
     return None if (weights == 1).all() else weights
 
 

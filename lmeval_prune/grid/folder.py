@@ -211,7 +211,6 @@ class GridFolder:
 
 
 def _reason(path: Path) -> str | None:
-    """Read the reason of a failure; None if the file does not exist."""
     return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
 

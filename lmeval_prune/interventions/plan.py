@@ -128,11 +128,7 @@ class Plan(Intervention):
     # ------------------------------------------------------------------ what is removed
 
     def sublayers(self, model_map: ModelMap) -> list[Sublayer]:
-        """Return the removed blocks, in order.
-
-        Raises:
-            InputError: a block does not exist, no attention would be left, or the model's layers are not understood.
-        """
+        """Return the removed blocks, in order."""
         if not self.blocks:
             return []
         if reason := model_map.why_no_depth:
@@ -160,11 +156,7 @@ class Plan(Intervention):
         return self.mask.by_layer(model_map) if self.mask else []
 
     def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
-        """Return the feed-forward blocks that lose channels, in order, and the numbers of these channels.
-
-        Raises:
-            InputError: a layer or channel does not exist, or a block would lose all its channels.
-        """
+        """Return the feed-forward blocks that lose channels, in order, and the numbers of these channels."""
         blocks = {block.label: block for block in model_map.feed_forward}
         for label, channels in self.channels.items():
             if label not in blocks:
@@ -338,11 +330,7 @@ class Plan(Intervention):
 
 
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
-    """Read a plan or a head mask as a plan.
-
-    Raises:
-        InputError: the file is neither, or it removes nothing.
-    """
+    """Read a plan or a head mask as a plan."""
     plan = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(plan, Plan):
         raise InputError(f"{path} is neither a plan nor a head mask")

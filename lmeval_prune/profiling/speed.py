@@ -91,11 +91,7 @@ def measure_rounds(
 
 
 def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
-    """Return the peak memory in MiB at the largest batch, on a CPU minus the memory before the model is loaded.
-
-    Raises:
-        InputError: the measuring process was killed.
-    """
+    """Return the peak memory in MiB at the largest batch, on a CPU minus the memory before the model is loaded."""
     if torch.device(device).type == "cuda":
         model = load_pretrained(folder).to(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -37,9 +37,6 @@ def measure_costs(
         levels: number of sizes of each kind of block.
         threads: number of CPU threads, for the record.
         device: of the measured models.
-
-    Raises:
-        InputError: the blocks cannot be measured, or the file has measurements of something else.
     """
     model_map = map_model(skeleton)
     layers = min(LAYERS, len(model_map.attention) - 1)

@@ -309,12 +309,6 @@ class Settings:
             raise InputError(f"{subject}: {error}") from error
 
 
-def check_device_name(name: str) -> None:
-    """Raise an `InputError` for a device that lm-eval does not know; it need not exist on this machine."""
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu|npu|hpu)(:\d{1,3})?", str(name)):
-        raise InputError(f"device={name} is not known; use cpu, mps, cuda or cuda:0")
-
-
 def resolve_device(name: str | None, strictly: bool = True) -> Any:
     """Return a torch device, without a name a GPU if there is one; `InputError` if the device does not exist.
 

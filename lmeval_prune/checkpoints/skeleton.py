@@ -67,11 +67,7 @@ def _parameters(model: Any) -> set[str]:
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
     """Build the model of a name or folder on the meta device."""
-    config = read_config(pretrained, revision)
-    try:
-        return skeleton(config)
-    except InputError as error:
-        raise InputError(f"cannot read the model {pretrained}: {error}") from error
+    return skeleton(read_config(pretrained, revision))
 
 
 def with_weights(model: Any, pretrained: str, revision: str | None = None) -> Any:

@@ -100,11 +100,7 @@ class GridFolder:
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
         if not self._grid_file.is_file():
-            if self.path.is_file():
-                raise InputError(f"{self.path} is a file; name the folder of a grid")
-            raise InputError(
-                f"{self.path} holds no grid; create one by `lmeval-prune grid run GRID.yaml --output {self.path}`"
-            )
+            raise InputError(f"{self.path} holds no grid; create one by `lmeval-prune grid run`")
         return read_artefact(self._grid_file, GRID, VERSION, GridContents)[0]
 
     @contextmanager

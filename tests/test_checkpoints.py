@@ -519,66 +519,6 @@ def test_a_fingerprint_is_of_two_sums_of_each_tensor(dtype: torch.dtype, monkeyp
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("model-00003-of-*", None, "lacks model-00003-of-"),
-        ("model-00003-of-*", slice(-100), "is damaged (SafetensorError"),
-        ("model-00003-of-*", b"", "is damaged (SafetensorError"),
-        ("model-00003-of-*", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is damaged"),
-        (INDEX, None, f"but no {INDEX}"),
-        (INDEX, slice(-100), f"{INDEX} cannot be read"),
-    ],
-)
-def test_the_damaged_file_among_many_is_named(
-    name: str, content: Any, message: str, tmp_path: Path, tiny_folder: Path
-) -> None:
-    load_pretrained(tiny_folder).save_pretrained(tmp_path, max_shard_size="40KB")
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path)
-    (path,) = tmp_path.glob(name)
-    if content is None:
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
-    loaders: list[Any] = [load_pretrained, lambda folder: with_weights(skeleton_of(folder), folder), PrunedHFLM]
-    for load in loaders:
-        with pytest.raises(InputError) as error:
-            load(str(tmp_path))
-        line = str(error.value)
-        assert message in line and path.name in line and line.endswith("fetch it again"), line
-
-
-@pytest.mark.parametrize("variant", [None, "fp16"])
-def test_a_fault_is_one_of_the_variant_that_is_loaded(variant: Any, tmp_path: Path, tiny_folder: Path) -> None:
-    """Another variant in the folder neither hides a missing index nor is blamed for what it lacks."""
-    whole = load_pretrained(tiny_folder)
-    for stored_variant in (None, "fp16"):
-        whole.save_pretrained(tmp_path, max_shard_size="40KB", variant=stored_variant)
-    other = "" if variant else ".fp16"
-    (shard,) = tmp_path.glob(f"model{other}-00001-of-*")
-    shard.unlink()
-    with pytest.raises(InputError, match=r"cannot be loaded .*no_such_attention"):
-        load_pretrained(tmp_path, attn_implementation="no_such_attention", variant=variant)
-    index = f"model.safetensors.index{'.fp16' if variant else ''}.json"
-    (tmp_path / index).unlink()
-    with pytest.raises(InputError, match=re.escape(f"but no {index}; fetch it again")):
-        load_pretrained(tmp_path, variant=variant)
-
-
-def test_shards_of_a_cut_model_are_known_by_their_index(tmp_path: Path) -> None:
-    """Its name is another one than that of a stock model's; an error that is not the files' says nothing of them."""
-    cut(tiny("llama"), Plan(channels={"L0": [0, 1]})).model.save_pretrained(tmp_path, max_shard_size="20KB")
-    with pytest.raises(InputError, match=r"cannot be loaded .*no_such_attention"):
-        load_pretrained(tmp_path, attn_implementation="no_such_attention")
-    (shard,) = tmp_path.glob("model.pruned-00002-of-*")
-    shard.unlink()
-    with pytest.raises(InputError, match=f"lacks {shard.name}; fetch it again"):
-        load_pretrained(tmp_path)
-    (tmp_path / "model.safetensors.index.pruned.json").unlink()
-    with pytest.raises(InputError, match=r"but no model\.safetensors\.index\.pruned\.json; fetch it again"):
-        load_pretrained(tmp_path)
-
-
 def test_a_cut_model_is_loaded_without_warnings_of_values_that_layers_have(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

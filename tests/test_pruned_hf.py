@@ -290,7 +290,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
         ({"dtype": "floaty"}, "dtype=floaty is not a torch dtype"),
-        ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),
+        ({"heads": "encoder.L0H1"}, "this model's stacks are a single one"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),
@@ -614,7 +614,7 @@ def test_heads_and_those_of_tries_are_checked_together(tiny_folder: Path, tmp_pa
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:
     folder = family_folder("bitnet", tiny_folder, tmp_path / "newcomer")
-    with pytest.raises(InputError, match=r"model family 'bitnet' is not supported: .* give attention_path="):
+    with pytest.raises(InputError, match=r"model family 'bitnet' is not supported: .* attention_path"):
         model(folder, heads="L0H1")
     described = {
         "attention_path": "model.layers.{i}.self_attn",

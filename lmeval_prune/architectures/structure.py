@@ -17,7 +17,6 @@ from lmeval_prune.architectures.blocks import (
     FeedForward,
     attribute_of,
     in_features,
-    is_projection,
     out_features,
     projection_in,
 )
@@ -194,15 +193,3 @@ def _has_channels(block: FeedForward) -> bool:
     projection_modules = {module for part in parts for module in part.modules()}
     others = (module for module in block.module.modules() if module not in projection_modules) if block.name else ()
     return not any(x.shape[:1] == (block.channels,) for module in others for x in module.parameters(recurse=False))
-
-
-def _output_path(attention: nn.Module, name: str, width: int | None) -> str | None:
-    """Return the path of the output projection; None if there is none, or none that is a single matrix product.
-
-    A module that wraps it, e.g. with a gate, has it as the only product that returns hidden states of the width.
-    """
-    output = projection_in(attention, name)
-    if output is None or is_projection(output):
-        return None if output is None else name
-    inner = [path for path, part in output.named_modules() if is_projection(part) and out_features(part) == width]
-    return f"{name}.{inner[0]}" if len(inner) == 1 else None

@@ -41,11 +41,6 @@ def as_input_error(problem: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers raises errors of any type for files that it cannot read
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
-                f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
-            ) from error
         reason = brief(str(error), 300)  # its first line may name only a field, not the fault
         raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 

@@ -43,7 +43,6 @@ from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
 from tests.test_command_line import lm_eval
 
-MANY = ("router_seed", "router_size", "engine_rows", "seed")
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 
 

@@ -358,7 +358,7 @@ def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
     values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
     with pytest.raises(
         InputError,
-        match=r"'x' on t: exact_match,strict is not known for all questions of t; it has exact_match,flexible",
+        match="t has no metric exact_match,strict of all questions; it has exact_match,flexible",
     ):
         compare(write_grid(tmp_path / "g", values))
     comparison = compare(write_grid(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
@@ -468,7 +468,7 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(InputError, match="no cell of the baseline 'dense' is done"):
         compare(path)
     bad = write_grid(tmp_path / "b", {"dense": {"t": [question("t", 0, 1.0)]}}, dense={"metric": "acc"})
-    with pytest.raises(InputError, match="t has no metric acc; it has exact_match,none"):
+    with pytest.raises(InputError, match="t has no metric acc of all questions; it has exact_match,none"):
         compare(bad)
 
 

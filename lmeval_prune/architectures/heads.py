@@ -86,10 +86,9 @@ def _item_names(item: Any) -> list[str]:
     """Return the normalised head names in one list item: a text, a `[layer, head]` pair or a `Head`."""
     if isinstance(item, Head):
         return [str(item)]
-    if isinstance(item, list | tuple):
-        layer, head = item
-        return [_normalised(f"L{layer}H{head}")]
-    return [_normalised(name.strip()) for name in item.split("+")]
+    if isinstance(item, list | tuple) and len(item) == 2:
+        return [_normalised(f"L{item[0]}H{item[1]}")]
+    return [_normalised(name.strip()) for name in str(item).split("+")]
 
 
 def _normalised(name: str) -> str:

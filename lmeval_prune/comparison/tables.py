@@ -89,7 +89,7 @@ def read_table(
         advice: end of a message: how to name another metric.
     """
     base = outcomes[baseline]()
-    metrics = choose_metrics(base, metrics_by_task, metric, advice)
+    metrics = choose_metrics(metrics_by_task, metric, advice)
     questions = questions_of(base)
     position = {question: row for row, question in enumerate(questions)}
     values = np.empty((len(position), len(outcomes)))

@@ -65,8 +65,6 @@ class Variant(Settings):
             raise InputError("the model is missing; add `model: {pretrained: NAME}`")
         if self.served and self.prepare:
             raise InputError("a served model cannot be prepared; give its heads or its mask")
-        if not self.served and (unserved := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
-            raise InputError(f"{unserved[0]} is an option of served models; add base_url: http://HOST:PORT")
         for name, remedy in RUN_ARGUMENTS.items():
             if name in self.model_args:
                 raise InputError(f"{name} cannot be set for a variant; {remedy}")

@@ -14,9 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
-from lmeval_prune.artefacts import digest
 from lmeval_prune.interventions import Plan, interventions_on
-from lmeval_prune.models import answer_store, answering, identity
+from lmeval_prune.models import answering, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
@@ -314,7 +313,7 @@ def test_a_damaged_record_is_no_answer(compacted: bool, tmp_path: Path) -> None:
         assert len(responses) < 2 and responses.items() <= {"a": "It is 42.", "b": "It is 42."}.items()
 
 
-def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
+def test_two_files_are_merged_and_a_file_is_no_folder(tmp_path: Path) -> None:
     first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
     first.add("a", "x", {})
     second.add("b", [1.5, True], {})
@@ -322,8 +321,6 @@ def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> Non
     assert AnswerStore(tmp_path / "s", 0).responses == {"a": "x", "b": [1.5, True]}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(InputError, match="not an answer store"):
-        AnswerStore(tmp_path / "other")
     with pytest.raises(InputError, match="cannot be used"):
         AnswerStore(tmp_path / "other" / "file")
 
@@ -548,21 +545,15 @@ def other_arithmetic(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "reason"),
-    [
-        ("method", "were made by version 1 of heads, this is version 2 of heads"),
-        ("answering", "were made by version 1 of answering, this is version 2 of answering"),
-        ("transformers", "were made by transformers 5.17.0, this is transformers 5.23.0"),
-        (None, "do not say which versions made them"),
-    ],
+    "raised",
+    ["method", "answering", "transformers"],
 )
 @pytest.mark.parametrize("compacted", [False, True])
 def test_answers_of_code_that_has_changed_since_are_not_used(
     tiny_folder: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    raised: str | None,
-    reason: str,
+    raised: str,
     compacted: bool,
 ) -> None:
     instances, folder = requests("generate_until"), str(tmp_path / "s")
@@ -580,16 +571,6 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
             lm.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        if raised is None:  # as a store was before
-            patch.setattr(answer_store, "digest", lambda value: value[0] if isinstance(value, list) else digest(value))
-            add = AnswerStore.add
-            patch.setattr(
-                AnswerStore,
-                "add",
-                lambda self, key, response, about: add(
-                    self, key, response, {k: v for k, v in about.items() if k not in ("request", "versions")}
-                ),
-            )
         before = answers(patch)
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING"):
         other_arithmetic(patch)
@@ -597,7 +578,7 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
             patch.setattr(HeadMask, "version", 2)
         elif raised == "answering":
             patch.setattr(identity, "ANSWERING", 2)
-        elif raised:
+        else:
             numbers["transformers"] = "5.23.0"
         fresh = answers(patch)
         assert fresh != before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
@@ -41,7 +40,11 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
     ]
     names = [adapter["name"] for adapter in adapters]
     if export.format == "gguf":
-        return [_llamacpp_line(export, names)]
+        files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
+        model, comment = quote(export.served), ""
+        if not export.served.endswith(".gguf"):
+            model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
+        return [f"{comment}llama-server -m {model} --lora-init-without-apply {files}"]
     served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
     rank = max(adapter["rank"] for adapter in adapters)
     slots = len(names) + 1  # vLLM on a CPU needs one slot more than adapters
@@ -63,15 +66,6 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
             f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
         )
     return lines
-
-
-def _llamacpp_line(export: AdapterExport, names: Sequence[str]) -> str:
-    """Return the command line of llama-server with adapters."""
-    files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
-    model, comment = quote(export.served), ""
-    if not export.served.endswith(".gguf"):
-        model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
-    return f"{comment}llama-server -m {model} --lora-init-without-apply {files}"
 
 
 def model_lines(path: str, format: str, config: Any = None) -> list[str]:

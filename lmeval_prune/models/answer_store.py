@@ -75,9 +75,6 @@ class AnswerStore:
         responses: response by key.
         endings: ending of the answer by key, if stored.
         versions: versions of the code by request (a digest, see `answer_requests`).
-
-    Raises:
-        InputError: the folder is not an answer store, or another run is writing to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
@@ -126,12 +123,7 @@ class AnswerStore:
         raise AssertionError
 
     def add(self, key: str, response: Any, columns: dict[str, Any]) -> None:
-        """Write one answer and flush it to the operating system; `columns` are further fields of its record, as JSON.
-
-        Raises:
-            InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
-            DiskError: the disk is full; the next run resumes after the last complete line.
-        """
+        """Write one answer and flush it to the system; `columns` are further fields of its record, as JSON."""
         try:
             body = json.dumps({"key": key, **columns, "response": response}, ensure_ascii=False)[:-1].encode()
             line, kind = _closed(body), RESPONSE_TYPES.get(columns.get("kind") or "", Any)

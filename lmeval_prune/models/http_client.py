@@ -1,7 +1,4 @@
-"""HTTP client for servers: every response is bounded in time and size, and every value in it is checked.
-
-No other module talks to servers, so no server can block a run, fill its memory or end it with a traceback.
-"""
+"""HTTP client for servers: every response is bounded in time, and every value in it is checked."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import aiohttp
 
 from lmeval_prune.errors import InputError, brief, first_line
 
-MAX_RESPONSE_BYTES = 32 * 2**20  # twice the size of the log-probabilities of a prompt of 128,000 tokens
 MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
 T = TypeVar("T")
 
@@ -102,15 +98,10 @@ class Connection:
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
     """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
-    body = bytearray()
     try:
         async with client.request(method, url, json=content) as response:
-            async for part in response.content.iter_chunked(2**16):
-                body += part
-                if len(body) > MAX_RESPONSE_BYTES:
-                    response.close()
-                    raise RetryableError(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
-            return Response(response.status, bytes(body), parse_retry_after(response.headers.get("Retry-After")))
+            body = await response.read()
+            return Response(response.status, body, parse_retry_after(response.headers.get("Retry-After")))
     except TimeoutError:
         raise RetryableError(
             f"no response within {client.timeout.total:g} seconds (timeout= and num_concurrent= decide)"

@@ -196,19 +196,18 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Check the model class and the interventions on a model without weights, before minutes of loading."""
-        router = self.arguments.router if isinstance(self.arguments.router, FixedOrderRouter) else None
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
         except Exception:  # some models cannot be built without weights; the loaded model is checked later
             return
         check_language_model(self.config, bare)
-        if not self.arguments.interventions and not router:
-            return
-        model_map = map_model(bare, **self.arguments.description)
-        for intervention in self.arguments.interventions:
-            intervention.fit_to(model_map)
-        if router:
-            router.fit_to(model_map, None, [])
+        router = self.arguments.router
+        if self.arguments.interventions or isinstance(router, FixedOrderRouter):
+            model_map = map_model(bare, **self.arguments.description)
+            for intervention in self.arguments.interventions:
+                intervention.fit_to(model_map)
+            if isinstance(router, FixedOrderRouter):
+                router.fit_to(model_map, None, [])
 
     def _shard_over_cpu_ranks(self) -> None:
         """Set rank and world size on CPU, where `hf` leaves each process at rank 0 with all requests."""

@@ -111,7 +111,10 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             variants = self.answering.variants()
             self._check_adapters(variants)
             if self.options.probe:
-                Probe(self.dispatcher, self.tokenizer, self._server_record()).run(variants)
+                path, store = self.record_path, self.answering.store
+                is_empty = bool(path and store and store.folder == path.parent and not store.responses)
+                record = ServerRecord(path, self.record_key, self.dtype, is_empty)
+                Probe(self.dispatcher, self.tokenizer, record).run(variants)
         except BaseException:
             self.answering.close()
             raise
@@ -285,11 +288,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def record_key(self) -> Any:
         """Return what stored answers depend on of the served model: others have a record of their own."""
         return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
-
-    def _server_record(self) -> ServerRecord:
-        path, store = self.record_path, self.answering.store
-        is_empty = bool(path and store and store.folder == path.parent and not store.responses)
-        return ServerRecord(path, self.record_key, self.dtype, is_empty)
 
     def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
         """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""

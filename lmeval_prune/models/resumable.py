@@ -218,7 +218,10 @@ class StoredAnswering:
             else:
                 pending.add(key, response, **columns)
 
-        seeded = PendingRequests(pending.kind, add, self._seeded(pending), pending.keys, pending.repeats)
+        requests = list(pending.requests)
+        if pending.kind == "generate_until" and self.takes_seed:
+            requests = [self._with_seed(*pair) for pair in zip(requests, pending.repeats, strict=True)]
+        seeded = PendingRequests(pending.kind, add, requests, pending.keys, pending.repeats)
         responses: dict[int, Any] = {}
         for indices, seed in self._parts(seeded):
             with report_answers(self.lm, seeded.answered), self._sampling(seed):
@@ -232,12 +235,6 @@ class StoredAnswering:
         """Answer by the model itself."""
         options = {"disable_tqdm": True} if disable_tqdm else {}  # not all classes know it
         return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
-
-    def _seeded(self, pending: PendingRequests) -> list[Any]:
-        """Return the requests; sampled repeats with seeds of their own, where the model takes them."""
-        if pending.kind != "generate_until" or not self.takes_seed:
-            return list(pending.requests)
-        return [self._with_seed(*pair) for pair in zip(pending.requests, pending.repeats, strict=True)]
 
     def _with_seed(self, request: Any, repeat: int) -> Any:
         """Return a sampled request with a seed of its own.

@@ -514,11 +514,6 @@ def test_a_fingerprint_is_of_two_sums_of_each_tensor(dtype: torch.dtype, monkeyp
     assert weights_fingerprint(model) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- shards
-
-INDEX = "model.safetensors.index.json"
-
-
 def test_a_cut_model_is_loaded_without_warnings_of_values_that_layers_have(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -208,7 +208,7 @@ def test_a_perplexity_that_no_number_holds_is_null_in_json(tmp_path: Path) -> No
     assert row["mean"] is row["difference"] is None and row["worse"] == 3
 
 
-def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
     comparison = compare(words(runs), "a", by=["level"])
     evaluated = ["tiny_colours", "tiny_last", "tiny_more", "tiny_texts", "tiny_words"]
     levels = [f"{task}, level: {i}" for task in ("tiny_colours", "tiny_more", "tiny_words") for i in range(1, 5)]
@@ -227,9 +227,6 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path], monkeypatch: pytest.M
     assert sorted(only.tasks) == ["tiny_group", "tiny_more", "tiny_words"]
     with pytest.raises(InputError, match="by: no compared task has documents of several values of 'subject'"):
         compare(words(runs), by=["subject"])
-    with pytest.raises(InputError, match="by: question has 40 values in tiny_colours, more than 3"):
-        monkeypatch.setattr("lmeval_prune.comparison.compare.MAX_PARTS", 3)
-        compare(words(runs), by=["question"])
 
 
 def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -112,12 +112,6 @@ class Plain(Intervention):
 
 
 @dataclass(frozen=True)
-class Forgetful(Other):
-    def resolve(self, model_map):
-        pass
-
-
-@dataclass(frozen=True)
 class Strict(Other):
     def __post_init__(self):
         super().__post_init__()

@@ -4,7 +4,7 @@
 
 Plans are made on windows of GSM8K's training text, and measured on windows of its test text: KL divergence from the
 unpruned model, and perplexity, token by token; no training. K layers are K / 30 of the parameters of all layers; heads
-and channels, and compositions of blocks with heads and channels, lose the same share. What was measured stands in
+and channels lose the same share. What was measured stands in
 `results/depth.json`, row by row, and is not measured again; `--seconds` ends the command after a row. At the end, or
 with --report, writes tables and a picture under `docs/results/depth/`.
 """
@@ -45,16 +45,12 @@ MODEL, WINDOW = "smollm2-135m", 128
 OUTPUT = RESULTS.parent.parent / "docs/results/depth"
 SEEDS, SHOWN = 3, (3, 6)  # draws of random layers; numbers of layers that are measured first, and drawn
 HEADS_LIMIT = 1 / 6  # all but one group of three of each layer: attention is a quarter of a layer
-MIXED: dict[str, Any] = {"allocation": "composition", "compensation": "none"}
 WIDTH: list[tuple[str, str, dict[str, Any]]] = [
     ("heads and channels by llm_pruner", "llm_pruner", {}),
     ("heads by llm_pruner", "llm_pruner", {"parts": "heads"}),
     ("channels by llm_pruner", "llm_pruner", {"parts": "channels"}),
-    ("composition of llm_pruner and block_kl", "llm_pruner", MIXED),
-    ("composition of llm_pruner and block_kl, least squares", "llm_pruner", {**MIXED, "compensation": "least_squares"}),
     ("heads and channels by flap", "flap", {"compensation": "none"}),
     ("heads and channels by flap, with its bias", "flap", {}),
-    ("composition of flap and block_kl", "flap", MIXED),
     ("heads and channels by slimgpt", "slimgpt", {}),
 ]
 
@@ -104,9 +100,8 @@ class Work:
         }
         ratio = share * sum(costs.values()) / sum(costs[kind] for kind in kinds)
         options = PruneOptions(ratio, parts=parts, **more)  # type: ignore[arg-type]
-        depth = self.scores("block_kl", True) if options.allocation == "composition" else {}
         is_sequential = isinstance(make_pruner(method, {}), SequentialPruner)
-        return self.plan(method, options, {} if is_sequential else {**self.scores(method, False), **depth})
+        return self.plan(method, options, {} if is_sequential else self.scores(method, False))
 
     def in_steps(self, method: str, count: int) -> Plan:
         """Return the plan of several stages, each of which removes a layer; earlier stages are stored."""

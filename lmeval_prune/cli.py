@@ -34,7 +34,6 @@ COMMANDS = {
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.commands:profile",
-    "costs": "lmeval_prune.commands:costs",
     "distance": "lmeval_prune.distance.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",

@@ -1,4 +1,4 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask`, `profile` and `costs`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask` and `profile`."""
 
 from __future__ import annotations
 
@@ -173,57 +173,4 @@ def profile(
         rows[name]["distance"] = distances
     settings = {"workload": vars(work), "threads": threads, "environment": environment(torch_device, threads)}
     write(folder, rows, settings, cells)
-    return 0
-
-
-def costs(
-    pretrained: str,
-    output: str,
-    batch: Count = 8,
-    prompt: Annotated[int, Ge(2)] = 128,
-    new: Count = 32,
-    rounds: Count = 7,
-    levels: Count = 16,
-    threads: Count = 1,
-    clock: Literal["wall", "processor"] = "wall",
-    device: str | None = None,
-    revision: str | None = None,
-) -> int:
-    """Measure what attention and feed-forward blocks of some sizes cost, for plans with a budget of latency.
-
-    Small models of the model's class, with random weights and a few layers, answer prompts; the cost of a block is the
-    difference to the same model without it. A killed measurement goes on with the same command.
-
-    Args:
-        pretrained: model, as for lm_eval; its weights are not read
-        output: JSON file for the table
-        batch: batch size
-        prompt: tokens of a prompt
-        new: tokens decoded after it
-        rounds: measurements of each size; medians count
-        levels: number of measured sizes of a feed-forward block, equally far apart; as many of heads, at most
-        threads: number of CPU threads
-        clock: wall, or processor (CPU time of this process, for busy machines, with one thread)
-        device: cpu or cuda; default: a GPU if there is one
-        revision: of the model
-    """
-    if not output.endswith(".json"):
-        raise InputError(f"--output {output} must end in .json")
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
-
-    torch_device = resolve_device(device)
-    check_writable(output)
-    import torch
-
-    from lmeval_prune.profiling.speed import Workload
-    from lmeval_prune.surgery.block_costs import measure_costs
-
-    torch.set_num_threads(threads)
-    work = Workload(prompt, new, (batch,), rounds, clock)
-    table = measure_costs(Path(output), skeleton_of(pretrained, revision), work, levels, threads, torch_device)
-    for kind in ("attention", "feed_forward"):
-        sizes = {size: table.cost(kind, size) or 0.0 for size in table.sizes(kind)}
-        print(f"{kind.replace('_', '-')}: " + ", ".join(f"{size} {1000 * cost:.3g} ms" for size, cost in sizes.items()))
-    print(f"{output}: seconds of one block for {batch} prompts of {prompt} tokens and {new} new ones")
     return 0

@@ -69,7 +69,6 @@ from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.server_record import RECORD, ServerRecord
 from lmeval_prune.options import Parser
-from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.sprint.curves import samples_curve
@@ -733,22 +732,6 @@ def _begun(folder: Path) -> Kind:
     return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
 
 
-def _costs(folder: Path) -> Kind:
-    times = {size: [1.0 + n, 1.5 + n] for n, size in enumerate(("0", "2/1", "4/2"))}
-    shapes: Any = {"model_type": "llama", "hidden_size": 32, "head_dim": 8, "dtype": "float64"}
-    work: Any = {"batch": 2, "prompt": 4, "new": 2, "clock": "wall", "layers": 2, "rounds": 2}
-    where: Any = {"device": "cpu: x", "threads": 1, "torch": "2", "transformers": "5"}
-    CostTable(shapes, work, where, {"attention": times, "feed_forward": {"0": [1.0, 1.0]}}).save(folder / "costs.json")
-    model_map = map_model(tiny("llama"))
-
-    def read() -> Any:
-        table = CostTable.load(folder / "costs.json")
-        table.check(model_map, "costs.json")
-        return table.record, [table.cost("attention", size) for size in table.sizes("attention")]
-
-    return Kind([folder / "costs.json"], read)
-
-
 def _layers(folder: Path) -> Kind:
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
     removal = Removal(removed, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
@@ -827,7 +810,6 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "begun": _begun,
     "layers": _layers,
     "scores": _scores,
-    "costs": _costs,
     "plan with blocks": _intervention({"plan": {"heads": "L0H1", "blocks": "L1.attention+L0.feed_forward"}}),
     "samples": _samples,
     "servers": _servers,

@@ -193,18 +193,6 @@ def test_what_cannot_be_read_is_one_line(tiny_folder: Path, text: str, settings:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tiny_folder: Path, sums: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="has no chat template; leave out --apply_chat_template"):
-        windows_of(tokenizer, None, sums, apply_chat_template=True)
-    tokenizer.chat_template = "{{ raise_exception('no user') }}"
-    with pytest.raises(
-        InputError, match=r"the chat template fails .TemplateError: no user.; leave out --apply_chat_template"
-    ):
-        windows_of(tokenizer, None, sums, apply_chat_template=True)
-
-
 @pytest.mark.parametrize(
     ("splits", "warns"),
     [

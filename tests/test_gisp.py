@@ -169,24 +169,22 @@ def test_joint_is_for_any_method_and_one_budget_of_parameters() -> None:
     drawn = make_pruner("random", {}).scores(model_map, None, parts_of(model_map), {}).values
     heads, _ = ranked(model_map, drawn, 0.3)
     assert {*plan.heads} == heads
-    with pytest.raises(InputError, match="allocation=joint counts parameters"):
+    with pytest.raises(InputError, match="--budget heads"):
         PruneOptions(0.3, budget="heads", allocation="joint")
 
 
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda m: make_pruner("gisp", {"normalize": "block"}), "normalize='block' must be size, released or none"),
-        (lambda m: list(stages(make_pruner("gisp", {}), m, PruneOptions(0.2))), "gisp needs a calibration text"),
         (
             lambda m: list(stages(make_pruner("gisp", {}), map_model(tiny("bert")), PruneOptions(0.2), text_of())),
-            "gisp needs the loss of a causal language model; this bert",
+            "causal language model",
         ),
         (
             lambda m: make_pruner("gisp", {}).scores(
                 m, CalibrationText.from_answers("t", [([3, 4], [])], 1, False), parts_of(m), {}
             ),
-            "no token that follows another one",
+            "longer windows",
         ),
     ],
 )

@@ -422,13 +422,8 @@ def test_lessons_are_answers_that_the_task_finds_right(tiny_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"calibrate_on": "own"}, "own answers need the questions of a task; give --task NAME"),
-        ({"calibrate_on": "own", "text": "file"}, "own answers need the questions of a task"),
-        ({"calibrate_on": "own", "task": "t", "tokens": 64}, "leave out tokens .max_gen_toks limits an answer"),
-        ({"calibrate_on": "own", "task": "t", "samples": 4}, "samples=4 greedy answers .*give a sample_temperature"),
-        ({"task": "t", "samples": 4, "sample_temperature": 1.0}, "samples is for --calibrate_on own; give that"),
-        ({"task": "t", "prompts_count": False}, "prompts_count is for --calibrate_on own"),
-        ({"task": "t", "responses": "folder"}, "responses is for --calibrate_on own"),
+        ({"calibrate_on": "own"}, "needs the questions of a task"),
+        ({"calibrate_on": "own", "task": "t", "samples": 4}, "samples=4 greedy answers"),
         ({"calibrate_on": "mine"}, "calibrate_on='mine' must be task or own"),
         ({"calibrate_on": "own", "task": "t", "sample_temperature": -1}, "sample_temperature=-1"),
     ],

@@ -33,7 +33,6 @@ from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder
 from tests.kills import Killed, counted, run_killed
-from tests.swept_outcomes import drawn_outcomes
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -133,39 +132,6 @@ def test_a_budget_of_parameters_needs_no_unit(options: DistillOptions) -> None:
     distill(replace(options, method="gisp", stages=1))
     removed = read_note(options.output)["stages"][0]["removed"]
     assert removed["heads"] == 2 * removed["kv_heads"] and not removed["fillers"]
-
-
-def test_a_sweep_scores_the_only_stage(options: DistillOptions, tmp_path: Path) -> None:
-    dense = load_pretrained(options.pretrained)
-    folder = drawn_outcomes(map_model(dense), tmp_path / "swept")
-    distill(replace(options, method="sweep", options={"outcomes": str(folder)}, stages=1, ratio=0.25))
-    manifest = read_manifest(options.output)
-    assert manifest is not None and manifest["stages"][0]["plan"]["made"]["method"] == "sweep"
-
-
-def test_a_sweep_of_the_test_or_of_validation_problems_is_refused(options: DistillOptions, tmp_path: Path) -> None:
-    """One common question is enough; training problems are what a sweep may ask."""
-    host: Any = make_host(options)
-    examples, model_map = host.examples(), map_model(load_pretrained(options.pretrained))
-    parts = {
-        "test": [row["question"] for row in host.rows().test],
-        "validation": [problem.question.document["question"] for problem in examples.validation],
-        "train": [problem.question.document["question"] for problem in examples.questions],
-    }
-
-    def check(part: str, **changes: Any) -> None:
-        folder = drawn_outcomes(model_map, tmp_path / part, texts=["another", parts[part][0]])
-        swept = {"method": "sweep", "options": {"outcomes": str(folder)}, "stages": 1, "ratio": 0.25, "epochs": 1}
-        make_host(replace(options, **swept, **changes)).examples()
-
-    with pytest.raises(
-        InputError, match=r"outcomes of 1 of the \d+ questions of the test split fold0, .*--split train"
-    ):
-        check("test")
-    with pytest.raises(InputError, match=r"outcomes of 1 of the 2 validation problems, .*--validation 0"):
-        check("validation")
-    check("validation", validation=0.0)
-    check("train")
 
 
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:

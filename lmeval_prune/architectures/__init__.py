@@ -26,11 +26,11 @@ from lmeval_prune.architectures.model_map import (
 from lmeval_prune.architectures.proof import tiny_model
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.architectures.table import FAMILIES, Family
-from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, units_of
+from lmeval_prune.architectures.units import uncuttable, units_of
 
 __all__ = [
-    "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
-    "adapters_of", "cache_argument", "check_unit", "config_fingerprint", "head_names", "input_device", "is_dispatched",
+    "FAMILIES", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
+    "adapters_of", "cache_argument", "config_fingerprint", "head_names", "input_device", "is_dispatched",
     "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise",
     "takes_logits_to_keep", "tensor_in_layer", "text_config", "tiny_model", "uncuttable", "units_of",
     "weights_fingerprint",

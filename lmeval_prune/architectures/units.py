@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING
 
 from lmeval_prune.architectures.blocks import AttentionLayer, attribute_of, projection_in
 from lmeval_prune.architectures.table import ALIBI
-from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
-
-UNITS = ("head", "group", "balanced")
 
 
 def units_of(layer: AttentionLayer) -> tuple[str, ...]:
@@ -21,7 +18,7 @@ def units_of(layer: AttentionLayer) -> tuple[str, ...]:
     """
     if layer.kv_heads == layer.heads:
         return ("head", "group")  # a group is one head
-    return ("head", "balanced") if layer.kv_heads == 1 else UNITS
+    return ("head", "balanced") if layer.kv_heads == 1 else ("head", "group", "balanced")
 
 
 def uncuttable(model_map: ModelMap) -> str:
@@ -34,15 +31,3 @@ def uncuttable(model_map: ModelMap) -> str:
         if projection_in(layer.module, layer.family.query) is None:
             return "its query projection is unknown"
     return ALIBI if getattr(model_map.model.config, "alibi", False) else ""
-
-
-def check_unit(model_map: ModelMap, unit: str) -> None:
-    """Raise `InputError` if no layer of a model allows a unit; the message names the allowed units."""
-    reason = uncuttable(model_map)
-    allowed = {"head"} if reason else {unit for layer in model_map.attention for unit in units_of(layer)}
-    if unit in allowed:
-        return
-    layer = model_map.attention[0]
-    reason = reason or f"{layer.heads} query heads share {layer.kv_heads} key-value heads"
-    use = " or ".join(unit for unit in UNITS if unit in allowed)
-    raise InputError(f"unit={unit} does not suit this {model_map.model_type} model ({reason}); use {use}")

@@ -15,8 +15,8 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, HEADS
-from lmeval_prune.pruners.schedule import check_methods, cuttable_unit, most_units, resolve_options, stages
+from lmeval_prune.pruners.parts import HEADS
+from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
@@ -65,13 +65,13 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     within = _resolved(removal, options, unpruned, heads, channels)
     schedule = replace(within, p_min=removal.p_min, growth=removal.growth, steps=removal.steps)
     step = stage_pruning(schedule, stage, unpruned, model_map, within.allocation or heads.allocation)
-    units = most_units({HEADS: heads, CHANNELS: channels}, model_map, step) if step.ratio or step.ffn_ratio else 0
-    if not units:
-        print(f"stage {stage} of {options.stages} removes nothing, as the earlier ones removed enough", flush=True)
-        return cut(backbone, Plan())
-    step = replace(step, steps=min(options.steps, units))
+    step = replace(step, steps=options.steps)
     text, progress = host.calibration(examples, model), partial(print, flush=True)
-    *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
+    try:
+        *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
+    except EmptyPlanError:
+        print(f"stage {stage} of {options.stages} removes nothing, as the earlier ones removed enough", flush=True)
+        plan = Plan()
     return cut(backbone, plan)
 
 

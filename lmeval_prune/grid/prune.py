@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.cost_table import CostTable
 from lmeval_prune.pruners.options import WINDOW, AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import class_record
@@ -30,7 +29,7 @@ class Prune(Preparation):
     Attributes:
         method: name of the pruner.
         ratio: share to remove, in units of `budget`.
-        budget: `parameters`, `heads` or `latency`.
+        budget: `parameters` or `heads`.
         options: options of the pruner.
         more: other settings of the plan: `unit`, `allocation`, `compensation`, …
         task, text: calibration text: the training split of a task, or a file.
@@ -88,13 +87,11 @@ class Prune(Preparation):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and digests of the text file and of measured costs."""
-        settings, costs = super().settings(), self.prune_options().costs
+        """Return the fields, and a digest of the text file."""
+        settings = super().settings()
         if self.text:
             check_exists(self.text, file=True)
             settings["text_content"] = content_digest(self.text)
-        if costs:
-            settings["costs_content"] = CostTable.load(costs).record["sha256"]
         return settings
 
     def identity(self) -> dict[str, Any]:
@@ -107,15 +104,11 @@ class Prune(Preparation):
 
     def check(self, model_map: Any) -> None:
         """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
-        from lmeval_prune.pruners.composition import check_costs
         from lmeval_prune.pruners.schedule import check_methods, resolve_options
         from lmeval_prune.surgery.cut import check_cuttable
 
-        pruner, options = make_pruner(self.method, self.options), self.prune_options()
-        costs, others = options.costs, replace(options, budget="parameters", costs=None) if options.costs else options
-        options = resolve_options(others, pruner, model_map)
-        if costs:  # which are of blocks in the dtype that the model is loaded in
-            check_costs(model_map, replace(options, budget="latency", costs=costs), any_dtype=True)
+        pruner = make_pruner(self.method, self.options)
+        options = resolve_options(self.prune_options(), pruner, model_map)
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         if self.cut:
             check_cuttable(model_map, HEADS in options.kinds)

@@ -7,13 +7,16 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.errors import InputError
 from lmeval_prune.options import takes_tasks
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, ScoringOptions, TextOptions, pick
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
+
+if TYPE_CHECKING:
+    from lmeval_prune.planning.texts import TextSource
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
 
@@ -49,13 +52,12 @@ def importance(
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    text_options = ScoringOptions(**calibration_options)
-    _check_paths(output, text_options)  # before torch is imported
+    text_options = TextOptions(**calibration_options)  # refuses mistakes before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.planning.replacing import RECORD, check_scores_replaceable, scoring_settings
+    from lmeval_prune.planning.replacing import RECORD, check_replaceable, scoring_settings
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.layer_store import Removal
@@ -65,30 +67,32 @@ def importance(
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
-    if pruner.depth_only and channels:
-        raise InputError(f"{method} scores layers and blocks; leave out --channels")
     check_writable(output)
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
     record = scoring_settings(text_options, pretrained, revision, pruner, channels)
-    check_scores_replaceable(output, record)
-    text = _calibration(skeleton, pretrained, revision, text_options, output, is_used=pruner.reads_text)
-    model_map = _load(skeleton, pretrained, revision, torch_device)
+    check_replaceable(output, "importance", record)
+    text = _calibration(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
+    model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
     calibration = text.of(model_map.model) if text else None
     read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
+    rows: dict[str, list[float]]
     if pruner.depth_only:
         identity = [record, model_map.weights, calibration.record()] if calibration else None
         sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
         depth = depth_parts_of(model_map)
         scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
-        (rows, columns), scored = _rows_of(scores), "layers and blocks"
+        shown = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
+        labels = dict.fromkeys(key.partition(".")[2] for key in scores)
+        rows = {x: [float(scores.get(f"{kind}.{x}", float("nan"))) for kind in shown] for x in labels}
+        columns, scored = [kind.replace("_", "-") for kind in shown], "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     else:
         parts = parts_of(model_map, kinds)
         scores = check_scores(pruner, pruner.scores(model_map, read, parts, {}), parts).values
-        head_scores = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-        rows, columns, scored = {label: values.tolist() for label, values in head_scores.items()}, None, "heads"
+        rows = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]).tolist() for layer in model_map.attention}
+        columns, scored = None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
     provenance = {**pruner.identity, **calibrated, RECORD: record}
@@ -99,16 +103,6 @@ def importance(
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
     print("highest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:-7:-1]))
     return 0
-
-
-def _rows_of(scores: Mapping[str, Any]) -> tuple[dict[str, list[float]], list[str] | None]:
-    """Return the scores of each layer and its blocks by layer, and their kinds; a block that a layer lacks has NaN."""
-    from lmeval_prune.pruners.parts import DEPTH_KINDS
-
-    labels = dict.fromkeys(key.partition(".")[2] for key in scores)
-    kinds = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
-    rows = {label: [float(scores.get(f"{kind}.{label}", float("nan"))) for kind in kinds] for label in labels}
-    return rows, [kind.replace("_", "-") for kind in kinds]
 
 
 @takes_tasks
@@ -143,48 +137,67 @@ def prune(
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
-    _check_paths(output, text_options)
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_under
+    from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
+    from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
-    from lmeval_prune.surgery.cut import cut_to
+    from lmeval_prune.pruners.scoring import kinds_read_for
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to
     from lmeval_prune.surgery.writing import print_cut
 
-    torch_device = resolve_device(device)
-    is_default = not method and not scores
-    if is_default and ffn_method and pruning.kinds == ("channels",):
-        method, options, is_default = ffn_method, ffn_options, False
-    method = DEFAULT if is_default else method
-    scored_plan, pruner, channel_pruner = _make_pruners(scores, pruning, method, options, ffn_method, ffn_options)
+    torch_device, scored = resolve_device(device), None
+    if scores:
+        scored = Plan.load(scores)
+        if pruning.steps > 1 or scored.provenance.get("options", {}).get("steps", 1) > 1:
+            raise InputError("--scores are those of the unpruned model, for a single step")
+        if "method" in scored.provenance:
+            method, options = _stored_method(scores, scored.provenance, method, options)
+    elif not method and ffn_method and pruning.kinds == ("channels",):
+        method, options = ffn_method, ffn_options
+    elif not method:
+        method = DEFAULT
+        print(f"scored by {DEFAULT}, as no --method is given", flush=True)
+    pruner = make_pruner(method or "norm_entropy", options or {})
+    has_own = ffn_method or ffn_options
+    channel_pruner = make_pruner(ffn_method or method or "norm_entropy", ffn_options or {}) if has_own else pruner
+    stored = {key: x for key, x in scored.scores.items() if not ffn_method or key[:6] == "heads."} if scored else {}
+
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
-    if ffn_method and "channels" not in pruning.kinds:
-        raise InputError("ffn_method scores channels, and none are removed; leave it out, or give --parts both")
-    stored = _stored_scores(scored_plan, scores, pruning, ffn_method)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
-    if is_default:
-        print(f"scored by {DEFAULT}, as no --method is given", flush=True)
-    _check_outputs(output, cut, pretrained, skeleton_map, pruning)
+    check_writable(output)
     record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
-    check_replaceable(output, cut, record)
-    uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
-    text = _calibration(skeleton, pretrained, revision, text_options, output, bool(uses), scores)
-    model_map = _load(skeleton, pretrained, revision, torch_device)
-    if scored_plan:
-        scored_plan.fit_to(model_map)
+    check_replaceable(output, "prune", record, cut)
+    if cut:
+        check_folder(cut, [pretrained])
+        check_writable(cut, folder=True)
+        check_cuttable(skeleton_map, "heads" in pruning.kinds)
+        check_unquantised(skeleton, pretrained)
+
+    reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
+    is_read = reading or pruning.compensation != "none"
+    text = _calibration(skeleton, pretrained, revision, text_options, output) if is_read else None
+    model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
+    if scored:
+        scored.fit_to(model_map)
     calibration = text.of(model_map.model) if text else None
-    work = _work_folder(output)
+    renew, work = text.renewed(model_map.model) if text else None, _work_folder(output)
     progress = partial(print, flush=True)
-    renew = text.renewed(model_map.model) if text else None
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
-    plan = _with_provenance(plan, scored_plan, stored, uses, calibration, {RECORD: record})
+    provenance = {**plan.provenance, RECORD: record}
+    if scored:
+        provenance = _with_texts(provenance, scored, stored, [*reading, str(pruning.compensation)], calibration)
+    plan = replace(plan, provenance=provenance)
     plan.save(output, model_map)
-    _print_plan(output, plan, model_map, pruning, channel_pruner)
+    _print_plan(output, plan, model_map)
     tokenizer = tokenizer_of(pretrained, revision)
     print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
     if cut:
@@ -223,56 +236,18 @@ def cut_model(
     return 0
 
 
-def _check_paths(output: str, text_options: TextOptions) -> None:
-    if not output.endswith(".json"):
-        raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
-    if text_options.text:
-        check_exists(text_options.text)
-
-
 def _work_folder(output: str) -> Path:
-    """Return the folder of what is finished before an output is complete, so that a killed run resumes."""
     return Path(output).with_name(f".{Path(output).name}.scoring")
 
 
-def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: Any, pruning: PruneOptions) -> None:
-    """Check that the plan and the checkpoint can be written, the plan outside the checkpoint, and the model be cut."""
-    from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import check_unquantised
-    from lmeval_prune.surgery.cut import check_cuttable
-
-    if cut:
-        if Path(output).resolve().is_relative_to(Path(cut).resolve()):
-            raise InputError(f"--output {output} is in --cut {cut}, which gets a copy of the plan; write it elsewhere")
-        check_folder(cut, [pretrained])
-        check_writable(cut, folder=True)
-        check_cuttable(skeleton_map, "heads" in pruning.kinds)
-        check_unquantised(skeleton_map.model, pretrained)
-    check_writable(output)
-
-
 def _calibration(
-    skeleton: Any,
-    pretrained: str,
-    revision: str | None,
-    text_options: TextOptions,
-    output: str,
-    is_used: bool,
-    scores: str | None = None,
-) -> Any:
-    """Return the source of the calibration text if it is used; refuse a text that nothing would read."""
+    skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str
+) -> TextSource:
+    """Return the source of the calibration text."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder
 
-    if not is_used:
-        if text_options.has_text:
-            reason = f"the scores are those of {scores}" if scores else "the method needs none"
-            raise InputError(f"{reason}, and no text is read; leave out --task and --text")
-        return None
     tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
-    if tokenizer is None:
-        raise InputError(f"{pretrained} has no tokenizer, which calibration text needs; add its files to the folder")
     if text_options.calibrate_on == "task":
         return read_text(skeleton, tokenizer, text_options)
     from lmeval_prune.planning.own_answers import OwnText
@@ -280,144 +255,47 @@ def _calibration(
     return OwnText(skeleton, tokenizer, text_options, responses_folder(text_options.responses, Path(output)))
 
 
-def _load(skeleton: Any, pretrained: str, revision: str | None, device: Any) -> Any:
-    """Load a model's weights onto a device, and map the model."""
-    import torch
-
-    from lmeval_prune.architectures import map_model
-    from lmeval_prune.checkpoints.skeleton import with_weights
-
-    model = with_weights(skeleton, pretrained, revision)
-    try:
-        model.to(device)
-    except torch.OutOfMemoryError:
-        raise InputError(f"{pretrained} does not fit into the memory of {device}; give --device cpu") from None
-    return map_model(model)
-
-
-def _make_pruners(
-    scores: str | None,
-    pruning: PruneOptions,
-    method: str | None,
-    options: dict[str, Any] | None,
-    ffn_method: str | None,
-    ffn_options: dict[str, Any] | None,
-) -> tuple[Any, Any, Any]:
-    """Return the plan with stored scores (or None), the pruner of heads and the pruner of channels."""
-    from lmeval_prune.pruners.base import make_pruner
-
-    if ffn_options and not ffn_method:
-        raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
-    if method:
-        make_pruner(method, options or {})
-    scored_plan = _load_scores(scores, pruning) if scores else None
-    if scored_plan and (stored := scored_plan.provenance.get("method")):
-        if stored not in PRUNERS:
-            raise InputError(
-                f"{scores} has scores by method={stored}, which is not known; install the package that has it"
-            )
-        method, options = _method_of(str(scores), scored_plan.provenance, method, options)
-    pruner = make_pruner(method or "norm_entropy", options or {})
-    return scored_plan, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
-
-
-def _load_scores(path: str, pruning: PruneOptions) -> Any:
-    """Read a plan with scores of an unpruned model."""
-    from lmeval_prune.interventions.plan import Plan
-
-    plan = Plan.load(path)
-    if not plan.scores:
-        raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
-    if plan.provenance.get("options", {}).get("steps", 1) > 1:
-        raise InputError(
-            f"{path} has scores of a model that earlier steps pruned; make one with `lmeval-prune importance`"
-        )
-    if pruning.steps > 1:
-        raise InputError("scores=FILE serves a single step; leave it out, or --steps")
-    return plan
-
-
-def _method_of(
+def _stored_method(
     path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the method and options of stored scores; refuse another method or other options."""
+    """Return the method and options of stored scores; refuse others, and scores of another version."""
     from lmeval_prune.pruners.base import make_pruner
 
     stored_method = provenance["method"]
-    stored = {
-        field.name: provenance[field.name] for field in fields(PRUNERS.load(stored_method)) if field.name in provenance
-    }
-    try:
-        pruner = make_pruner(stored_method, stored)
-    except InputError as error:
-        raise InputError(f"{path} has scores by settings that cannot be read: {error}; score again") from None
-    changed = [key for key in ("class", "version") if pruner.identity.get(key) != provenance.get(key)]
-    if changed and "version" in provenance:
+    names = {field.name for field in fields(PRUNERS.load(stored_method))}
+    stored = {name: value for name, value in provenance.items() if name in names}
+    pruner = make_pruner(stored_method, stored)
+    is_same = method in (None, stored_method) and make_pruner(stored_method, {**stored, **(options or {})}) == pruner
+    if not is_same or any(pruner.identity.get(key) != provenance.get(key) for key in ("class", "version")):
         raise InputError(
-            f"{path} has scores of another {stored_method} ({changed[0]}: {provenance.get(changed[0])}); score again"
-        )
-    same = make_pruner(stored_method, {**stored, **(options or {})}) == pruner
-    if method not in (None, stored_method) or not same:
-        raise InputError(
-            f"{path} has scores of {stored_method} with its own options; leave out --method and --options, or --scores"
+            f"{path} has scores of {stored_method} with its own options and version; leave out --method and --options, "
+            f"or score again"
         )
     return stored_method, stored
 
 
-def _stored_scores(scored_plan: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:
-    """Return the stored scores that are used: with an ffn_method, those of heads only."""
-    from lmeval_prune.pruners.schedule import has_scores_of
+def _with_texts(
+    provenance: Mapping[str, Any], scored: Any, stored: Mapping[str, Any], reading: Sequence[str], calibration: Any
+) -> dict[str, Any]:
+    """Return the provenance of a plan by stored scores: each calibration text stands under the key of its purpose.
 
-    if not scored_plan:
-        return {}
-    if ffn_method:
-        return {key: values for key, values in scored_plan.scores.items() if key.startswith("heads.")}
-    if "channels" in pruning.kinds and not has_scores_of(scored_plan.scores, "channels"):
-        raise InputError(
-            f"{path} has no scores of channels; give --parts heads, --ffn_method to compute them, or an artefact of "
-            f"`lmeval-prune importance --channels`"
-        )
-    return dict(scored_plan.scores)
+    `reading` are the kinds that are scored now, and the compensation.
+    """
+    from lmeval_prune.pruners.scoring import has_scores_of
 
-
-def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, stored: Mapping[str, Any]) -> list[str]:
-    """Return what the calibration text is read for, as keys of the plan's provenance."""
-    from lmeval_prune.pruners.scoring import kinds_read_for
-
-    reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
-    names = {"heads": "calibration", "channels": "ffn_calibration"}
-    uses = list(dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading))
-    return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
-
-
-def _with_provenance(
-    plan: Any,
-    scored_plan: Any,
-    stored: Mapping[str, Any],
-    uses: Sequence[str],
-    calibration: Any,
-    record: Mapping[str, Any],
-) -> Any:
-    """Add a record, and if stored scores were used the calibration texts, each under the key of its purpose."""
-    from lmeval_prune.pruners.schedule import has_scores_of
-
-    plan = replace(plan, provenance={**plan.provenance, **record})
-    if not scored_plan:
-        return plan
-    provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
-    if "calibration" in scored_plan.provenance:
+    provenance = {name: value for name, value in provenance.items() if name != "calibration"}
+    if stored and "calibration" in scored.provenance:
         is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
-        if stored:
-            name = "ffn_calibration" if is_of_channels else "calibration"
-            provenance[name] = scored_plan.provenance["calibration"]
-    return replace(plan, provenance=provenance | {name: calibration.record() for name in uses})
+        provenance["ffn_calibration" if is_of_channels else "calibration"] = scored.provenance["calibration"]
+    compensation = dict.fromkeys(("bias", "least_squares"), "compensation_calibration")
+    names = {"heads": "calibration", "channels": "ffn_calibration", "none": "", **compensation}
+    texts = dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading)
+    return provenance | {name: calibration.record() for name in texts if name}
 
 
-def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
-    """Print the removed units, and say if rounding to whole units removes less than requested."""
+def _print_plan(output: str, plan: Any, model_map: Any) -> None:
+    """Print the removed units."""
     from lmeval_prune.architectures.sublayer_names import compact_names
-    from lmeval_prune.pruners.base import pruner_name
-    from lmeval_prune.registry import is_own
 
     report = plan.report(model_map)["plan"]
     counts = [f"{report['heads_pruned']} of {report['heads_total']} heads"]
@@ -426,21 +304,9 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
     if "blocks_pruned" in report:
-        counts.append(f"{report['blocks_pruned']} of {report['blocks_total']} blocks ({compact_names(plan.blocks)})")
-        counts = [count for count in counts if not count.startswith("0 ")]
+        blocks = f"{report['blocks_pruned']} of {report['blocks_total']} blocks ({compact_names(plan.blocks)})"
+        counts = [*(count for count in counts if not count.startswith("0 ")), blocks]
     parameters = plan.provenance.get("parameters")
-    share = ""
-    if parameters:
-        share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters"
-    extension = ""
-    if is_own(type(channel_pruner)) and channel_pruner.parts != "both" and "channels" in pruning.kinds:
-        extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
-    removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.provenance['removes']}"
-    print(f"{output}: {removed}{extension}")
-    if "composition" in plan.provenance:
-        cost = plan.provenance["kept_cost"] / plan.provenance["whole_cost"]
-        print(f"  keeps {plan.provenance['kept_score']:.1%} of the score at {cost:.1%} of the {pruning.budget}")
-    for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
-        share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
-        if pruning.budget == "heads" and share != f"{ratio:.1%}":
-            print(f"  {share} of the {kind}: less than --{name} {ratio:g}, as only whole units are removed")
+    share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters" if parameters else ""
+    requested = plan.provenance["removes"]
+    print(f"{output}: removes {', '.join(counts)} of {model_map.name}{share}; requested: {requested}")

@@ -21,7 +21,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.planning.texts import TextSource
-from lmeval_prune.pruners.calibration import CalibrationText, check_chat, end_token
+from lmeval_prune.pruners.calibration import CalibrationText, end_token
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.schedule import Renew
 from lmeval_prune.tasks import compat, tries
@@ -206,14 +206,10 @@ class OwnText(TextSource):
         options: task, number of questions, sampling.
         responses: folder of the answer store.
 
-    Raises:
-        InputError: the model does not generate, or the task has no suitable questions.
     """
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
         check_generates(skeleton)
-        if options.apply_chat_template:
-            check_chat(tokenizer)
         self.options = options
         task, documents = training_documents(str(options.task))
         check_generative(task)
@@ -270,10 +266,7 @@ def calibration_text(
 def check_generates(model: Any) -> None:
     """Raise `InputError` for a model, perhaps without weights, that is no causal language model."""
     if not map_model(model).predicts_next_token:
-        raise InputError(
-            f"own answers need a causal language model; this {model.config.model_type} model is none; leave out "
-            f"calibrate_on=own"
-        )
+        raise InputError(f"own answers need a causal language model; this {model.config.model_type} model is none")
 
 
 def check_generative(task: Any, reader: str = "own answers are generated", remedy: str = "name another task") -> None:

@@ -26,7 +26,7 @@ def command_settings(
 
     `pruners` are those of heads and of channels, `scores` a file of stored scores.
     """
-    files = {"text": options.text, "costs": options.costs, "scores": scores}
+    files = {"text": options.text, "scores": scores}
     return {
         **_model_settings(pretrained, revision),
         "method": pruners[0].identity,
@@ -50,39 +50,26 @@ def scoring_settings(
 
 
 def _model_settings(pretrained: str, revision: str | None) -> dict[str, Any]:
-    """Return digests of a model's weights, and of its configuration and tokenizer."""
     return {
         "pretrained": checkpoint_identity(pretrained, revision),
         "pretrained_files": configuration_digests(pretrained),
     }
 
 
-def check_scores_replaceable(output: str, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a file stands at a path that `importance` did not make with these settings."""
+def check_replaceable(output: str, command: str, settings: Mapping[str, Any], cut: str | None = None) -> None:
+    """Raise `InputError` if a plan, scores or a checkpoint stand at a path that a command did not make so."""
+    made: dict[str, Mapping[str, Any]] = {}
     if Path(output).exists():
-        _check_same(output, _provenance(output), "importance", settings)
-
-
-def check_replaceable(output: str, cut: str | None, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a plan or checkpoint stands at a path that `prune` did not make with these settings."""
-    if Path(output).exists():
-        _check_same(output, _provenance(output), "prune", settings)
+        try:
+            made[output] = read_artefact(output, Plan.schema(), SCHEMA_VERSION, PlanContents)[0].get("made", {})
+        except InputError:  # no plan
+            made[output] = {}
     if cut and (manifest := read_manifest(cut)):
-        provenance = manifest["stages"][-1]["plan"].get("made", {})
-        _check_same(cut, {} if is_trained(manifest) else provenance, "prune", settings)
-
-
-def _provenance(path: str) -> Mapping[str, Any]:
-    """Return the provenance of a plan; empty for a file that is no plan."""
-    try:
-        return read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0].get("made", {})
-    except InputError:
-        return {}
-
-
-def _check_same(path: str, provenance: Mapping[str, Any], command: str, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` if another command, or the same one with other settings, made what has this provenance."""
-    maker = "prune" if "removes" in provenance else "importance" if "method" in provenance else None
-    if maker != command:
-        raise InputError(f"{path} was not made by `{command}`, and would be lost; name another output, or delete it")
-    check_same_settings(settings, provenance.get(RECORD, {}), Path(path))
+        made[cut] = {} if is_trained(manifest) else manifest["stages"][-1]["plan"].get("made", {})
+    for path, provenance in made.items():
+        maker = "prune" if "removes" in provenance else "importance" if "method" in provenance else None
+        if maker != command or RECORD not in provenance:
+            raise InputError(
+                f"{path} was not made by `{command}`, and would be lost; name another output, or delete it"
+            )
+        check_same_settings(settings, provenance[RECORD], Path(path))

@@ -85,7 +85,6 @@ def flops_of(run: Callable[[], Any]) -> int:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Compute the FLOPs of attention from the shapes of its inputs."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 

@@ -13,7 +13,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.profiling.costs import SAME_BLOCKS, counted_flops, formula_flops, parameters
-from lmeval_prune.profiling.speed import Answerers, Workload, check_length, measure, peak_memory
+from lmeval_prune.profiling.speed import Answerers, Workload, measure, peak_memory
 from lmeval_prune.profiling.table import draw_bars, table
 from lmeval_prune.reporting.documents import printable
 
@@ -22,8 +22,6 @@ def measure_models(
     names: Sequence[str], work: Workload, answerers: Answerers = MappingProxyType({}), device: Any = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """Return the measured values by model; `answerers` as for `measure`."""
-    for name in names:
-        check_length(name, work)
     memory = {}
     for name in names:  # first, because the measured process starts from this one, which is still small
         _show_progress(f"memory: {name}")

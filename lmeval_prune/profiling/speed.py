@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,10 +20,9 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from lmeval_prune.architectures import cache_argument, position_limit
+from lmeval_prune.architectures import cache_argument
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import random_inputs
 
 # Tokens per second of further ways to answer prompts, by name: gets a causal model, prompts (batch, tokens), the number
@@ -41,15 +39,6 @@ class Workload:
     batches: Sequence[int] = (1, 8)  # batch sizes
     rounds: int = 5  # measurements of each model
     clock: str = "wall"  # `wall`, or `processor`: CPU time of this process, for busy machines, with one thread
-
-
-def check_length(folder: str, work: Workload) -> None:
-    """Refuse a workload with more tokens than the model has positions."""
-    skeleton = skeleton_of(folder)
-    positions = position_limit(skeleton)
-    tokens = work.prompt + (work.new if _is_causal(skeleton) else 0)
-    if positions and tokens > positions:
-        raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 
 
 def measure(
@@ -91,25 +80,15 @@ def measure_rounds(
 
 
 def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
-    """Return the peak memory in MiB at the largest batch, on a CPU minus the memory before the model is loaded.
-
-    Raises:
-        InputError: the measuring process was killed.
-    """
+    """Return the peak memory in MiB at the largest batch, on a CPU minus the memory before the model is loaded."""
     if torch.device(device).type == "cuda":
         model = load_pretrained(folder).to(device)
         torch.cuda.reset_peak_memory_stats(device)
         _time(model, work, max(work.batches), work.new)
         return torch.cuda.max_memory_allocated(device) / 2**20
     context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(1, context) as pool:
-            return pool.submit(_peak_memory, folder, work, torch.get_num_threads()).result()
-    except BrokenProcessPool:
-        raise InputError(
-            f"the process that measures the memory of {folder} was killed, probably for lack of memory; "
-            "give smaller batches or a shorter prompt"
-        ) from None
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_peak_memory, folder, work, torch.get_num_threads()).result()
 
 
 def _peak_memory(folder: str, work: Workload, threads: int) -> float:
@@ -193,7 +172,6 @@ def environment(device: Any, threads: int) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the name of the processor."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="ascii", errors="replace").splitlines() if facts.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

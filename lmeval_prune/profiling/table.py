@@ -75,7 +75,6 @@ def _short(names: Iterable[str]) -> list[str]:
 
 
 def _keys(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the measured quantities of all models: not each has those of the first one."""
     keys = dict.fromkeys(key for row in rows.values() for key in row)
     speeds = [key for key in keys if key.partition("_")[0] in _SPEEDS]
     return ["parameters", "without_embeddings", "flops_counted", *speeds, "peak_memory_mib"]

@@ -37,7 +37,7 @@ from lmeval_prune.pruners.parts import (
 
 logger = logging.getLogger(__name__)
 
-REFERENCE, JOINT, COMPOSITION = "flap_reference", "joint", "composition"
+REFERENCE = "flap_reference"
 REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # cost of a head of 128 columns in channels, as in FLAP's code
 STANDARDISED = ("standardised", REFERENCE)  # allocations that compare heads with channels
 _HALF = 0.5 + 1e-9  # largest rounding error, in units
@@ -96,10 +96,13 @@ def unit_pools(
 ) -> list[UnitPool]:
     """Return the pools of a budget, layer by layer, heads before channels.
 
-    `removed` are members that earlier steps removed. Without scores, small units and whole layers are removed first.
-    Where a stack would lose all its attention, the layer or block with attention and the highest score stays.
+    `removed` are members that earlier steps removed. Where a stack would lose all its attention, the layer or block
+    with attention and the highest score stays.
     """
-    options, pools, skipped = budget.options, list[UnitPool](), _skipped_layers(model_map, budget.options)
+    options, pools, skipped = budget.options, list[UnitPool](), set[str]()
+    for stack in model_map.stacks:
+        labels = list(dict.fromkeys(sublayer.label for sublayer in model_map.sublayers if sublayer.stack == stack))
+        skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
     unit = options.unit or "head"
     parts: list[Part | DepthPart] = [*parts_of(model_map, budget.kinds), *depth_parts_of(model_map, budget.kinds)]
     for part in parts:
@@ -108,25 +111,14 @@ def unit_pools(
         already = (removed or {}).get(part.key, set())
         units, values = _ranked(part, torch.zeros(part.size) if scores is None else scores[part.key], unit, already)
         cost = units.shape[1] if options.budget == "heads" else part.cost(unit)
-        values = torch.full_like(values, cost) if scores is None else values
         pools.append(UnitPool(part.key, [*map(tuple, units.tolist())], values, cost, len(already) // units.shape[1]))
     if not pools:
-        raise InputError(
-            f"no layer is left: skip_first={options.skip_first} and skip_last={options.skip_last} skip all layers"
-        )
-    return _with_attention(model_map, pools)
-
-
-def _with_attention(model_map: ModelMap, pools: list[UnitPool]) -> list[UnitPool]:
-    """Let one layer or block with attention stay in each stack that could lose all of them."""
-    pools = list(pools)
+        raise InputError(f"the model has no {' or '.join(budget.kinds)} to remove, or all layers are skipped")
     for stack in model_map.stacks:
-        labels = {
-            sublayer.label for sublayer in model_map.sublayers if (sublayer.stack, sublayer.kind) == (stack, ATTENTION)
-        }
-        holders = [n for n, pool in enumerate(pools) if pool.kind in (LAYERS, ATTENTION) and pool.label in labels]
+        attend = {x.label for x in model_map.sublayers if (x.stack, x.kind) == (stack, ATTENTION)}
+        holders = [n for n, pool in enumerate(pools) if pool.kind in (LAYERS, ATTENTION) and pool.label in attend]
         left = [n for n in holders if pools[n].units]
-        if left and len(holders) == len(labels):  # fewer: a skipped layer has attention
+        if left and len(holders) == len(attend):  # fewer: a skipped layer has attention
             last = max(left, key=lambda n: float(pools[n].scores[0]))
             pools[last] = replace(pools[last], stays=True)
     return pools
@@ -144,15 +136,6 @@ def _ranked(part: Part | DepthPart, scores: Tensor, unit: str, removed: set[int]
     values = scores[members].flatten(1).mean(1).double()
     order = values.argsort(stable=True)
     return members[order], values[order]
-
-
-def _skipped_layers(model_map: ModelMap, options: PruneOptions) -> set[str]:
-    """Return the labels of layers that are not pruned."""
-    skipped: set[str] = set()
-    for stack in model_map.stacks:
-        labels = list(dict.fromkeys(sublayer.label for sublayer in model_map.sublayers if sublayer.stack == stack))
-        skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
-    return skipped
 
 
 def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str) -> Mapping[str, Tensor]:
@@ -182,33 +165,13 @@ def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     if allocation == REFERENCE:
         return _below_threshold(pools, budget)
     counts = [0] * len(pools)
-    for kinds in _compared_kinds(allocation):
+    by_kind: list[tuple[str, ...]] = [(HEADS,), (CHANNELS,)]
+    width = [(HEADS, CHANNELS)] if allocation in ("standardised", "joint") else by_kind
+    for kinds in [*width, (LAYERS,), (ATTENTION, FEED_FORWARD)]:  # whose units are compared with each other
         indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
         for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):
             counts[index] = count
     return counts
-
-
-def _compared_kinds(allocation: str) -> list[tuple[str, ...]]:
-    """Return the kinds of parts whose units an allocation over all layers compares with each other."""
-    width: list[tuple[str, ...]] = [(HEADS,), (CHANNELS,)]
-    if allocation in ("standardised", JOINT):
-        width = [(HEADS, CHANNELS)]
-    return [*width, (LAYERS,), (ATTENTION, FEED_FORWARD)]
-
-
-def follows_costs(budget: Budget) -> bool:
-    """Return whether a budget too small for the smallest units is too small for all units, whatever the scores."""
-    channels_stay = budget.options.ffn_multiple > 1 and CHANNELS in budget.kinds and budget.allocation != "uniform"
-    return budget.allocation != REFERENCE and not channels_stay
-
-
-def is_count_fixed(pools: Sequence[UnitPool], budget: Budget) -> bool:
-    """Return whether a budget removes the same number of units whatever the scores: by layer, or of one cost."""
-    if budget.allocation in ("uniform", "log"):
-        return True
-    costs = [{pool.cost for pool in pools if pool.kind in kinds} for kinds in _compared_kinds(budget.allocation)]
-    return follows_costs(budget) and all(len(values) <= 1 for values in costs)
 
 
 def share_of(ratio: float, count: float) -> int:
@@ -276,7 +239,7 @@ def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
         carried[pool.kind] -= more * pool.cost
     for kind, left in carried.items():
         if left > max((pool.cost for pool in pools if pool.kind == kind), default=0.0) * _HALF:
-            raise _empty_layer_error(budget.ratio, kind)
+            raise _empty_layer_error(budget.ratio)
     return counts
 
 
@@ -291,15 +254,11 @@ def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
     first = budget.options.log_start * budget.ratio
     rise = (budget.ratio - first) / mean_depth
     if first + rise >= 1:
-        raise InputError(
-            f"a ratio of {budget.ratio} by allocation=log would empty the last layer (its share is {first + rise:.2f});"
-            f" give a smaller ratio, or a larger --log_start"
-        )
+        raise InputError(f"allocation=log with a ratio of {budget.ratio} empties the last layer; lower --ratio")
     return [first + rise * depth for depth in depths]
 
 
 def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
-    """Return the pool index of each removable unit, lowest score first."""
     removable = [pool.limit(allow_empty) - pool.removed for pool in pools]
     owners = torch.cat([torch.full((count,), index) for index, count in enumerate(removable)])
     return owners[torch.cat([p.scores[:n] for p, n in zip(pools, removable, strict=True)]).argsort(stable=True)]
@@ -315,7 +274,7 @@ def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), costs.cumsum(0)])
     number = int((sums - due).abs().argmin())
     if due - float(sums[number]) > max(pool.cost for pool in pools) * _HALF:
-        raise _empty_layer_error(budget.ratio, " or ".join(dict.fromkeys(pool.kind for pool in pools)))
+        raise _empty_layer_error(budget.ratio)
     removed = torch.bincount(owners[:number], minlength=len(pools)).tolist()
     return [pool.removed + count for pool, count in zip(pools, removed, strict=True)]
 
@@ -339,9 +298,5 @@ def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
 
 
-def _empty_layer_error(ratio: float, kind: str) -> InputError:
-    if {*kind.split(" or ")} <= {*DEPTH_KINDS}:
-        return InputError(f"a ratio of {ratio} would leave no attention in the model; give a smaller ratio")
-    return InputError(
-        f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, --parts, or --allow_empty_layer"
-    )
+def _empty_layer_error(ratio: float) -> InputError:
+    return InputError(f"a ratio of {ratio} would empty a layer; lower --ratio, or --allow_empty_layer")

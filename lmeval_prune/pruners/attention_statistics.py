@@ -140,8 +140,7 @@ def _read_output_attentions(
                 layers = model(ids, attention_mask=real, output_attentions=True).attentions
             except StopForward as stop:
                 layers = getattr(stop.output, "attentions", None)
-            if not layers or any(weights is None for weights in layers):
-                raise InputError(f"this {model_map.model_type} model returns no attention weights; use another method")
+            assert layers
             first = (real.cumsum(1) == 1) & real.bool()
             for layer, weights in zip(model_map.attention, layers, strict=True):
                 weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

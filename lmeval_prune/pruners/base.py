@@ -77,9 +77,6 @@ class Pruner(Settings, ABC):
             parts: the heads, the channels or both, of all layers.
             removed: by part, members that an earlier step removed and that are masked now. Scores of the other members
                 must not depend on them.
-
-        Raises:
-            InputError: the method needs a calibration text, and `text` is None.
         """
 
     def depth_scores(
@@ -106,15 +103,9 @@ class Pruner(Settings, ABC):
         if has_depth and not self.depth:
             raise InputError(_no_depth(self))
         if kinds and not has_depth and self.depth_only:
-            raise InputError(
-                f"{pruner_name(self)} scores whole layers and blocks; give --parts layers, blocks, attention or "
-                f"feed_forward"
-            )
+            raise InputError(f"{pruner_name(self)} scores whole layers and blocks; give --parts layers or blocks")
         if self.heads_only and CHANNELS in kinds:
-            raise InputError(
-                f"{pruner_name(self)} scores heads only; let channels stay (--parts heads, or no --ffn_ratio), or "
-                f"score them by another method (--ffn_method)"
-            )
+            raise InputError(f"{pruner_name(self)} scores heads only; give --parts heads, or --ffn_method")
         if kinds and self.reads_text and not has_text:
             self.require_text(None)
 
@@ -139,32 +130,19 @@ class DepthPruner(Pruner):
 
 
 def _no_depth(pruner: Pruner) -> str:
-    able = ", ".join(name for name, kind in PRUNERS.classes() if kind.depth)
-    return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks; use one of {able}"
+    return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks"
 
 
 def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPart]) -> Scores:
-    """Return what a pruner scored; `InputError` if it is not what `Pruner.scores` says, so that nothing is misread."""
-    name = pruner_name(pruner)
-    if not isinstance(scores, Scores):
-        raise InputError(f"{name} returned a {type(scores).__name__}; it must return Scores")
+    """Return what a pruner scored of these parts; `InputError` for other shapes or NaN, which would be misread."""
+    values = {part.key: scores.values[part.key].detach().clone() for part in parts}  # tensors may be shared
     for part in parts:
-        size = part.size if isinstance(part, Part) else 1
-        if part.key not in scores.values:
-            raise InputError(f"{name} returned no scores of {part.key}")
-        values: Any = scores.values[part.key]
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise InputError(f"{name} returned scores of {part.key} as {kind}, not as a tensor of floating point")
-        shape, is_by_column = tuple(values.shape), isinstance(part, Part) and part.kind == HEADS
-        if shape[:1] != (size,) or 0 in shape or len(shape) > 1 + is_by_column:
-            raise InputError(f"{name} returned scores of shape {shape} for {part.key}, not ({size},)")
-        if not is_own(type(pruner)):  # else the numbers are outside the range of the model's type
-            check_finite({part.key: values}, f"the result of {name}", "mend the pruner")
-    keys = [part.key for part in parts]
-    if strangers := sorted(scores.values.keys() - {*keys}):
-        raise InputError(f"{name} returned scores of {strangers[0]}, which it was not asked for; mend the pruner")
-    return Scores({key: scores.values[key].detach().clone() for key in keys}, scores.means)  # tensors may be shared
+        shape = tuple(values[part.key].shape)
+        if shape[:1] != (part.size,) or 0 in shape or len(shape) > (2 if part.kind == HEADS else 1):
+            raise InputError(f"{pruner_name(pruner)} returned scores of shape {shape} for {part.key}")
+    if not is_own(type(pruner)):  # else the numbers are outside the range of the model's type
+        check_finite(values, f"the result of {pruner_name(pruner)}", "mend the pruner")
+    return Scores(values, scores.means)
 
 
 def per_member(scores: Tensor) -> Tensor:

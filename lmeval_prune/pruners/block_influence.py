@@ -130,5 +130,4 @@ def _first(output: Any) -> Tensor:
 
 
 def _uncached(value: Any) -> Any:
-    """Return an argument of a layer for a second call, which must not store keys and values again."""
     return None if isinstance(value, Cache) else value

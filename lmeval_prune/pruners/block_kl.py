@@ -33,10 +33,7 @@ class BlockKl(DepthPruner):
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse models without next-token logits; see `Pruner.check_model`."""
         if not model_map.predicts_next_token:
-            raise InputError(
-                f"{pruner_name(self)} compares distributions of the next token, which only causal language models "
-                f"have; use block_influence"
-            )
+            raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def depth_scores(
         self,

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import input_device, position_limit
 from lmeval_prune.artefacts import read_texts
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
@@ -200,7 +199,6 @@ def _begins_with_bos(tokenizer: Any, text: str) -> bool:
 
 
 def _bos_token_id(tokenizer: Any) -> int | None:
-    """Return the id of the beginning-of-text token; like lm-eval, fall back to the end-of-text token."""
     bos: int | None = tokenizer.bos_token_id
     return tokenizer.eos_token_id if bos is None else bos
 
@@ -251,15 +249,18 @@ def read_calibration(
     shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
     as in `TextOptions`.
     """
-    if (text is None) == (task is None):
-        raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
-    if min(windows, tokens - 1, batch) < 1:
-        raise InputError("windows and batch must be at least 1, tokens at least 2")
-    if apply_chat_template:
-        check_chat(tokenizer, text)
-    name, pieces, to_text = _source(tokenizer, text, task, apply_chat_template)
-    if not pieces:
-        raise InputError(f"the calibration text ({name}) is empty; give another")
+    if text is None:
+        loaded, problems = training_documents(str(task))
+        to_text: Callable[[Any], str] = partial(_as_text, loaded)
+        if apply_chat_template:
+            to_text = partial(_as_chat, tokenizer, loaded)
+        name, pieces = f"training split of {task}", problems
+    elif apply_chat_template:
+        raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
+    else:
+        texts, to_text, name = read_texts(Path(text)), str, f"file {Path(text).name}"
+        paragraphs = texts if text.endswith(".jsonl") else texts[0].split("\n\n")
+        pieces = [f"{paragraph.strip()}\n\n" for paragraph in paragraphs if paragraph.strip()]
     random.Random(seed).shuffle(pieces)
     before, after = special_tokens(tokenizer, to_text(pieces[0]), add_bos_token)
     ids: list[int] = []
@@ -271,8 +272,7 @@ def read_calibration(
     rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
         raise InputError(
-            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
-            f"longer text, or fewer --tokens"
+            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
         )
     if len(rows) < windows:
         logger.warning(
@@ -282,17 +282,6 @@ def read_calibration(
     tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
     calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
     return replace(calibration, unread=unread)
-
-
-def _source(
-    tokenizer: Any, text: str | None, task: str | None, apply_chat_template: bool
-) -> tuple[str, list[Any], Callable[[Any], str]]:
-    """Return the name of a source, its paragraphs or problems, and a function that converts one of them to text."""
-    if text is not None:
-        return f"file {Path(text).name}", _paragraphs(Path(text)), str
-    loaded, problems = training_documents(str(task))
-    to_text = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
-    return f"training split of {task}", problems, to_text
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:
@@ -308,23 +297,7 @@ def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -
     return [row for row in rows if len(row) == tokens]
 
 
-def check_chat(tokenizer: Any, text: str | None = None) -> None:
-    """Raise `InputError` if there is no chat template, or if the text is a file."""
-    if text is not None:
-        raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
-    if not tokenizer.chat_template:
-        raise InputError("the tokenizer has no chat template; leave out --apply_chat_template")
-
-
-def _paragraphs(path: Path) -> list[str]:
-    """Return the texts of a .jsonl file, or the paragraphs of another, without empty ones."""
-    texts = read_texts(path)
-    pieces = texts if path.suffix == ".jsonl" else texts[0].split("\n\n")
-    return [f"{piece.strip()}\n\n" for piece in pieces if piece.strip()]
-
-
 def _as_text(task: Any, doc: Any) -> str:
-    """Write a problem and its answer, with the worked solution if the data has it."""
     solution = _solution(task, doc)
     if "question" in doc and solution:
         return f"Question: {doc['question']}\nAnswer: {solution}\n\n"
@@ -332,17 +305,12 @@ def _as_text(task: Any, doc: Any) -> str:
 
 
 def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
-    """Write lm-eval's prompt as user turn, and the answer as assistant turn."""
     turns = {"user": text_of(task, doc), "assistant": _solution(task, doc) or target_of(task, doc)}
     messages = [{"role": role, "content": content} for role, content in turns.items()]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError as error:
-        raise InputError(f"the chat template fails ({first_line(error)}); leave out --apply_chat_template") from error
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 def _solution(task: Any, doc: Any) -> str | None:
-    """Return the worked solution of a problem; None if the data has none: beside choices, `answer` is a label."""
     if task.get_config("doc_to_choice") is not None:
         return None
     return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)

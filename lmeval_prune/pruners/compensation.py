@@ -51,13 +51,9 @@ def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
         if diagonal > 0 and not failed and _is_invertible(raised):
             return raised, damping
         damping = max(10 * damping, 1e-6)
-    raise InputError(
-        "the covariance of a layer's inputs is not positive definite with any damping: on the calibration text they "
-        "are zero or not finite; give another text, or another dtype"
-    )
+    raise InputError("the inputs of a layer are zero or not finite on the calibration text; give another text or dtype")
 
 
 def _is_invertible(matrix: Tensor) -> bool:
-    """Return whether the smallest pivots are larger than rounding errors."""
     pivots = torch.linalg.cholesky(matrix).diagonal()
     return bool(pivots.min() > 1e-7 * pivots.max())

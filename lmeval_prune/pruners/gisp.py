@@ -52,7 +52,6 @@ def _ones(module: nn.Module) -> Tensor:
 
 
 def _released(part: Part) -> float:
-    """Return the divisor of the released code: of channels it is not their number of weights."""
     columns = in_features(part.projection) // part.size
     if part.kind == HEADS:
         return 4.0 * columns * out_features(part.projection)

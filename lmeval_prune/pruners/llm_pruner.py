@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
-from lmeval_prune.architectures.blocks import is_transposed, projection_in, weight_of
+from lmeval_prune.architectures.blocks import is_transposed, weight_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import Batch, CalibrationText
 from lmeval_prune.pruners.parts import Part, Removed
+from lmeval_prune.pruners.sequential import check_not_quantised
 
 Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 
@@ -39,22 +40,13 @@ class LlmPruner(Pruner):
     importance: Literal["first", "second", "mix", "vectorize"] = "first"
 
     def check_model(self, model_map: ModelMap) -> None:
-        """Refuse models that are quantised, not causal, or have unknown projections; see `Pruner.check_model`."""
-        name = pruner_name(self)
-        if getattr(model_map.model, "is_quantized", False):
-            raise InputError(f"{name} needs gradients, which a quantised model lacks; load it in float32 or bfloat16")
+        """Refuse models that are quantised or not causal; see `Pruner.check_model`."""
+        check_not_quantised(model_map, pruner_name(self))
         if not model_map.predicts_next_token:
-            raise InputError(
-                f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none; use "
-                f"another method"
-            )
-        for layer in model_map.attention:
-            if projection_in(layer.module, layer.family.query) is None:
-                raise InputError(f"{name} needs the query projection of {layer.name}, which is unknown")
+            raise InputError(f"{pruner_name(self)} needs the loss of a causal language model")
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""
-        self.check_model(model_map)
         squared = self.importance in ("second", "mix")
         first, second = gradients(model_map, self.require_text(text), projections_of(parts), squared)
 
@@ -142,8 +134,6 @@ def gradients(
             count = int(predicted.sum())
             for module in modules:
                 weight: Any = module.weight
-                if weight.grad is None:  # of a block that an earlier step removed
-                    continue
                 grad = weight.grad.T if is_transposed(module) else weight.grad
                 grad = grad.to("cpu", first[module].dtype)
                 first[module] += grad / total
@@ -167,7 +157,6 @@ def _gradients_of(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
 
 
 def _predicted(batch: Batch) -> Tensor:
-    """Return the mask of the tokens that count and follow another one, (rows, tokens − 1)."""
     real = batch.real.bool()
     return batch.counted[:, 1:].bool() & real[:, 1:] & real[:, :-1]
 

@@ -58,7 +58,6 @@ class NormEntropy(Pruner):
         return Scores({key: self.alpha * norm + (1 - self.alpha) * entropies[key] for key, norm in norms.items()})
 
     def _entropies(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
-        """Compute eq. 3 for each query, (batch, heads, queries), and a mask of the queries to average over."""
         entropy = torch.special.entr(rows.weights).sum(-1)
         visible_keys = rows.visible.sum(-1).expand(len(entropy), -1, entropy.shape[2])
         if self.entropy == "raw":
@@ -99,12 +98,10 @@ def _head_norms(layer: AttentionLayer) -> Tensor:
 
 
 def _channel_norms(block: FeedForward) -> Tensor:
-    """Return the sum of each channel's row norms over the projections that compute it, shape (channels,)."""
     return sum((_row_norms(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
 
 
 def _row_norms(rows: Rows) -> Tensor:
-    """Return the L1 norms of weight rows in float64 on the CPU."""
     return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne, Use
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 
 T = TypeVar("T")
-Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference", "composition"]
+Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference"]
 Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
 Unit = Literal["head", "group", "balanced"]
 Compensation = Literal["none", "bias", "least_squares"]
@@ -35,25 +35,20 @@ class PruneOptions(Settings):
             balanced (one query head of every group). Default: group where the model has groups that can be cut, else
             head; with --budget heads, head
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
-        ffn_multiple: the number of channels that stay in each block is a multiple of this; by default any number, with
-            allocation=composition a multiple of a 32nd of the block's
+        ffn_multiple: with --budget heads, the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
             add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
             shape, and the checkpoint needs no code of this package); with a budget of parameters also joint (compare
             the scores of heads with those of channels), standardised (compare them by their distance from their layer's
-            mean), flap_reference (the same, with the costs of FLAP's released code), log (later layers lose more) and
-            composition (choose what stays of each block, or that it goes, so that the kept score is largest); default:
-            the method's
+            mean), flap_reference (the same, with the costs of FLAP's released code) and log (later layers lose more);
+            default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
         steps: number of steps; each scores the model without the units that earlier ones removed
         growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
-        budget: what ratio counts: parameters (of what can be removed), heads (ratio is a share of all query heads,
-            ffn_ratio of all channels) or, with allocation=composition, latency (of the measured time of all blocks)
-        depth_method: with allocation=composition, method that scores whole blocks, whose score their heads or channels
-            share
-        costs: with a budget of latency, file with the measured costs of blocks, written by `lmeval-prune costs`
+        budget: what ratio counts: parameters (of what can be removed) or heads (ratio is a share of all query heads,
+            ffn_ratio of all channels)
         parts: with a budget of parameters, what is removed: both (heads and channels), heads, channels, layers (whole
             ones), attention or feed_forward (whole blocks), or blocks (of both kinds). Default: what the method's paper
             removes: heads for norm_entropy, global_threshold and confidence, layers for block_influence and
@@ -67,16 +62,6 @@ class PruneOptions(Settings):
         damping: for least squares, number added to the diagonal of the covariance, divided by the diagonal's mean
     """
 
-    uses: ClassVar[tuple[Use, ...]] = (
-        Use("several --steps", lambda options: options.steps > 1, ("p_min", "growth")),
-        Use("--allocation composition", lambda options: options.allocation == "composition", ("depth_method",)),
-        Use("--budget parameters", lambda options: options.budget != "heads", ("parts", "skip_first", "skip_last")),
-        Use(
-            "channels (--ffn_ratio)",
-            lambda options: options.budget != "heads" or options.ffn_ratio > 0,
-            ("ffn_multiple",),
-        ),
-    )
     ratio: ShareBelowOne = 0.0
     unit: Unit | None = None
     ffn_ratio: ShareBelowOne = 0.0
@@ -86,9 +71,7 @@ class PruneOptions(Settings):
     steps: Count = 1
     growth: Positive = 1.0
     allow_empty_layer: bool = False
-    budget: Literal["parameters", "heads", "latency"] = "parameters"
-    depth_method: str = "block_kl"
-    costs: str | None = None
+    budget: Literal["parameters", "heads"] = "parameters"
     parts: Parts | None = None
     skip_first: Natural = 0
     skip_last: Natural = 0
@@ -100,19 +83,11 @@ class PruneOptions(Settings):
         super().__post_init__()
         if self.p_min > max(self.ratio, self.ffn_ratio):
             raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
-        if (self.budget == "latency") != (self.costs is not None):
-            raise InputError(
-                "a budget of latency needs measured costs, and only it reads them; give --budget latency --costs FILE, "
-                "a file of `lmeval-prune costs`"
-            )
-        if self.budget == "latency" and self.allocation != "composition":
-            raise InputError("a budget of latency is met by --allocation composition; give it")
-        by_parameters = ("joint", "standardised", "log", "flap_reference", "composition")
-        if self.budget == "heads" and self.allocation in by_parameters:
-            raise InputError(
-                f"allocation={self.allocation} counts parameters; leave out --budget heads, or give allocation global "
-                f"or uniform"
-            )
+        # otherwise ignored: the plan would be another than the one asked for
+        if self.budget == "heads" and (self.parts or self.allocation not in (None, "global", "uniform")):
+            raise InputError("--budget heads takes no --parts, and --allocation global or uniform")
+        if self.budget != "heads" and (self.ffn_ratio or self.ffn_multiple != 1):
+            raise InputError("--ffn_ratio and --ffn_multiple need --budget heads")
 
     def __str__(self) -> str:
         """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""
@@ -123,9 +98,7 @@ class PruneOptions(Settings):
         ends = ((self.skip_first, "first"), (self.skip_last, "last"))
         skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
         layers = f" in all layers but {skipped}" if skipped else ""
-        counted = "measured time" if self.budget == "latency" else "parameters"
-        blocks = ", or of their blocks as a whole," if self.allocation == "composition" else ""
-        return f"{100 * self.ratio:.4g}% of the {counted} of {kinds}{blocks}{layers}"
+        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -184,10 +157,6 @@ def check_samples(samples: int, temperature: float) -> None:
         raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
 
 
-OWN = tuple(field.name for field in fields(AnswerOptions) if field.name != "calibrate_on")  # options of own answers
-READING = ("windows", "tokens", "batch", "seed", "apply_chat_template", "add_bos_token")  # options of any text
-
-
 @dataclass(frozen=True)
 class TextOptions(AnswerOptions):
     """Options of calibration text.
@@ -204,14 +173,6 @@ class TextOptions(AnswerOptions):
         add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
     """
 
-    uses: ClassVar[tuple[Use, ...]] = (
-        Use("--calibrate_on own", lambda options: options.calibrate_on == "own", OWN),
-        Use(
-            "a calibration text (--task or --text)",
-            lambda options: options.has_text or options.calibrate_on == "own",
-            READING,
-        ),
-    )
     task: str | None = None
     text: str | None = None
     windows: Count = 128
@@ -225,14 +186,8 @@ class TextOptions(AnswerOptions):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
-        if self.calibrate_on == "own":
-            self._check_own()
-
-    def _check_own(self) -> None:
-        if not self.task:
-            raise InputError("own answers need the questions of a task; give --task NAME, or no calibrate_on=own")
-        if self.tokens is not None:
-            raise InputError("own answers are as long as they are; leave out tokens (max_gen_toks limits an answer)")
+        if self.calibrate_on == "own" and not self.task:
+            raise InputError("--calibrate_on own needs the questions of a task; give --task")
 
     @property
     def has_text(self) -> bool:
@@ -246,22 +201,16 @@ class TextOptions(AnswerOptions):
 
 
 @dataclass(frozen=True)
-class ScoringOptions(TextOptions):
-    """Options of the calibration text of scores."""
-
-    uses: ClassVar[tuple[Use, ...]] = (Use("the steps of `prune`", lambda _: False, ("regenerate",)),)
-
-
-@dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
 
-    uses: ClassVar[tuple[Use, ...]] = (Use("several --steps", lambda options: options.steps > 1, ("regenerate",)),)
     ratio: ShareBelowOne | None = None  # type: ignore[assignment]  # --help shows no default, which removes nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio or 0.0)
         super().__post_init__()
+        if not self.ratio and not self.ffn_ratio:
+            raise InputError("nothing would be removed; give --ratio")
 
 
 def pick(base: type[T], settings: Any) -> T:

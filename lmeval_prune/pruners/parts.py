@@ -14,11 +14,9 @@ from lmeval_prune.architectures.blocks import (
     columns_of,
     in_features,
     out_features,
-    projection_in,
     weight_of,
 )
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
-from lmeval_prune.errors import InputError
 
 HEADS, CHANNELS = "heads", "channels"
 KINDS = (HEADS, CHANNELS)
@@ -85,16 +83,11 @@ class Part:
         return columns_of(self.block, members)
 
     def cost(self, unit: str) -> int:
-        """Return the number of parameters that one unit has; refuse layers with unknown projections."""
+        """Return the number of parameters that one unit has."""
         if isinstance(self.block, FeedForward):
             rows = sum(in_features(module) + _bias(module) for module in self.block.parts.values())
             return rows + out_features(self.block.down)
         layer = self.block
-        if projection_in(layer.module, layer.family.query) is None:
-            raise InputError(
-                f"a budget of parameters needs the query projection of {layer.name}, which is unknown; give "
-                f"--budget heads"
-            )
         query = (
             _row_parameters(layer, "q")
             + layer.head_dim * out_features(layer.o_proj)
@@ -164,13 +157,11 @@ def depth_parts_of(model_map: ModelMap, kinds: Collection[str] = DEPTH_KINDS) ->
 
 
 def _row_parameters(layer: AttentionLayer, projection: str) -> int:
-    """Count the parameters of one head's rows in the query, key or value projection."""
     rows = layer.rows(projection, 0)
     return (rows.stop - rows.start) * (in_features(rows.module) + _bias(rows.module))
 
 
 def _other_parameters(layer: AttentionLayer, projection: str, count: int) -> int:
-    """Count one head's entries in parameters outside the projections, such as attention sinks."""
     values = (attribute_of(layer.module, path) for path, name in layer.family.head_parameters if name == projection)
     return sum(value.numel() // count for value in values if isinstance(value, Tensor))
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, weight_of
-from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan
@@ -112,10 +111,8 @@ class LayerwisePruning:
     options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
     store: LayerStore | None = None  # stores finished layers, so that a killed run resumes
     progress: Callable[[str], None] = lambda _: None
-    blocks: Removed = field(default_factory=dict)  # layers and blocks that are left out throughout
 
     def __post_init__(self) -> None:
-        check_layerwise(self.model_map, "this")
         self.replay = LayerReplay(self.model_map, self.text)
         self.solves = self.options.compensation == "least_squares"
 
@@ -173,14 +170,11 @@ class LayerwisePruning:
     def _run_layer(
         self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
     ) -> None:
-        """Run a layer with earlier removals applied; see `LayerReplay.run_layer`."""
-        removed = {**self.blocks, **removal.removed}
-        plan = make_plan(removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
+        plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
             self.replay.run_layer(number, moments, keep_output)
 
     def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
-        """Return the damped mean of x·xᵀ, and record in `removal` if the damping was raised."""
         second, damping = damped(moments.second, self.options.damping)
         if damping != self.options.damping:
             removal.damping[part.projection_name] = damping
@@ -211,18 +205,8 @@ def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
     """Return a plan that removes these members of parts; `fields` are other fields of the plan."""
     members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
     blocks = tuple(label if kind == LAYERS else f"{label}.{kind}" for kind, label in members if kind in DEPTH_KINDS)
-    removed_blocks = {(kind, label) for kind, label in members if kind in DEPTH_KINDS}
-    heads = tuple(
-        f"{label}H{n}"
-        for (kind, label), numbers in members.items()
-        if kind == HEADS and not {(LAYERS, label), (ATTENTION, label)} & removed_blocks
-        for n in numbers
-    )
-    channels = {
-        label: numbers
-        for (kind, label), numbers in members.items()
-        if kind == CHANNELS and not {(LAYERS, label), (FEED_FORWARD, label)} & removed_blocks
-    }
+    heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
+    channels = {label: numbers for (kind, label), numbers in members.items() if kind == CHANNELS}
     return Plan(heads, channels, blocks, allow_empty_layer=allow_empty_layer, **fields)
 
 
@@ -298,8 +282,7 @@ def check_layerwise(model_map: ModelMap, name: str) -> None:
     """Raise `InputError` for a model with several stacks; it may have no weights."""
     if model_map.stacks != ("",):
         raise InputError(
-            f"{name} prunes layer by layer, which encoder-decoders such as this {model_map.model_type} model do not "
-            f"support; use another method or compensation"
+            f"{name} prunes layer by layer; encoder-decoders such as this {model_map.model_type} model need another one"
         )
 
 

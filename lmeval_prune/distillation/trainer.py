@@ -97,7 +97,7 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trainer of a student with an optional teacher; `preparation`: seconds before it, for the estimated time."""
+    """Trainer of a student with an optional teacher; `preparation`: seconds before it, for the estimate."""
 
     def __init__(
         self,

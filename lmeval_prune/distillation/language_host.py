@@ -54,19 +54,12 @@ IGNORED = -100  # label of tokens without a loss
 
 
 class Rows(NamedTuple):
-    """Training and test documents of a task.
-
-    Attributes:
-        train: training documents.
-        test: test documents.
-        names: names of the training splits.
-        repeated: number of training documents that were dropped because they are in the test, too.
-    """
+    """Training and test documents of a task."""
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
-    names: str
-    repeated: int = 0
+    names: str  # of the training splits
+    repeated: int = 0  # training documents that were dropped because they are in the test, too
 
 
 class LanguageHost(Host):
@@ -271,8 +264,7 @@ class LanguageHost(Host):
         """Add the field `question` to documents without it."""
         if "question" in (rows.train or [{}])[0]:
             return rows
-        parts = (rows.train, rows.test)
-        train, test = ([{**row, "question": question_of(self.task, row)} for row in part] for part in parts)
+        train, test = ([{**x, "question": question_of(self.task, x)} for x in part] for part in (rows.train, rows.test))
         return Rows(train, test, rows.names)
 
     def prompt(self, row: Mapping[str, Any]) -> str:

@@ -156,9 +156,7 @@ class DistillOptions(Settings):
         names.append("ffn_method")
         for name in self.pruning:
             if name not in names:
-                raise InputError(
-                    f"pruning has no option {name!r}{did_you_mean(name, names)}; it has {', '.join(names)}"
-                )
+                raise InputError(f"pruning: {name} is none of {', '.join(names)}{did_you_mean(name, names)}")
         options = {"budget": "heads", **self.pruning, "steps": self.stages, "ratio": self.ratio}
         return PruneOptions(**{name: value for name, value in options.items() if name != "ffn_method"})
 

@@ -39,14 +39,9 @@ def read_prompts(
     as_prompt: Callable[[str], str] = str,
     max_length: int = 512,
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """Read prompts in an order drawn by the seed; return them, and counts for `distillation.json`.
+    """Read prompts without test questions in an order drawn by the seed; return them, and counts for a report.
 
-    Args:
-        options: the file, and how many are read.
-        tokenizer: the model's tokenizer.
-        search: questions of the test.
-        as_prompt: function that puts a prompt into the chat template.
-        max_length: largest number of tokens of a text that is learned.
+    `as_prompt` puts a prompt into the chat template. A text that is learned has at most `max_length` tokens.
     """
     rows = read_lines(str(options.prompts), Line)
     random.Random(options.seed).shuffle(rows)

@@ -60,18 +60,8 @@ _ENVELOPE = (*ENVELOPE, "files")  # fields that each written artefact gets again
 def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:
     """Prune and distil a model and write it; resume an interrupted distillation.
 
-    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is.
-
-    Args:
-        options: what is pruned, and how the student is trained.
-        host: the model's host, e.g. with other examples. Default: that of the options.
-
-    Returns:
-        The fields of `distillation.json`.
-
-    Raises:
-        InputError: an option is invalid (before any weights are read, if possible), or `output` is of other options or
-            data.
+    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is. `InputError` if an
+    option is invalid (before any weights are read, if possible), or `output` is of other options or data.
     """
     this_process()  # before transformers makes the group of processes, with a shorter wait
     target, host = Path(options.output), host or make_host(options)

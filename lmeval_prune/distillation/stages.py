@@ -54,12 +54,7 @@ def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
 def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path | None = None) -> Cut:
     """Score a model and cut the scheduled share of a stage, which is nothing if earlier stages removed enough.
 
-    Args:
-        host: host of the model.
-        model: model of the previous stage.
-        stage: number of the stage, from 1.
-        examples: training problems.
-        work: folder for finished scores and layers, so that a killed run resumes.
+    `model` is that of the previous stage. In `work` is what is finished, so that a killed run resumes.
     """
     options, backbone = host.options, host.backbone(model)
     model_map, removal = map_model(backbone), options.removal()

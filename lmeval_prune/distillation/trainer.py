@@ -97,18 +97,7 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trainer of a student with an optional teacher.
-
-    Args:
-        host: host of both models.
-        model: the student.
-        teacher: the teacher, or None.
-        layers: the teacher's layer of each of the student's, and its heads.
-        examples: training and validation examples.
-        work: folder of the checkpoints.
-        stage: number of the stage, from 1.
-        preparation: seconds of scoring, cutting and reading, for the estimated time.
-    """
+    """Trainer of a student with an optional teacher; `preparation`: seconds before it, for the estimated time."""
 
     def __init__(
         self,
@@ -216,8 +205,8 @@ class DistillTrainer(ResumableTrainer):
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
-        if not self.runs_in_parts:
-            real_inputs.pop(LENGTH, None)
+        if LENGTH in inputs and not self.runs_in_parts:
+            del real_inputs[LENGTH]
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}

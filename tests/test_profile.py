@@ -136,7 +136,7 @@ def test_from_importance_to_profile(
     assert scores.with_suffix(".png").stat().st_size > 5000
     shared = ("--pretrained", tiny_folder, "--output", plan, "--budget", "heads", "--ratio", 0.25, "--unit", "group",
               "--ffn_ratio", 0.25)  # fmt: skip
-    assert run_command("prune", *shared, *drawn, "--cut", folder) == 0
+    assert run_command("prune", *shared, *drawn, "--method", "norm_entropy", "--cut", folder) == 0
     first = json.loads(plan.read_text())
     plan.unlink()
     assert run_command("prune", *shared, "--scores", scores) == 0

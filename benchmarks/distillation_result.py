@@ -61,8 +61,8 @@ OURS, DENSE = "ours", "dense"
 ABLATIONS: dict[str, dict[str, Any]] = {
     "pruning only": {"distill_weight": 0.0, "task_weight": 1.0},
     "random": {"method": "random"},
-    "response only": {"feature": False},
-    "feature only": {"response": False},
+    "response only": {"terms": ["response"]},
+    "feature only": {"terms": ["feature"]},
     "alpha 1.0": {"options": {"alpha": 1.0}},
     "alpha 0.0": {"options": {"alpha": 0.0}},
     "global threshold": {"method": "global_threshold", "stages": 1},
@@ -92,7 +92,7 @@ class Row:
         return re.sub(r"\W+", "_", self.key)
 
 
-CHANNELS = {"ffn_ratio": 0.3, "ffn_method": "random"}
+CHANNELS = {"pruning": {"ffn_ratio": 0.3, "ffn_method": "random"}}
 
 
 def rows() -> Iterator[Row]:
@@ -211,6 +211,7 @@ def _options(row: Row) -> dict[str, Any]:
     """Return the options by which a row's model is made from its dense host."""
     name = "distillation/minilm" if row.host == "athena" else "distillation/smollm2"
     options = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
+    options["pruning"] = {**recipe(name, "distill").get("pruning", {}), **row.changes.get("pruning", {})}
     if row.changes.get("stages") == 1:  # as many epochs as in all stages of the others
         options["epochs"] *= recipe(name, "distill")["stages"]
     return options
@@ -221,11 +222,8 @@ def _removed_by(row: Row) -> str:
     if row.kind == DENSE:
         return "nothing is removed"
     options = _options(row)
-    stages = options["stages"]
-    return (
-        f"unit={options.get('unit', 'head')}, {stages} stage{'s' * (stages > 1)} of {options['epochs']} epochs, "
-        f"rate {options['rate']}"
-    )
+    stages, unit = options["stages"], options["pruning"].get("unit", "head")
+    return f"unit={unit}, {stages} stage{'s' * (stages > 1)} of {options['epochs']} epochs, rate {options['rate']}"
 
 
 def tested(model: Path, fold: int, answers_file: Path) -> None:

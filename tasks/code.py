@@ -10,17 +10,17 @@ from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import files_digest
 
 _LIBRARY = Path(inspect.__file__).resolve().parent
+_PACKAGE = Path(scoring.__path__[0]).resolve().parent
 _OWN = [Path(root).resolve() for package in (scoring, tasks) for root in package.__path__]
 
 
 def code_digest(task: Any, settings: dict[str, Any], own: bool = True) -> str:
     """Return a digest of the YAML and Python files beside the code of a task, with functions in its `settings`; or "".
 
-    With `own`, all files of this package's tasks and scoring are among them if the task uses any. Installed packages
-    count by their versions.
+    With `own`, all files of this package's tasks and scoring are among them if the task uses any.
     """
     sources = {source for source in _sources([settings, *type(task).__mro__]) if source.is_file()}
-    folders = {source.parent for source in sources if not any(map(source.is_relative_to, _OWN))}
+    folders = {source.parent for source in sources if not any(map(source.is_relative_to, [_PACKAGE, *_OWN]))}
     files = {file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".yaml")}
     if own and ("prune_" in repr(settings) or any(b"lmeval_prune" in source.read_bytes() for source in sources)):
         files |= {file for folder in _OWN for file in folder.rglob("*") if file.suffix in (".py", ".yaml")}

@@ -376,7 +376,7 @@ def distillation(work: Path) -> dict[str, Any]:
     }
 
 
-DISTILL = ["--chat", "true", "--answer", "\\boxed{{}}", "--ratio", 0.5, "--unit", "balanced", "--limit", 12, "--stages", 2, "--epochs", 1,
+DISTILL = ["--chat", "true", "--answer", "\\boxed{{}}", "--ratio", 0.5, "--pruning", "unit=balanced", "--limit", 12, "--stages", 2, "--epochs", 1,
            "--batch", 4, "--validation", 0.25, "--calibration", 6, "--rate", 1e-3, "--data_dir", DATA]  # fmt: skip
 
 

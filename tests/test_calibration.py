@@ -93,7 +93,7 @@ def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, t
 
 
 def test_each_line_of_a_jsonl_file_is_a_text(tiny_folder: Path, text: str, tmp_path: Path) -> None:
-    """It is read as `distill --corpus` reads it, not as JSON; a text without words is left out."""
+    """A text without words is left out."""
     rows = [{"text": paragraph, "source": "book"} for paragraph in PARAGRAPHS] + [{"text": " "}, {"text": None}]
     lines = tmp_path / "texts.jsonl"
     lines.write_text("\n".join(map(json.dumps, rows)))

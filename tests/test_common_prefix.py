@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import lmeval_prune.distillation.common_prefix as common_prefix_module
-from lmeval_prune import map_model
-from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix, forward_in_parts, pays, runs_in_parts
-from lmeval_prune.distillation.layer_map import collected_states, layers_of
+from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix, forward_in_parts, runs_in_parts
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import DistillTrainer
 from tests.athena_hosts import data_folder, quick_training
@@ -34,14 +32,12 @@ def batch() -> dict[str, Any]:
 
 
 def outputs_and_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """Logits of real tokens, hidden states of real tokens of each layer, gradients of their squares' sum."""
+    """Logits of real tokens, gradients of their squares' sum."""
     model.zero_grad()
     real = inputs["attention_mask"].bool()
-    with collected_states(list(layers_of(map_model(model)).values())) as states:
-        logits = forward_in_parts(model, inputs).logits[real[:, inputs["logits_to_keep"]]]
-    results = [logits, *(states[number][real] for number in sorted(states))]
-    sum(x.square().sum() for x in results).backward()
-    return [*(x.detach() for x in results), *(p.grad for p in model.parameters() if p.grad is not None)]
+    logits = forward_in_parts(model, inputs).logits[real[:, inputs["logits_to_keep"]]]
+    logits.square().sum().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -55,7 +51,7 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 @pytest.mark.parametrize("family", distinct(CAUSAL))
-def test_logits_hidden_states_and_gradients_are_those_of_the_whole_batch(family: str) -> None:
+def test_logits_and_gradients_are_those_of_the_whole_batch(family: str) -> None:
     model = tiny(family, dtype=torch.float64).train()
     for module in model.modules():  # no dropout
         for name, value in vars(module).items():
@@ -93,16 +89,9 @@ def test_length_of_a_common_prefix(rows: list[list[int]], first: int, length: in
     assert common_prefix(torch.tensor(rows), first) == length
 
 
-def test_a_gpu_runs_a_batch_in_parts_only_if_that_saves_many_tokens() -> None:
-    """Whatever the device, losses are the same; each part launches all kernels."""
-    short, long = ({"input_ids": torch.zeros(8, length + 5), LENGTH: length} for length in (40, 2000))
-    assert pays(short, "cpu") and pays(long, "cpu")
-    assert pays(long, "cuda") and not pays(short, "cuda")
-
-
 @pytest.fixture
 def trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[DistillTrainer]:
-    """A trainer in float64 with response and hidden-state term, whose student differs from the teacher."""
+    """A trainer in float64 with the response term, whose student differs from the teacher."""
     options = DistillOptions(
         pretrained=str(tiny_folder),
         output=str(tmp_path / "student"),
@@ -112,8 +101,7 @@ def trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[DistillTrainer]:
         limit=8,
         validation=0.25,
         chat=True,
-        feature=False,
-        hidden=True,
+        terms=("response",),
         batch=3,
     )
     with quick_training():
@@ -129,7 +117,6 @@ def test_training_runs_the_template_once_with_the_same_losses(
     trainer: DistillTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common_prefix_module, "LEAST", 1)
-    monkeypatch.setattr(common_prefix_module, "LEAST_ON_GPU", 1)
     inputs = trainer.host.collate(trainer.examples.train[:3])
     assert inputs[LENGTH] > 0  # the user's turn begins alike
     counts, lengths, results = trainer.counts([inputs]), list[int](), []
@@ -151,5 +138,5 @@ def test_training_runs_the_template_once_with_the_same_losses(
 def test_attention_maps_need_whole_texts(trainer: DistillTrainer) -> None:
     assert trainer.runs_in_parts
     del trainer.__dict__["runs_in_parts"]
-    trainer.options = replace(trainer.options, feature=True)
+    trainer.options = replace(trainer.options, terms=("feature",))
     assert not trainer.runs_in_parts

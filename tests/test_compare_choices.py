@@ -129,7 +129,6 @@ def test_questions_with_one_text_and_other_choices_are_not_one_question(tmp_path
     tasks = {"x": minimal_pair("He"), "y": minimal_pair("They"), "law": which("law"), "art": which("art")}
     comparison = compare(runs(tmp_path, tasks))
     assert comparison.rows["b", POOLED].questions == 4 * COUNT
-    assert not any("counts once" in note for note in comparison.notes)
 
 
 def test_outcomes_of_one_question_are_no_independent_outcomes(tmp_path: Path) -> None:
@@ -153,7 +152,6 @@ def test_outcomes_of_one_question_are_no_independent_outcomes(tmp_path: Path) ->
         assert (row.better, row.worse) == ((expected > 0).sum(), (expected < 0).sum())
         flips = np.random.default_rng(1).choice([-1, 1], (20_000, len(expected))) @ expected
         assert row.p == pytest.approx(np.mean(np.abs(flips) >= abs(expected.sum()) - 1e-9), abs=0.02)
-        assert f"{name}: {len(values[0]) * COUNT - COUNT * (name == 'both')} outcomes of {len(expected)} questions; a question of several tasks counts once" in comparison.notes  # fmt: skip
 
 
 def test_perplexities_of_one_text_in_two_tasks_of_a_group(tmp_path: Path) -> None:
@@ -178,17 +176,8 @@ def test_a_document_without_words_counts_nothing(tmp_path: Path) -> None:
     assert compare(paths).rows["b", "t"].mean == pytest.approx(math.exp(-pairs[:, 0].sum() / pairs[:, 1].sum()))
 
 
-def test_a_group_of_which_some_tasks_are_compared_says_so(tmp_path: Path) -> None:
-    tasks = {name: generated(name + " {}?") for name in ("x", "y", "z")}
-    paths = runs(tmp_path, tasks, {"all": ["x", "y", "z"]})
-    comparison = compare(paths, tasks=["x", "y"])
-    assert comparison.rows["b", "all"].questions == 2 * COUNT and "all: 2 of its 3 tasks" in comparison.notes
-    assert not any("of its" in note for note in compare(paths).notes)
-
-
 def test_the_tasks_of_a_group_that_is_left_out_are_no_parts(tmp_path: Path) -> None:
     tasks = {"x": generated("x {}?"), "y": generated("y {}?"), "t": lambda i, rng: perplexity("one", i, rng)}
     comparison = compare(runs(tmp_path, tasks, {"inner": ["x", "y"], "outer": ["inner", "t"]}))
-    assert "outer: left out, its tasks have metrics that cannot be averaged" in comparison.notes
     parts = {task for task, table in comparison.tables.items() if table.is_part}
     assert parts == {"x", "y"}

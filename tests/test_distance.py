@@ -7,7 +7,6 @@ import gc
 import math
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -23,7 +22,7 @@ from tiny_models import VOCABULARY
 from torch import nn
 from transformers import AutoTokenizer
 
-from lmeval_prune import HeadMask, InputError, Plan, cut, load_pretrained, map_model
+from lmeval_prune import HeadMask, Plan, cut, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine, LikelihoodRequest
 from lmeval_prune.distance.options import DistanceOptions
@@ -155,11 +154,6 @@ def test_tokens_without_probability_do_not_count() -> None:
     p = 1 / (1 + math.e)
     assert values[0, 0] == pytest.approx(0.5 * math.log(0.5 / p) + 0.5 * math.log(0.5 / (1 - p)))
     assert values[1, 0] == math.inf
-
-
-def test_other_vocabularies_are_refused() -> None:
-    with pytest.raises(InputError, match="the vocabularies have 4 and 3 tokens"):
-        next(reduce_distances(torch.tensor([0]), iter([torch.zeros(1, 3), torch.zeros(1, 4)])))
 
 
 def test_two_checkpoints_take_plain_passes() -> None:
@@ -343,40 +337,3 @@ def test_variants_on_a_text_and_on_choices(tiny_folder: Path, tmp_path: Path) ->
         tmp_path, str(tiny_folder), "--task", "prune_tiny_words_pass4", "--limit", "2", *gen_kwargs, *heads
     )
     assert tries["variants"]["L1H0"]["answers"] == 2  # greedy answers, each once
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "distance needs MODEL, on the command line"),
-        (["MODEL", "--heads", "L0H1"], "either --task NAME or --text FILE"),
-        (["MODEL", "--heads", "L0H1", "--task", "prune_tiny", "--text", "x"], "either --task NAME or --text FILE"),
-        (["MODEL", "--task", "prune_tiny"], "name what is compared with the model: --heads, --mask or --checkpoint"),
-        (["MODEL", "--heads", "L0H1", "--heads", "L0H1", "--task", "prune_tiny"], "two variants are called 'L0H1'"),
-        (["MODEL", "--mask", "DENSE", "--task", "prune_tiny"], "two variants are called 'dense'"),
-        (["MODEL", "--heads", "L9H0", "--task", "prune_tiny"], "L9H0"),
-        (["MODEL", "--heads", "none.json", "--task", "prune_tiny"], "none.json"),
-        (["MODEL", "--heads", "L0H1", "--text", "none.txt"], "none.txt"),
-        (["MODEL", "--heads", "L0H1", "--task", "prune_none"], "prune_none"),
-        (["MODEL", "--heads", "L0H1", "--text", "README.md", "--tokens", "100000"], "positions; give fewer"),
-        (["MODEL", "--checkpoint", "OTHER", "--task", "prune_tiny"], "has another tokenizer than"),
-    ],
-)
-def test_mistakes_are_a_line_before_the_weights_are_loaded(
-    words: list[str], message: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def load(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("lmeval_prune.distance.texts.RecordingLM.__init__", load)
-    if "OTHER" in words:
-        shutil.copytree(tiny_folder, tmp_path / "other")
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
-        tokenizer.add_tokens(["one more"])
-        tokenizer.save_pretrained(tmp_path / "other")
-    (tmp_path / "dense.json").touch()
-    names = {"MODEL": str(tiny_folder), "OTHER": str(tmp_path / "other"), "DENSE": str(tmp_path / "dense.json")}
-    assert main(["distance", *(names.get(word, word) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1, error

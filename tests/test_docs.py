@@ -213,7 +213,7 @@ def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytes
 def templates() -> set[str]:
     """Return the texts of the code, with `…` for what is filled in."""
     texts = set()
-    for path in (ROOT / "lmeval_prune").rglob("*.py"):
+    for path in [*(ROOT / "lmeval_prune").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -38,14 +37,14 @@ GREEDY: list[dict[str, Any]] = [
     {"until": ["a", "zz"], "max_gen_toks": 30, "temperature": 0.0},
     {"until": [""], "max_gen_toks": 5},
 ]
-BY_HF: dict[str, dict[str, Any]] = {
-    "does not know the generation setting num_beams=2": {"num_beams": 2},
-    "does not take max_length": {"max_length": 60},
-    "does not know the generation setting guidance_scale=1.5": {"guidance_scale": 1.5},
-    "does not know the generation setting max_time=60.0": {"max_time": 60.0},
-    "would draw other random numbers": {"do_sample": True, "temperature": 1.0},
-    "their settings change logits": {"repetition_penalty": 1.3},
-}
+BY_HF: list[dict[str, Any]] = [
+    {"num_beams": 2},
+    {"max_length": 60},
+    {"guidance_scale": 1.5},
+    {"max_time": 60.0},
+    {"do_sample": True, "temperature": 1.0},
+    {"repetition_penalty": 1.3},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,7 @@ def few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mixed() -> list[Instance]:
     """Requests of several tasks with settings for the engine and for `hf`, in a shuffled order."""
-    settings = [*GREEDY, *({"until": [], "max_gen_toks": 6, **setting} for setting in BY_HF.values())]
+    settings = [*GREEDY, *({"until": [], "max_gen_toks": 6, **setting} for setting in BY_HF)]
     pairs = [(prompt, task) for prompt in PROMPTS[:3] for task in range(len(settings))]
     pairs.sort(key=lambda pair: hash((len(pair[0]) * 7 + pair[1] * 5) % 11))
     return [
@@ -84,17 +83,12 @@ def run(folder: Path, requests: list[Instance], **arguments: Any) -> tuple[Prune
     return lm, texts
 
 
-def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine=auto")]
-
-
 @pytest.mark.parametrize("heads", [None, HEADS])
 @pytest.mark.parametrize("stored", [False, True])
 def test_requests_with_several_settings_are_answered_as_by_hf(
-    tiny_folder: Path, tmp_path: Path, stored: bool, heads: str | None, caplog: pytest.LogCaptureFixture
+    tiny_folder: Path, tmp_path: Path, stored: bool, heads: str | None
 ) -> None:
     """Texts in order, cache hooks, keys and lengths in the store, the report of lengths; one line for each decision."""
-    caplog.set_level(logging.INFO)
     outcomes = {}
     for engine in ("generate", None):
         where = {"responses": str(tmp_path / str(engine))} if stored else {}
@@ -105,25 +99,6 @@ def test_requests_with_several_settings_are_answered_as_by_hf(
         outcomes[engine] = texts, lm.cache_hook.seen, lm.answering.lengths, kept
     assert outcomes[None] == outcomes["generate"] and len(set(texts)) > 10
     assert lm.engine and lm.engine.statistics.answers == 3 * len(GREEDY)
-    lines = decisions(caplog)
-    assert len(lines) == 1 + len(BY_HF) and sum("the decoding engine answers greedy" in line for line in lines) == 1
-    for reason in BY_HF:
-        assert sum(reason in line for line in lines) == 1
-
-
-def test_a_reason_is_told_whole_and_the_check_is_announced(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Settings may contain what separates a refusal from its remedy; the check takes half a minute at first."""
-    caplog.set_level(logging.INFO)
-    lm = model(tiny_folder)
-    for settings in ({"guidance_scale": 1.5}, {"num_beams": 2}, {"prompt_lookup_num_tokens": "a; b"}):
-        lm.engine_choice.by_engine([compat.request("generate_until", ("x", settings), "t", 0)])
-    reasons = [line.partition("does not know the ")[2] for line in decisions(caplog)]
-    assert reasons == [
-        "generation setting guidance_scale=1.5",
-        "generation setting num_beams=2",
-        "generation setting prompt_lookup_num_tokens=a; b",
-    ]
-    assert sum("the first time on a machine this compiles its attention" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("engines", [("generate", "auto"), ("auto", "generate")])
@@ -141,46 +116,38 @@ def test_a_store_that_the_other_path_began_is_resumed(
     assert len(missing) == (lm.engine.statistics.answers if lm.engine else lm.cache_hook.seen.total()) > 2
 
 
-def test_an_empty_prompt_is_left_to_hf(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_an_empty_prompt_is_left_to_hf(tiny_folder: Path) -> None:
     requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", 0) for text in ("x", "")]
     lm = model(tiny_folder, batch_size=1, add_bos_token=True)
     assert lm.generate_until(requests) == model(tiny_folder, HFLM, batch_size=1, add_bos_token=True).generate_until(
         requests
     )
-    assert lm.engine and lm.engine.statistics.answers == 1 and "its prompt is empty" in decisions(caplog)[0]
+    assert lm.engine and lm.engine.statistics.answers == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    "arguments",
     [
-        ({"dtype": "bfloat16"}, "not proven faster for weights in torch.bfloat16"),
-        ({"mixed_precision_dtype": "bfloat16"}, "does not support mixed_precision_dtype"),
-        ({"token_filter": {"ratio": 0.2, "state": "run"}}, "depend on earlier answers"),
-        ({"probe_pruning": {"ratio": 0.2, "skip_first": 0}}, "declares neither tokenwise nor by_sequence"),
+        {"dtype": "bfloat16"},
+        {"mixed_precision_dtype": "bfloat16"},
+        {"token_filter": {"ratio": 0.2, "state": "run"}},
+        {"probe_pruning": {"ratio": 0.2, "skip_first": 0}},
     ],
+    ids=str,
 )
-def test_models_are_left_to_hf(
-    tiny_folder: Path, arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_models_are_left_to_hf(tiny_folder: Path, arguments: dict[str, Any]) -> None:
     requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", i) for i, text in enumerate(PROMPTS)]
     lm, texts = run(tiny_folder, requests, **arguments)
     assert texts == run(tiny_folder, requests, **arguments, engine="generate")[1]
-    (line,) = decisions(caplog)
-    assert reason in line and (lm.engine is None or lm.engine.statistics.answers == 0)
+    assert lm.engine is None or lm.engine.statistics.answers == 0
 
 
-def test_families_that_the_engine_does_not_run_are_left_to_hf(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_families_that_the_engine_does_not_run_are_left_to_hf(tiny_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     network = tiny("bloom", vocab_size=len(tokenizer), dtype=torch.float32)
     requests = [compat.request("generate_until", (text, dict(GREEDY[0])), "t", i) for i, text in enumerate(PROMPTS)]
     expected = HFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests)
     assert PrunedHFLM(network, tokenizer=tokenizer, batch_size=2).generate_until(requests) == expected
-    assert len(decisions(caplog)) == 1 and "plain generate" not in caplog.text
 
 
 class Unseen(LlamaForCausalLM):
@@ -213,7 +180,6 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     lm = PrunedHFLM(network, tokenizer=tokenizer)
     request = compat.request("generate_until", ("x", dict(GREEDY[0])), "t", 0)
     assert lm.engine_choice.by_engine([request]) == []
-    assert "sliding window of 4096 tokens is too large to check" in next(iter(lm.engine_choice._logged))
 
 
 class Broken(LlamaForCausalLM):
@@ -227,13 +193,6 @@ class Broken(LlamaForCausalLM):
             return super().forward(*args, use_cache=use_cache, **kwargs)
         finally:
             hook.remove()
-
-
-@pytest.mark.parametrize("family", sorted(BY_GENERATE))
-def test_a_reason_is_a_sentence_about_the_model(family: str) -> None:
-    reason = str(Engine(tiny(family)).unsupported)
-    assert reason.startswith("the model") and "Error" not in reason
-    assert ("sinks" in reason) == (family == "gpt_oss")
 
 
 def test_an_error_of_the_check_is_a_reason() -> None:
@@ -272,22 +231,11 @@ def test_an_explicit_batch_size_bounds_the_rows(tiny_folder: Path, size: Any, ro
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
 
 
-def test_the_search_for_a_batch_size_is_left_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    searches: list[Any] = []
-    monkeypatch.setattr(PrunedHFLM, "_detect_batch_size", lambda *_, **__: searches.append(1) or 2)
-    greedy = [request for request in mixed() if request.args[1] in GREEDY]
-    run(tiny_folder, greedy, batch_size="auto")
-    assert not searches
-    run(tiny_folder, mixed(), batch_size="auto")
-    assert searches
-
-
 @pytest.mark.parametrize(("slots", "size", "by_engine"), [(1, 1, 5), (0.9, 1, 0), (2, 4, 0), (4, 4, 5), (3, "auto", 0)])
 def test_hf_answers_where_memory_is_too_small(
-    tiny_folder: Path, slots: float, size: Any, by_engine: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tiny_folder: Path, slots: float, size: Any, by_engine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot has keys and values: 2 layers, 2 heads of width 8, float64; fewer rows than the batch size are too few."""
-    caplog.set_level(logging.INFO)
     setting = {"until": [], "max_gen_toks": 10}
     requests = [compat.request("generate_until", (text, dict(setting)), "t", i) for i, text in enumerate(PROMPTS)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -296,18 +244,15 @@ def test_hf_answers_where_memory_is_too_small(
     lm, texts = run(tiny_folder, requests, batch_size=size)
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
     assert lm.engine and lm.engine.statistics.answers == by_engine
-    assert ("bytes, more than memory" in caplog.text) == (by_engine == 0)
 
 
-def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is not even checked: that takes longer than a few short answers."""
-    caplog.set_level(logging.INFO)
     monkeypatch.undo()
     requests = [request for request in mixed() if request.args[1] in GREEDY] * 3
     lm = model(tiny_folder)
     few = lm.generate_until(requests[:15])
-    assert lm.engine and not lm.engine._reasons and lm.engine.statistics.answers == 0
-    assert "fewer than 16 requests" in caplog.text
+    assert lm.engine and lm.engine.statistics.answers == 0
     assert lm.generate_until(requests[:16])[:15] == few and lm.engine.statistics.answers == 16
 
 
@@ -325,7 +270,7 @@ def test_keys_are_as_large_as_hidden_states() -> None:
     slot = (4 + 3) * 2 * 2 * 8 * 2 * network.dtype.itemsize
     request = Request(tuple(tokens(1, 4)[0].tolist()), None, SamplingParams(3, ()))
     assert len(list(Engine(network, memory=slot).decode([request]))) == 1
-    with pytest.raises(InsufficientMemoryError, match=f"needs {slot} bytes, more than memory={slot - 1}"):
+    with pytest.raises(InsufficientMemoryError):
         list(Engine(network, memory=slot - 1).decode([request]))
 
 
@@ -337,7 +282,7 @@ def test_the_default_is_auto_and_batched_with_a_router() -> None:
     assert Arguments.of({"pretrained": "x", "engine": "generate"}).engine == "generate"
     router = {"pretrained": "x", "router": "random", "router_pool": "L0H*"}
     assert Arguments.of(router).engine == Arguments.of({**router, "engine": "auto"}).engine == "batched"
-    with pytest.raises(InputError, match="add engine=batched"):
+    with pytest.raises(InputError):
         Arguments.of({"pretrained": "x", "engine_rows": 3})
 
 
@@ -438,15 +383,6 @@ def test_the_command_gives_the_same_texts(
     ]  # fmt: skip
     assert texts[0] == texts[1] and len(texts[0]) == 6
     assert counts == [6]
-
-
-def test_the_cache_of_lm_eval_has_answers_of_both(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--gen_kwargs", UNTIL, "--use_cache", str(tmp_path / "cache"))
-    first = evaluated(tiny_folder, tmp_path, "first", words)
-    monkeypatch.setattr(HFLM, "generate_until", lambda *_, **__: pytest.fail("not read from the cache"))
-    assert evaluated(tiny_folder, tmp_path, "again", words, engine="generate") == first
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import memory, self_check
 from tests.tiny_models import tiny
 
@@ -98,6 +99,6 @@ def test_weights_are_widened_for_a_check_only_where_they_fit(missing: int, monke
     checked = list[torch.dtype]()
     difference = self_check.LogitsDiffer("logits", difference=1.0)
     with pytest.raises(self_check.LogitsDiffer) if missing else nullcontext():
-        self_check._check_in_float32(lambda: checked.append(model.dtype), model, difference)
+        self_check._check_in_float32(lambda _: checked.append(model.dtype), map_model(model), difference)
     assert checked == ([] if missing else [torch.float32])
     assert model.dtype == torch.bfloat16

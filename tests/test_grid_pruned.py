@@ -191,7 +191,7 @@ def test_other_exemplars_of_another_split_are_other_problems(tiny_folder: Path, 
         name = task_file(tmp_path, test_split="shots", fewshot_split="shots", num_fewshot=shots, **data)
         host = make_host(DistillOptions(str(tiny_folder), "out", task=name))
         training_digest.cache_clear()
-        digests[shots].append((training_digest(name), host.problems_digest()))
+        digests[shots].append((training_digest(name), host.contents()["problems"]()))
     assert len({*digests[0]}) == 1
     for first, second, third in zip(*digests[2], strict=True):
         assert first == third != second

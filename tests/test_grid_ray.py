@@ -48,7 +48,7 @@ def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_path: Path, cluster: Any) -> None:
     """Killed when it has begun to answer; its job is done again by the other one."""
-    with pytest.raises(InputError, match="a job requests 3 GPU, and no node of the Ray cluster has more than 0"):
+    with pytest.raises(InputError):
         list(RayRunner(gpus=3).run([]))
     output, killed = tmp_path / "g", []
 

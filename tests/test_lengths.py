@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from functools import cache
 from pathlib import Path
@@ -17,12 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.decoding import progress as progress_module
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.report import write
 from lmeval_prune.grid.run import run
-from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
@@ -32,7 +28,6 @@ from tests.conftest import task_manager
 from tests.test_grid import described
 from tests.test_pruned_hf import PROMPTS, model, request
 from tests.test_sweep import sweep
-from tests.tiny_models import tiny, tokens
 
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
 
@@ -85,9 +80,7 @@ def test_end_tokens_of_the_task_end_an_answer(tiny_folder: Path, engine: str) ->
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
 @pytest.mark.parametrize("stored", [False, True])
-def test_every_path_counts_the_same(
-    tiny_folder: Path, tmp_path: Path, arguments: dict[str, Any], stored: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_path_counts_the_same(tiny_folder: Path, tmp_path: Path, arguments: dict[str, Any], stored: bool) -> None:
     texts = decoded(tiny_folder)
     assert all(len(text) == 12 for text in texts)  # no end token
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -97,13 +90,11 @@ def test_every_path_counts_the_same(
     settings = {**arguments, **({"responses": str(tmp_path / "s")} if stored else {})}
     for _ in range(1 + stored):  # the second time from the store
         lm = model(tiny_folder, **settings)
-        caplog.clear()
         lm.generate_until(instances(stop))
         free, ends = lm.answering.lengths["free"], lm.answering.lengths["ends"]
         assert free == {"answers": len(PROMPTS), "unknown": 0, "cut_off": 1.0, "mean_tokens": 12, "max_gen_toks": 12}
         assert ends["mean_tokens"] == sum(expected) / len(expected)
         assert ends["cut_off"] == sum(token not in text for text in texts) / len(texts) < 1
-        assert "free: 100% of the answers were cut off at 12 tokens; give more max_gen_toks" in caplog.text
         lm.close()
 
 
@@ -132,18 +123,13 @@ def test_stop_texts_of_the_model_end_an_answer(tiny_folder: Path, arguments: dic
     assert lm.answering.lengths["free"]["mean_tokens"] == (4 * 12 + 3) / 5
 
 
-def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(tiny_folder: Path) -> None:
     """`hf` obeys it in place of `max_gen_toks`: each answer has as many tokens as its prompt leaves."""
     lm = model(tiny_folder, engine="generate", batch_size=1)
     lm.generate_until([request("generate_until", (p, {**LONG, "max_length": 50}), i) for i, p in enumerate(PROMPTS)])
     room = [50 - len(lm.tok_encode(prompt)) for prompt in PROMPTS]
     lengths = lm.answering.lengths["toy"]
     assert lengths["mean_tokens"] == sum(room) / len(room) and lengths["max_gen_toks"] is None
-    assert "toy: 100% of the answers were cut off at the limit of tokens; give max_gen_toks in place of max_length" in (
-        caplog.text
-    )
 
 
 def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
@@ -158,24 +144,6 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm.generate_until(free)
         result.append(lm.answering.lengths["free"])
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
-
-
-def test_answers_of_an_older_store_are_unknown(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = AnswerStore.add
-
-    def without(self: AnswerStore, key: str, response: Any, about: dict[str, Any]) -> None:
-        add(self, key, response, {name: about[name] for name in about if name not in ("length", "cut_off")})
-
-    monkeypatch.setattr(AnswerStore, "add", without)
-    for _ in range(2):
-        lm = model(tiny_folder, responses=str(tmp_path / "s"))
-        lm.generate_until(instances("\x00"))
-        lm.answering.store.compact()
-        lm.close()
-    result = lm.answering.lengths["free"]
-    assert result["unknown"] == result["answers"] and result["cut_off"] is None and cut_off_note(result) == ""
 
 
 def test_parts_are_weighted_by_what_is_known() -> None:
@@ -208,26 +176,13 @@ def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
     assert results["config"]["pruning"]["answers"] == {"prune_tiny_words": expected}
 
 
-def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path) -> None:
     result = sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=4, gen_kwargs={"max_gen_toks": 3})
-    assert result.cut_off == "100% of the answers were cut off at 3 tokens"
     assert all(cell["cut_off"] and cell["length"] == 3 for cell in OutcomeStore(tmp_path / "s").cells())
     assert result.rows([0]).cut_off == result.columns(["dense"]).cut_off == result.cut_off
     assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
-    assert "solved by any head" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"^a router needs at least two heads"):  # whatever the answers' lengths
+    with pytest.raises(InputError):  # whatever the answers' lengths
         fit(result.columns(["dense"]), "all-minilm-l6-v2")
-    command = [
-        "sweep",
-        "--model_args",
-        f"pretrained={tiny_folder},dtype=float64,device=cpu",
-        "--tasks",
-        "prune_tiny_words",
-    ]
-    command += ["--heads", "L0H1", "--limit", "4", "--gen_kwargs", "max_gen_toks=3", "--output", str(tmp_path / "s")]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "answers: 3 tokens on average, 100% cut off by max_gen_toks" in out and "sweep again" in out
 
 
 @pytest.mark.long
@@ -238,57 +193,3 @@ def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
     result = compare(tmp_path / "g")
     row = result.rows["head", "prune_tiny_words"]
     assert (row.cut_off, row.mean_tokens) == (1.0, 4) and result.rows["head", "prune_tiny_choice"].cut_off is None
-    assert "head on prune_tiny_words: 100% of the answers were cut off at 4 tokens" in result.notes
-    write(str(tmp_path / "g"))
-    report = (tmp_path / "g" / "compare" / "report.md").read_text()
-    assert report.count("cut off |") == 1  # of the task that generates
-    for path in (tmp_path / "g").glob("cells/*/results.json"):  # of an earlier build
-        results = json.loads(path.read_text())
-        results["config"]["pruning"].pop("answers", None)
-        path.write_text(json.dumps(results))
-    assert compare(tmp_path / "g").rows["head", "prune_tiny_words"].cut_off is None
-
-
-@pytest.mark.parametrize(
-    ("task", "template", "warns"), [("prune_tiny_words", False, True), ("prune_tiny_words", True, False)]
-)
-def test_a_chat_task_without_the_chat_template_is_said(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, task: str, template: bool, warns: bool
-) -> None:
-    lm = model(tiny_folder)
-    evaluation = {"tasks": [task], "gen_kwargs": {"max_gen_toks": 2}, "limit": 2, "task_manager": task_manager()}
-    with caplog.at_level(logging.WARNING):
-        simple_evaluate(lm, apply_chat_template=template, **evaluation)
-        messages = [record.getMessage() for record in caplog.records if "chat template" in record.getMessage()]
-        assert len(messages) == warns and all(text.startswith(f"{task} expects a chat") for text in messages)
-        caplog.clear()
-        lm.tokenizer.chat_template = None
-        lm.generate_until(instances("\x00"))
-        assert "chat template" not in caplog.text
-
-
-def test_progress_is_in_tokens_and_ends_at_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-
-    class Bar:
-        disable, n = False, 0
-
-        def __init__(self, total: int, **_: Any) -> None:
-            self.total = total
-
-        def set_postfix_str(self, text: str, **_: Any) -> None:
-            self.text = text
-
-        def update(self, tokens: int) -> None:
-            self.n += tokens
-            seen.append((self.n, self.total))
-
-        def close(self) -> None:
-            assert self.text.startswith(f"{len(requests)} of {len(requests)} answers, about ")
-
-    monkeypatch.setattr(progress_module, "tqdm", Bar)
-    requests = [Request(tuple(row.tolist()), None, SamplingParams(20)) for row in tokens(4, 6)]
-    answers = list(Engine(tiny("llama"), progress=True).decode(requests))
-    total = sum(len(answer) for _, answer in answers)
-    assert seen[-1] == (total, total) and seen[0][1] == 80 and all(n <= most for n, most in seen)
-    assert len({n for n, _ in seen}) > len(requests)  # while answers are on their way, too

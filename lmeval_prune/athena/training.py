@@ -67,9 +67,6 @@ class AthenaTrainer(ResumableTrainer):
         validation: validation problems.
         head_rate: learning rate of all parameters above the encoder.
         patience: validations without improvement before training stops; 0: no early stopping.
-
-    Raises:
-        InputError: no training problem, or no validation problem, can be used.
     """
 
     def __init__(
@@ -138,9 +135,6 @@ def train(options: TrainOptions) -> Athena:
 
     Checkpoints are in `OUTPUT.training` until the output is complete. If the output is already complete, it is read
     instead of trained again.
-
-    Raises:
-        InputError: an option is invalid, or `output` was trained with other options.
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
@@ -161,7 +155,6 @@ def train(options: TrainOptions) -> Athena:
 
 
 def _encoder_digest(encoder: str) -> str:
-    """Return a digest of an encoder's weights, configuration and tokenizer."""
     return digest([checkpoint_identity(encoder), configuration_digests(encoder)])
 
 
@@ -188,8 +181,21 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     )
     validates = options.validation > 0
     best_by = (ACCURACY, True) if validates else None  # metric of the best epoch, and whether higher is better
-    others = {"per_device_eval_batch_size": 32}
-    arguments = training_arguments(options, work, options.encoder_rate, options.seed, validates, best_by, others=others)
+    arguments = training_arguments(
+        work,
+        validates,
+        best_by,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=32,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.encoder_rate,
+        weight_decay=options.decay,
+        warmup_steps=options.warmup,
+        max_grad_norm=options.clip,
+        seed=options.seed,
+        restore_callback_states_from_checkpoint=bool(options.patience),
+    )
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings | contents)
     training = trainer.run()

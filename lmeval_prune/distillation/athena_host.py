@@ -23,11 +23,9 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.questions import TrainingQuestions
+from lmeval_prune.training.resuming import PROBLEMS
 
-LANGUAGE_OPTIONS = (
-    *("task", "chat", "answer", "answer_field", "max_length", "corpus", "top_k"),
-    *("calibrate_on", "train_on", "answer_metric", "max_gen_toks"),
-)
+LANGUAGE_OPTIONS = ("task", "chat", "answer", "max_length", "prompts", "calibrate_on", "train_on", "max_gen_toks")
 
 
 class AthenaHost(Host):
@@ -94,24 +92,19 @@ class AthenaHost(Host):
 
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
-        about = checkpoint.describe(folder)
-        return TrainingQuestions.from_artefact(about)
-
-    def _training_options(self, folder: str, **changes: Any) -> TrainOptions:
-        """Return an ATHENA's training options with changes."""
-        options = checkpoint.describe(folder)["options"]
-        fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
-        label = f"the training in {Path(folder) / checkpoint.SETTINGS}"
-        return TrainOptions.from_dict({**options, **changes, **fixed}, label)
+        return TrainingQuestions.from_artefact(checkpoint.describe(folder))
 
     @cached_property
     def split_options(self) -> TrainOptions:
         """Training options of the ATHENA with this distillation's splits; `InputError` if it has no record of them."""
+        options = self.options
         if "options" not in self.about:
-            raise InputError(f"{self.options.pretrained} has no record of its training; train it again")
-        changes = {name: getattr(self.options, name) for name in ("test", "train", "validation", "limit")}
-        changes = {name: value for name, value in changes.items() if value not in (None, ())}
-        return self._training_options(self.options.pretrained, **changes)
+            raise InputError(f"{options.pretrained} has no record of its training; train it again")
+        changes = {name: getattr(options, name) for name in ("test", "validation", "limit")}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        fixed = {"output": options.output, "data_dir": options.data_dir, "patience": 0}
+        label = f"the training in {Path(options.pretrained) / checkpoint.SETTINGS}"
+        return TrainOptions.from_dict({**self.about["options"], **changes, **fixed}, label)
 
     @cached_property
     def split(self) -> ProblemSplit:
@@ -119,8 +112,8 @@ class AthenaHost(Host):
         return ProblemSplit.load(self.split_options)
 
     @override
-    def problems_digest(self) -> str:
-        return self.split.digest
+    def contents(self) -> dict[str, Callable[[], str]]:
+        return {PROBLEMS: lambda: self.split.digest}
 
     @override
     def examples(self) -> TrainingExamples:
@@ -162,5 +155,5 @@ class AthenaHost(Host):
         return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)
 
     @override
-    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int:
+    def count_solved(self, model: Any, problems: Sequence[Any]) -> int:
         return training.count_solved(model, problems)

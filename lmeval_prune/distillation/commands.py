@@ -34,7 +34,7 @@ def distill(**options: Any) -> int:
         heads += removed["heads"]
         counts = {name: removed.get(name, 0) for name in ("heads", "channels", "blocks")}
         named = [f"{count} {name}" for name, count in counts.items() if count] or ["nothing"]
-        blocks_text = f" ({compact_names(names)})" if (names := stage.get("removed_blocks")) else ""
+        blocks_text = f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
         in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
         summary = f"{', '.join(named)}{blocks_text} removed{in_all}"
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
@@ -43,7 +43,7 @@ def distill(**options: Any) -> int:
             text = f"mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"
             print(f"  from {settings.pretrained}: {text}, on {size}")
-    if settings.budget == "heads" and heads < share_of(settings.ratio, total_heads):
+    if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]

@@ -17,7 +17,6 @@ from lmeval_prune.architectures import cache_argument
 
 LENGTH = "common_prefix"  # input with the number of tokens
 LEAST = 4  # shorter ones cost more than they save
-LEAST_ON_GPU = 8192  # tokens of a batch that are saved; a small model's pass of fewer is launches, not arithmetic
 
 
 def common_prefix(ids: Tensor, first: int) -> int:
@@ -30,14 +29,6 @@ def common_prefix(ids: Tensor, first: int) -> int:
     equal = (ids == ids[:1]).all(0)[:first].long().cumprod(0)
     length = int(equal.sum())
     return length if len(ids) > 1 and length >= LEAST else 0
-
-
-def pays(inputs: Mapping[str, Any], device: str) -> bool:
-    """Return whether a batch is run in parts: on a GPU, where each part launches all kernels, if it saves many tokens.
-
-    Their number is an estimate, not measured.
-    """
-    return device == "cpu" or (len(inputs["input_ids"]) - 1) * int(inputs[LENGTH]) >= LEAST_ON_GPU
 
 
 def runs_in_parts(model: Any) -> bool:

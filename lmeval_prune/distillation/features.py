@@ -1,63 +1,92 @@
-"""Compare a student's layers with its teacher's: attention maps and hidden states, the feature terms of the loss."""
+"""The feature term: attention maps of a student, each beside that of its teacher's head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.distillation.attention_maps import check_maps, turn_off_map_dropout
-from lmeval_prune.distillation.layer_map import LayerMap, checked_layers, collected_states, layers_of
-from lmeval_prune.distillation.losses import attention_distance, hidden_distance
-from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
+from lmeval_prune.distillation.losses import attention_distance
+from lmeval_prune.errors import InputError
+
+_OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The teacher's layer of each layer of the student, and the teacher's head of each head of the student.
+
+    Labels (`L5`) and numbers are each model's own.
+    """
+
+    layers: dict[str, str]
+    heads: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, stages: Sequence[Mapping[str, Any]]) -> LayerMap:
+        """Follow the manifest's stages from the teacher, the model before the first of them, to the student."""
+        heads: dict[str, list[int]] = {}
+        for stage in stages:
+            heads = {
+                child: [heads[parent][head] if parent in heads else head for head in kept_heads]
+                for child, parent in kept_layers(stage).items()
+                if (kept_heads := stage["kept_heads"].get(parent)) is not None
+            }
+        return cls(first_labels(stages), heads)
 
 
 class Features:
-    """Attention maps and hidden states of a student, compared with those of its teacher.
+    """Compares the attention maps of a student with those of its teacher.
 
     Args:
-        options: which are compared, and whether they are divided by the teacher's mean squares.
         layers: the teacher's layers and heads of the student's.
         student, teacher: both models' layers.
+        relative: whether the difference is divided by the teacher's squares.
     """
 
-    def __init__(self, options: DistillOptions, layers: LayerMap, student: ModelMap, teacher: ModelMap) -> None:
-        self.options, self.student, self.relative = options, student, options.normalize == "teacher"
-        self.inputs: dict[str, Any] = {}  # further inputs of both models
-        self.pairs = dict[str, str]()
-        if options.feature:
-            self.inputs = {"output_attentions": True}
-            self.heads = [layers.heads[layer.label] for layer in student.attention]
-            numbers = {layer.label: number for number, layer in enumerate(teacher.attention)}
-            self.teacher_numbers = [numbers[layers.layers[layer.label]] for layer in student.attention]
-            turn_off_map_dropout(student)
-        if options.hidden:
-            self.pairs = checked_layers(options.layer_map or layers.layers, student, teacher)
-        self.modules = (
-            [layers_of(student)[label] for label in self.pairs],
-            [layers_of(teacher)[label] for label in self.pairs.values()],
+    def __init__(self, layers: LayerMap, student: ModelMap, teacher: ModelMap, relative: bool) -> None:
+        self.student, self.relative = student, relative
+        self.heads = [layers.heads[layer.label] for layer in student.attention]
+        numbers = {layer.label: number for number, layer in enumerate(teacher.attention)}
+        self.teacher_numbers = [numbers[layers.layers[layer.label]] for layer in student.attention]
+        turn_off_map_dropout(student)
+
+    def term(self, target: Any, outputs: Any, real: Tensor) -> Tensor:
+        """Return the feature term, summed over real positions, from the outputs of teacher and student."""
+        check_maps(outputs.attentions, self.student)
+        expected = [target.attentions[number] for number in self.teacher_numbers]
+        return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
+
+
+def check_maps(maps: Sequence[Tensor | None] | None, model_map: ModelMap) -> None:
+    """Raise an `InputError` if attention maps are missing or have another number of heads per layer."""
+    heads = [layer.heads for layer in model_map.attention]
+    if maps is None or [None if layer is None else layer.shape[1] for layer in maps] != heads:
+        raise InputError(
+            f"the feature term needs attention maps, and this {model_map.model_type} model does not return those of "
+            f"its heads; give --terms response"
         )
 
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Collect the hidden states of both models inside the block."""
-        student, teacher = self.modules
-        with collected_states(student) as self._student, collected_states(teacher) as self._teacher:
-            yield
 
-    def terms(self, target: Any, outputs: Any, real: Tensor) -> dict[str, Tensor]:
-        """Return the feature terms, summed over real positions, from the outputs of teacher and student."""
-        terms: dict[str, Tensor] = {}
-        if self.options.feature:
-            check_maps(outputs.attentions, self.student.model_type, [layer.heads for layer in self.student.attention])
-            expected = [target.attentions[number] for number in self.teacher_numbers]
-            terms["feature"] = attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
-        if self.options.hidden:
-            expected, actual = (
-                [states[number] for number in range(len(self.pairs))] for states in (self._teacher, self._student)
-            )
-            terms["hidden"] = hidden_distance(expected, actual, real, self.relative)
-        return terms
+def turn_off_map_dropout(model_map: ModelMap) -> None:
+    """Turn off the dropout of attention maps, but not of residual streams.
+
+    Models return their maps after dropout, so the feature term would compare random draws.
+    """
+    for layer in model_map.attention:
+        for path, module in layer.module.named_modules():
+            if _is_other(path):
+                continue
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float) and not _is_other(name):
+                    setattr(module, name, 0.0)
+
+
+def _is_other(name: str) -> bool:
+    return any(other in name for other in _OTHER_DROPOUT)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +20,16 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
-from lmeval_prune.distillation.options import BestBy, DistillOptions
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
-from lmeval_prune.training.resuming import PROBLEMS
 
+BestBy = Literal["accuracy", "loss", "none"]
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
 METRICS = {"accuracy": ACCURACY, "loss": "eval_task"}  # names in the log
-
-
-class StageNote(TypedDict):
-    """Fields of a stage that are read."""
-
-    stage: int
-    heads: dict[str, list[int]]
-    removed: dict[str, Any]
-    removed_blocks: list[str]
-    parameters: int
-
-
-class MaterialNote(TypedDict):
-    """Fields of the training problems that are read."""
-
-    splits: dict[str, Any]
-    trained_on: NotRequired[list[str]]
-    validated_on: NotRequired[list[str]]
 
 
 class Note(TypedDict):
@@ -55,8 +37,8 @@ class Note(TypedDict):
 
     model: str
     options: dict[str, Any]
-    material: MaterialNote
-    stages: list[StageNote]
+    material: dict[str, Any]
+    stages: list[dict[str, Any]]
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
@@ -72,7 +54,7 @@ class TrainingExamples:
     validation: Sequence[Any]
     lengths: Sequence[int]  # number of tokens of each training example
     note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
-    problems: Sequence[Any] = ()  # validation problems, for a host that solves them or compares their texts
+    problems: Sequence[Any] = ()  # validation problems, whatever is learned of them
     questions: Sequence[Any] = ()  # training problems that a model can be asked
 
 
@@ -165,12 +147,8 @@ class Host(ABC):
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
-    def problems_digest(self) -> str:
-        """Return a digest of the documents of the training and validation problems, which are not tokenized for it."""
-
     def contents(self) -> dict[str, Callable[[], str]]:
         """Return functions that return digests of what is trained on, by their names in `CONTENTS`."""
-        return {PROBLEMS: self.problems_digest}
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -182,14 +160,13 @@ class Host(ABC):
         """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
         Raises:
-            InputError: model or teacher were trained on the test or on validation problems, or the pruner's scores are
-                of these.
+            InputError: model or teacher were trained on the test or on validation problems.
         """
         is_trained = self.options.epochs > 0
         questions = questions if is_trained else TrainingQuestions()
         tested, total = question_keys(test), questions
         validated = questions.validated - questions.trained
-        for folder in filter(None, (self.options.pretrained, self.options.teacher if is_trained else None)):
+        for folder in filter(None, (self.options.pretrained, self.options.other_teacher if is_trained else None)):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(
@@ -221,41 +198,29 @@ class Host(ABC):
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return KL(teacher ‖ student) at the temperature, summed over the items."""
 
-    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:
-        """Return how many validation problems a model in evaluation mode solves; None if that is not asked for.
-
-        Answers are in `folder` until all are given, so that a run that was killed goes on.
-        """
-        return None
+    def count_solved(self, model: Any, problems: Sequence[Any]) -> int:
+        """Return how many validation problems a model in evaluation mode solves, for best_by=accuracy."""
+        raise NotImplementedError
 
     def compared_texts(self, examples: TrainingExamples) -> list[Text]:
         """Return texts on which next-token distributions are compared; empty for a host without such."""
         return []
 
-    def check_lengths(self) -> None:  # noqa: B027 - for a host whose texts are not cut to length
-        """Raise an `InputError` if texts that the user asks for are longer than model or teacher have positions."""
-
-    def check_answers(self) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if options let models answer problems, and they cannot."""
-
-    def check_scoring(self, examples: TrainingExamples) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if answers to the problems cannot be judged as right or wrong."""
+    def check(self) -> None:  # noqa: B027 - for a host whose models answer
+        """Raise an `InputError` if texts or answers do not suit the models."""
 
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        """Ask the first teacher problems and prompts of training and validation; write what a student learns."""
+        """Ask the teacher problems and prompts of training and validation; write what a student learns."""
         raise NotImplementedError
-
-    def write_learned(self, path: Path, work: Path) -> None:  # noqa: B027 - for a host whose models answer
-        """Write what a student learns from the teacher's answers as text."""
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         """Return examples of what the teacher answered; `InputError` if too little of it is kept."""
         raise NotImplementedError
 
-    def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
-        """Draw training problems by the seed as calibration text of the pruner; other arguments as in `cut_stage`.
+    def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
+        """Draw training problems by the seed as calibration text of the pruner.
 
-        They are the problems with their targets, whatever a student learns; with a corpus alone, its texts.
+        They are the problems with their targets, whatever a student learns; of prompts alone, the teacher's answers.
         """
         drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
-import shutil
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lmeval_prune.architectures import input_device, position_limit, takes_logits_to_keep
+from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
@@ -26,29 +24,17 @@ from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
-from lmeval_prune.distillation.corpus import (
-    Corpus,
-    Prompt,
-    Text,
-    answered_text,
-    check_corpus,
-    counts_text,
-    has_answer,
-    read_corpus,
-    within,
-)
-from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
-from lmeval_prune.distillation.lessons import CORPUS_PARTS, Problem, read_lessons, write_lessons, write_lessons_as_text
+from lmeval_prune.distillation.host import Host, TrainingExamples
+from lmeval_prune.distillation.lessons import Problem, Text, read_lessons, write_lessons
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
+from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
 from lmeval_prune.planning.texts import responses_folder
-from lmeval_prune.pruners.calibration import CalibrationText, encode
-from lmeval_prune.settings import differs_from_default
+from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation, end_token
 from lmeval_prune.surgery.card import shown, write_checkpoint_card
-from lmeval_prune.tasks import tries
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
 from lmeval_prune.training.questions import (
@@ -60,27 +46,20 @@ from lmeval_prune.training.questions import (
     question_keys,
     split_by_question,
 )
-from lmeval_prune.training.resuming import PROMPTS
+from lmeval_prune.training.resuming import PROBLEMS, PROMPTS
 
-logger = logging.getLogger(__name__)
+TASK = "prune_asdiv_a_equation"  # default
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
 
 
 class Rows(NamedTuple):
-    """Training and test documents of a task.
-
-    Attributes:
-        train: training documents.
-        test: test documents.
-        names: names of the training splits.
-        repeated: number of training documents that were dropped because they are in the test, too.
-    """
+    """Training and test documents of a task."""
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
-    names: str
-    repeated: int = 0
+    names: str  # of the training splits
+    repeated: int = 0  # training documents that were dropped because they are in the test, too
 
 
 class LanguageHost(Host):
@@ -90,13 +69,7 @@ class LanguageHost(Host):
     token, token_use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
-        super().__init__(options)
-        if options.corpus:
-            check_corpus(options)
-        elif options.task is None:
-            raise InputError(
-                "name the task with the training problems: task, e.g. prune_asdiv_a_equation; or a corpus of texts"
-            )
+        super().__init__(options if options.task or options.prompts else replace(options, task=TASK))
 
     @cached_property
     def task(self) -> Any:
@@ -139,8 +112,10 @@ class LanguageHost(Host):
     def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
         options, material, training = self.options, note["material"], ""
         if options.epochs:
-            source = shown(" and ".join(filter(None, (options.task, options.corpus))))
-            teacher = f", taught by {shown(options.teacher or options.pretrained)}" if options.uses_teacher else ""
+            source = shown(" and ".join(filter(None, (options.task, options.prompts))))
+            teacher = (
+                f", taught by {shown(options.other_teacher or options.pretrained)}" if options.uses_teacher else ""
+            )
             training = f"Trained after each stage on {material['train']} texts of {source}{teacher}."
             if distance := note["stages"][-1].get("distance"):
                 kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
@@ -150,49 +125,36 @@ class LanguageHost(Host):
 
     @override
     def questions_of(self, folder: str) -> TrainingQuestions:
-        content = read_manifest(embedded.resolve(folder)) or {}
-        if "trained_on" not in content and (Path(folder) / NOTE).is_file():
-            content = read_note(folder)["material"]
-        return TrainingQuestions.from_artefact(content)
+        return TrainingQuestions.from_artefact(read_manifest(embedded.resolve(folder)) or {})
 
     @cached_property
     def drawn_rows(self) -> Rows:
         """The task's documents, those of the training drawn by the seed; none without a task."""
         options = self.options
         rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test_name)
+        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test or "test")
         random.Random(options.seed).shuffle(drawn)
         return rows._replace(train=drawn[: options.limit], repeated=repeated)
-
-    @property
-    def test_name(self) -> str:
-        """Name of the test split, for messages."""
-        return self.test or "test"
 
     @cached_property
     def test(self) -> str | None:
         """Test split; None: the task's own. Of data in folds that is all of them, and the first fold is the test."""
         options = self.options
         data = options.task and (self.task.get_config("dataset_kwargs") or {}).get("prune_data")
-        if options.test or options.train or not data:
+        if options.test or not data:
             return options.test
         from lmeval_prune.tasks.data import DATA
 
         return "fold0" if "fold0" in DATA[data].splits and "train" not in DATA[data].splits else None
 
     @override
-    def problems_digest(self) -> str:
-        rows, exemplars = self.drawn_rows, exemplars_of(self.task) if self.options.task else []
-        tested = rows.test if self.options.corpus else []  # a corpus is searched for these
-        return documents_digest(rows.train, tested, *filter(None, [exemplars]))
-
-    @override
     def contents(self) -> dict[str, Callable[[], str]]:
-        return super().contents() | {PROMPTS: self.prompts_digest}
+        return {PROBLEMS: self._problems_digest, PROMPTS: lambda: digest(self.drawn_texts)}
 
-    def prompts_digest(self) -> str:
-        """Return a digest of the prompts and targets of the problems, which the task's file and code make of them."""
-        return digest(self.drawn_texts)
+    def _problems_digest(self) -> str:
+        rows, exemplars = self.drawn_rows, exemplars_of(self.task) if self.options.task else []
+        tested = rows.test if self.options.prompts else []  # prompts are searched for these
+        return documents_digest(rows.train, tested, *filter(None, [exemplars]))
 
     @cached_property
     def drawn_texts(self) -> list[tuple[str, str, str]]:
@@ -207,47 +169,34 @@ class LanguageHost(Host):
     @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.drawn_rows
-        drawn = rows.train
         problems = [
             self._problem(number, row, *texts)
-            for number, (row, texts) in enumerate(zip(drawn, self.drawn_texts, strict=True))
+            for number, (row, texts) in enumerate(zip(rows.train, self.drawn_texts, strict=True))
         ]
-        answered = [problem for problem in problems if has_answer(problem)]
-        max_length = within(options.max_length, self.positions)
-        problems = [problem for problem in answered if len(problem.ids) <= max_length]
-        corpus = self._corpus(rows.test)
-        first: list[Any] = problems if options.task else corpus.texts  # those of them that are validated on
-        others = corpus.texts if options.task else []
+        answered = [problem for problem in problems if problem.start < len(problem.ids) - 1]
+        problems = [problem for problem in answered if len(problem.ids) <= self.max_length]
+        prompts, counts = self._prompts(rows.test) if options.prompts else ([], {})
+        first: list[Any] = problems if options.task else prompts  # those of them that are validated on
         share = 0.1 if options.validation is None else options.validation
         count = round(share * len(first))
         validation, remaining = split_by_question(first, self._wordings(first), count)
-        if validation and not count / 2 <= len(validation) <= 2 * count:
-            logger.warning(
-                "%d of %d problems are for validation, not %d: those of a question stay together",
-                len(validation), len(first), count,
-            )  # fmt: skip
-        train = [*remaining, *others]
-        if not options.task and (not remaining or (share and not validation)):
-            raise InputError(
-                f"{len(first)} texts of the corpus ({counts_text(corpus.note)}) are too few to train and "
-                f"validate; give more documents or corpus_texts, or another validation (0: none)"
-            )
         if not remaining or (share and not validation):
+            left_out = {"too_long": len(answered) - len(problems), "empty": len(rows.train) - len(answered), **counts}
             raise InputError(
-                f"{len(first)} of {len(drawn) or len(first)} problems are too few to train and validate"
-                f"{_left_out(len(drawn) - len(answered), len(answered) - len(problems), max_length)}; raise "
-                f"{'limit or validation' if max_length == self.positions else 'limit, validation or max_length'}"
+                f"{len(first)} texts are too few to train and validate ({left_out}); raise limit, "
+                f"validation or max_length"
             )
+        train = [*remaining, *(prompts if options.task else [])]
         learned, held_out = ([text for text in part if isinstance(text, Problem)] for part in (train, validation))
         keys = (question_keys(problem.question.document for problem in part) for part in (learned, held_out))
-        questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test_name)
+        questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test or "test")
         note = {
             "train": len(train),
             "validation": len(validation),
             "too_long": len(answered) - len(problems),
-            "empty": len(drawn) - len(answered),
+            "empty": len(rows.train) - len(answered),
             "repeated": rows.repeated,
-            **({"corpus": corpus.note} if corpus.texts else {}),
+            **({"prompts": counts} if prompts else {}),
             "splits": {"task": options.task, "test": self.test, "train": rows.names},
             **questions.to_artefact(),
         }
@@ -268,25 +217,18 @@ class LanguageHost(Host):
             return tokens
         return [question or ids for question, ids in zip(questions, tokens, strict=True)]
 
-    def _corpus(self, test: Sequence[Mapping[str, Any]]) -> Corpus:
-        """Return the texts of the corpus without test questions; empty without a corpus."""
-        if not self.options.corpus:
-            return Corpus([], {})
-        questions = [str(row["question"]) for row in test]
-        prompts = {self.prompt(row) for row in test} if self.options.corpus_prompt and self.options.task else set()
-        return read_corpus(self.options, self.tokenizer, questions, self._in_chat, self.positions, prompts)
+    def _prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Prompt], dict[str, int]]:
+        """Return the prompts that the teacher answers, without test questions, and counts."""
+        as_written = {self.prompt(row) for row in test} if self.options.task else ()
+        search = QuestionSearch((str(row["question"]) for row in test), as_written)
+        return read_prompts(self.options, self.tokenizer, search, self._in_chat, self.max_length)
 
     def _in_chat(self, prompt: str) -> str:
         """Return a prompt as the user's turn of the chat template; with chat=false, the prompt."""
         if not self.options.chat:
             return prompt
-        self._check_chat()
         messages = [{"role": "user", "content": prompt}]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def _check_chat(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
 
     def rows(self) -> Rows:
         """Return the task's training and test documents."""
@@ -301,19 +243,16 @@ class LanguageHost(Host):
         from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
 
         folder = self.options.data_dir
-        splits = self.options.train or (("train",) if "train" in DATA[data].splits else other_folds(data, test))
-        if test in splits:
-            raise InputError(f"test={test} is also a training split; leave it out of train")
+        splits = ("train",) if "train" in DATA[data].splits else other_folds(data, test)
         rows = [dict(row) for row in load(data, "+".join(splits), folder)]
         return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
 
     def _task_rows(self) -> Rows:
         """Load the splits that a task of lm-eval declares."""
-        if names := [name for name in ("train", "test") if getattr(self.options, name)]:
+        if self.options.test:
             raise InputError(
-                f"{' and '.join(names)}: the task {self.options.task} names its splits itself (training_split and "
-                f"test_split in its YAML file); leave the option out, or take back a recipe's: "
-                f"{' '.join(f'--{name} {chr(34) * 2}' for name in names)}"
+                f"test: the task {self.options.task} names its splits itself (training_split and test_split in its "
+                f'YAML file); leave the option out, or take back a recipe\'s: --test ""'
             )
         if not self.task.has_training_docs():
             raise InputError(f"task {self.options.task} has no training split; use another task")
@@ -325,181 +264,101 @@ class LanguageHost(Host):
         """Add the field `question` to documents without it."""
         if "question" in (rows.train or [{}])[0]:
             return rows
-        parts = (rows.train, rows.test)
-        train, test = ([{**row, "question": question_of(self.task, row)} for row in part] for part in parts)
+        train, test = ([{**x, "question": question_of(self.task, x)} for x in part] for part in (rows.train, rows.test))
         return Rows(train, test, rows.names)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         """Return lm-eval's prompt of a document."""
-        if self.options.chat:
-            self._check_chat()
         return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
     def _problem(self, number: int, row: dict[str, Any], prompt: str, delimiter: str, target: str) -> Problem:
         """Tokenize a prompt and its answer."""
-        answer = delimiter + self.options.answer.replace("{}", target)
-        text = answered_text(self.tokenizer, encode(self.tokenizer, prompt), answer)
-        start = text.start if target.strip() else len(text.ids)  # nothing to learn, whatever is around it
-        return Problem(Question(number, row, prompt), text.ids, start)
+        answer = encode_continuation(self.tokenizer, delimiter + self.options.answer.replace("{}", target))
+        before = encode(self.tokenizer, prompt)
+        ids = [*before, *answer, end_token(self.tokenizer)]
+        start = max(1, len(before)) if target.strip() else len(ids)  # nothing to learn, whatever is around it
+        return Problem(Question(number, row, prompt), ids, start)
 
     def target(self, row: dict[str, Any]) -> str:
-        """Return the answer to learn: a field of the document, or the task's target."""
-        field = self.options.answer_field
-        if field is not None:
-            if not isinstance(row.get(field), str):
-                raise InputError(f"the documents of {self.options.task} have no text in answer_field={field}")
-            return str(row[field])
+        """Return the answer to learn."""
         return target_of(self.task, row)
 
     @cached_property
     def answerer(self) -> Answerer:
         """Asks models the training problems."""
         options = self.options
-        sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
+        sampling = Sampling(max_gen_toks=options.max_gen_toks, seed=options.seed)
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
-        return Answerer(task, self.tokenizer, sampling, responses_folder(options.responses, Path(options.output)))
-
-    @override
-    def check_answers(self) -> None:
-        options = self.options
-        if options.calibrate_on == "own" or options.train_on == "teacher":
-            if options.task is None:
-                raise InputError("answers of a model are to the problems of a task; give task")
-            check_generative(self.task)
-        if options.best_by == "accuracy":
-            if options.task is None:
-                raise InputError("best_by=accuracy counts solved problems of a task; give task, or best_by=loss")
-            check_generative(self.task, "best_by=accuracy counts right answers", "name another task, or best_by=loss")
+        return Answerer(task, self.tokenizer, sampling, responses_folder(None, Path(options.output)))
 
     @cached_property
     def fewest_positions(self) -> tuple[str, int | None]:
         """The model or teacher with the fewest positions, and their number; None: no model names one."""
-        names = filter(None, (self.options.pretrained, self.options.teacher))
+        names = filter(None, (self.options.pretrained, self.options.other_teacher))
         limits = [(name, position_limit(skeleton_of(name))) for name in names]
         return min(limits, key=lambda pair: pair[1] or math.inf)
 
     @property
-    def positions(self) -> int | None:
-        """Largest number of tokens of a text that model and teacher take; None: any."""
-        return self.fewest_positions[1]
+    def max_length(self) -> int:
+        """Largest number of tokens of a text that is learned."""
+        positions = self.fewest_positions[1]
+        return self.options.max_length if positions is None else min(self.options.max_length, positions)
 
     @override
-    def check_lengths(self) -> None:
+    def check(self) -> None:
         options, (name, positions) = self.options, self.fewest_positions
-        if positions is None:
-            return
-        reads = {
-            "max_length": options.task or options.corpus_prompt,
-            "corpus_tokens": options.corpus and not options.corpus_prompt,
-        }
-        for option in filter(reads.get, reads):
-            length = getattr(options, option)
-            if length > positions and differs_from_default(options, option):
-                raise InputError(f"{option}={length}: {name} has {positions} positions; give at most {positions}")
-            if length > positions:
-                logger.warning("%s: %d instead of %d, since %s has no more positions", option, positions, length, name)
-        if options.asks_models or options.best_by == "accuracy":
+        if options.chat and not self.tokenizer.chat_template:
+            raise InputError(f"{options.pretrained} has no chat template; leave chat out")
+        if options.calibrate_on == "own" or options.train_on == "teacher":
+            if options.task is None:
+                raise InputError("answers of a model are to the problems of a task; give task")
+            check_generative(self.task)
+        if options.calibrate_on == "own" or options.asks_teacher:
             self.answerer.sampling.check_room(self.answerer.task, name, positions)
 
     @override
-    def check_scoring(self, examples: TrainingExamples) -> None:
-        if self.options.train_on == "teacher" or self.options.best_by == "accuracy":
-            document = examples.questions[0].question.document
-            self.answerer.check_scoring(document, self.options.answer_metric)
-        self._check_written_answers([problem.question.document for problem in examples.questions[:8]])
-
-    def _check_written_answers(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Warn if answers are written in another form than the task's targets, and its scorer finds none right."""
-        options, task = self.options, self.answerer.task
-        if task is None or (options.answer == "{}" and options.answer_field is None):
-            return
-        texts = [options.answer.replace("{}", self.target(document)) for document in documents]
-        try:
-            name, _ = tries.choose_metric(task, options.answer_metric)
-            is_any_right = any(tries.outcomes(task, name, documents, texts))
-        except tries.NoOutcomeError:  # training does not need to know what is right
-            return
-        except Exception as error:  # the task's own functions raise many types
-            logger.warning(
-                "answers are learned as %r, which %s cannot score (%s)", texts[0], options.task, first_line(error)
-            )
-            return
-        if not is_any_right:
-            logger.warning(
-                "answers are learned as %r, which %s of the task %s counts as wrong: write another --answer, or "
-                'take a recipe\'s back by --answer ""',
-                *(texts[0], name, options.task),
-            )
-
-    @override
-    def count_solved(self, model: Any, problems: Sequence[Any], folder: Path) -> int | None:
-        if self.options.best_by != "accuracy":
-            return None
-        questions = [problem.question for problem in problems]
-        if not questions:
-            return 0
-        greedy = Sampling(max_gen_toks=self.options.max_gen_toks)
-        answerer = replace(self.answerer, sampling=greedy, responses=folder)
-        answers = answerer.answers(model, questions, disable_tqdm=True)
-        rights = answerer.outcomes(questions, answers, self.options.answer_metric)
-        shutil.rmtree(folder)
-        return sum(map(sum, rights))
-
-    @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        options, parts = self.options, {"train": examples.train, "validation": examples.validation}
+        parts = {"train": examples.train, "validation": examples.validation}
 
         def of_kind(kind: type) -> dict[str, list[Any]]:
             return {part: [text for text in texts if isinstance(text, kind)] for part, texts in parts.items()}
 
-        teacher: Any = self.read(options.teacher or options.pretrained)
-        problems = of_kind(Problem) if options.train_on == "teacher" else {}
-        write_lessons(work, self.answerer, teacher.to(device), problems, of_kind(Prompt), options, self.positions)
-
-    @override
-    def write_learned(self, path: Path, work: Path) -> None:
-        write_lessons_as_text(path, work, self.tokenizer)
+        teacher: Any = self.read(self.options.other_teacher or self.options.pretrained)
+        problems = of_kind(Problem) if self.options.train_on == "teacher" else {}
+        write_lessons(
+            *(work, self.answerer, teacher.to(device), problems, of_kind(Prompt)),
+            *(self.max_length, self.fewest_positions[1]),
+        )
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         lessons = read_lessons(work) or {}
         replaced = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
-        for part in CORPUS_PARTS.values():
-            if (counts := lessons["counts"].get(part)) and not lessons["texts"][part]:
-                more = "more" if counts["cut_off"] else "fewer"
-                raise InputError(
-                    f"of the teacher's answers to prompts of {self.options.corpus} none is whole "
-                    f"({part}: {counts['cut_off']} of {counts['answers']} cut off, {counts['too_long']} too long); "
-                    f"give {more} max_gen_toks or shorter prompts, and another output"
-                )
 
         def learned(part: str, texts: Sequence[Any]) -> list[Any]:
-            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(CORPUS_PARTS[part], ())]
-            return [
-                *(Text(text["ids"], text["start"]) for text in answered),
-                *(text for text in texts if not isinstance(text, replaced)),
-            ]
+            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(f"{part}_prompts", ())]
+            kept = [text for text in texts if not isinstance(text, replaced)]
+            return [*(Text(text["ids"], text["start"]) for text in answered), *kept]
 
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
-        if not train or (examples.validation and not validation):
+        counts, of_prompts = lessons["counts"], lessons["texts"].get("train_prompts")
+        if not train or (examples.validation and not validation) or of_prompts == []:
             raise InputError(
-                f"of the teacher's answers to {len(examples.questions)} training problems too few are kept; give more "
-                f"samples, keep_answers=all or unsolved=target"
+                f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks or shorter prompts, "
+                f"and another output"
             )
-        note = {**examples.note, "lessons": lessons["counts"]}
+        note = {**examples.note, "lessons": counts}
         lengths = [len(text.ids) for text in train]
         return replace(examples, train=train, validation=validation, lengths=lengths, note=note)
 
     @override
-    def calibration(self, examples: TrainingExamples, model: Any, answering: str | None) -> CalibrationText:
+    def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
         if self.options.calibrate_on == "task":
-            return super().calibration(examples, model, answering)
+            return super().calibration(examples, model)
         questions = [problem.question for problem in self.drawn(examples.questions)]
-        if answering is not None:
-            model = cast("Any", self.read(answering)).to(input_device(model))
         answers = self.answerer.answers(model, questions)
         name = f"own answers to {len(questions)} training problems"
-        return calibration_text(name, answers, self.answerer.sampling, self.options.prompts_count)
+        return calibration_text(name, answers, self.answerer.sampling, prompts_count=False)
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
@@ -546,16 +405,8 @@ class LanguageHost(Host):
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
         expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        options, rows = self.options, min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
-        expected, actual = expected[:, :rows], actual[:, :rows]
-        return answer_divergence(expected, actual, options.temperature, options.top_k, options.top_k_rest)
-
-
-def _left_out(empty: int, too_long: int, max_length: int) -> str:
-    """Return why problems were left out; nothing if none were."""
-    reasons = {f"with more than {max_length} tokens": too_long, "without an answer to learn": empty}
-    parts = [f"{count} {reason}" for reason, count in reasons.items() if count]
-    return f" ({', '.join(parts)})" if parts else ""
+        rows = min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
+        return answer_divergence(expected[:, :rows], actual[:, :rows], self.options.temperature)
 
 
 def _answer_logits(outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -6,37 +6,16 @@ The trainer divides them by counts over the whole update, so that accumulated ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
 
-def answer_divergence(
-    teacher: Tensor, student: Tensor, temperature: float, top_k: int = 0, rest: Literal["bucket", "none"] = "bucket"
-) -> Tensor:
-    """Return Σ_tokens KL(teacher ‖ student) at temperature τ from logits (tokens, vocabulary).
-
-    With `top_k`, the k likeliest tokens of the teacher are compared. `rest="bucket"` adds one outcome for all other
-    tokens together; `rest="none"` renormalises both distributions over the k tokens, so that the student may put any
-    probability on the others.
-    """
-    expected, actual = (_wide(logits) / temperature for logits in (teacher, student))
-    if 0 < top_k < expected.shape[-1]:
-        indices = expected.topk(top_k, dim=-1).indices
-        expected, actual = (_reduced(logits, indices, rest == "bucket") for logits in (expected, actual))
-    expected, actual = log_softmax(expected, dim=-1), log_softmax(actual, dim=-1)
+def answer_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return Σ_tokens KL(teacher ‖ student) at temperature τ from logits (tokens, vocabulary)."""
+    expected, actual = (log_softmax(_wide(logits) / temperature, dim=-1) for logits in (teacher, student))
     return (expected.exp() * (expected - actual)).sum()
-
-
-def _reduced(logits: Tensor, indices: Tensor, bucket: bool) -> Tensor:
-    """Return the logits of some tokens, (tokens, k), and that of all others together, (tokens, k + 1)."""
-    chosen = logits.gather(-1, indices)
-    if not bucket:
-        return chosen
-    others = logits.scatter(-1, indices, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([chosen, others], dim=-1)
 
 
 def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
@@ -86,36 +65,10 @@ def attention_distance(
         target = _wide(expected)[:, torch.tensor(indices, device=expected.device)]
         squares = ((target - _wide(actual)).square() * pairs).sum(-1)
         if relative:
-            squares = squares / _positive((target.square() * pairs).sum(-1))
+            of_teacher = (target.square() * pairs).sum(-1)
+            squares = squares / of_teacher.clamp(min=torch.finfo(of_teacher.dtype).tiny)  # of padding 0
         total = total + squares.sum() / len(indices)
     return total / len(student)
-
-
-def hidden_distance(teacher: Sequence[Tensor], student: Sequence[Tensor], real: Tensor, relative: bool) -> Tensor:
-    """Return the squared difference of hidden states, averaged over width and layers, summed over real tokens.
-
-    `relative` divides that of each token by the teacher's mean square: ‖h_s − h_t‖² / ‖h_t‖². So tokens and layers
-    with large activations do not outweigh the others, and the sum is 1 per token for a student whose states are zero.
-
-    Args:
-        teacher: hidden states of each compared layer, shape (texts, tokens, width).
-        student: hidden states of the student.
-        real: mask of the tokens without padding, shape (texts, tokens).
-        relative: whether to divide by the teacher's mean squares.
-    """
-    total = torch.zeros((), dtype=torch.promote_types(student[0].dtype, torch.float32), device=student[0].device)
-    for expected, actual in zip(teacher, student, strict=True):
-        target = _wide(expected)
-        squares = (target - _wide(actual)).square().mean(-1)
-        if relative:
-            squares = squares / _positive(target.square().mean(-1))
-        total = total + (squares * real).sum()
-    return total / len(student)
-
-
-def _positive(squares: Tensor) -> Tensor:
-    """Keep divisors above zero; those of padding are zero."""
-    return squares.clamp(min=torch.finfo(squares.dtype).tiny)
 
 
 def _wide(x: Tensor) -> Tensor:

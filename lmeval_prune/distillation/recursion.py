@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,22 +19,20 @@ import torch
 from accelerate import PartialState
 
 from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import ENVELOPE, output_lock, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, content_digest, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
 from lmeval_prune.distance.summary import Summary, summarize
 from lmeval_prune.distance.tokens import logits_of, pass_distances
 from lmeval_prune.distance.variants import Distances
-from lmeval_prune.distillation.corpus import corpus_identity, counts_text
+from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
-from lmeval_prune.distillation.layer_map import LayerMap
-from lmeval_prune.distillation.lessons import CORPUS_PARTS, read_lessons
-from lmeval_prune.distillation.lora import add_lora, check_lora, merge, recorded_lora
+from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
-from lmeval_prune.distillation.teachers import check_teachers, compared_layers, teacher_of
-from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments, stage_seed
+from lmeval_prune.distillation.teachers import check_teacher, compared_layers, teacher_of
+from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
@@ -51,7 +50,6 @@ LINES = {
     "loss": ("all (λ₁·distillation + λ₂·task)", COLOURS[7], "-"),
     "response": ("response", COLOURS[0], "-"),
     "feature": ("feature", COLOURS[2], "-"),
-    "hidden": ("hidden states", COLOURS[4], "-"),
     "task": ("task", COLOURS[1], "-"),
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
@@ -62,30 +60,19 @@ _ENVELOPE = (*ENVELOPE, "files")  # fields that each written artefact gets again
 def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:
     """Prune and distil a model and write it; resume an interrupted distillation.
 
-    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is. What a student
-    learns from a teacher's answers is in `OUTPUT.lessons.jsonl`.
-
-    Args:
-        options: what is pruned, and how the student is trained.
-        host: the model's host, e.g. with other examples. Default: that of the options.
-
-    Returns:
-        The fields of `distillation.json`.
-
-    Raises:
-        InputError: an option is invalid (before any weights are read, if possible), or `output` is of other options or
-            data.
+    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is. `InputError` if an
+    option is invalid (before any weights are read, if possible), or `output` is of other options or data.
     """
     this_process()  # before transformers makes the group of processes, with a shorter wait
     target, host = Path(options.output), host or make_host(options)
+    options = host.options
     settings = result_settings(options)
-    for name in ("pretrained", "teacher"):
-        if folder := settings[name]:
+    for name, folder in (("pretrained", options.pretrained), ("teacher", options.other_teacher)):
+        if folder:
             settings |= {name: host.identity(folder), f"{name}_files": host.configuration(folder)}
-    settings["lora"] = recorded_lora(options.lora)
     settings |= foreign_methods(options)
-    if options.corpus:
-        settings["corpus"] = corpus_identity(options.corpus)
+    if options.prompts:
+        settings |= {"prompts": "", "prompts_file": content_digest(options.prompts)}
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
@@ -103,11 +90,6 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return read_note(target)
-
-
-def lessons_file(target: Path) -> Path:
-    """Return the file beside an output with what its student learned from a teacher's answers."""
-    return target.with_name(f"{target.name}.lessons.jsonl")
 
 
 def this_process() -> Any:
@@ -142,13 +124,10 @@ def check(host: Host) -> None:
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
     host.check_layers()
-    host.check_answers()
     check_pruning(options, model_map)
     check_arguments(options)
-    if options.lora:
-        check_lora(options.lora, model_map)
-    check_teachers(host, model_map)
-    host.check_lengths()
+    check_teacher(host, model_map)
+    host.check()
 
 
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
@@ -157,27 +136,14 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
     check_resumable(work, settings)
     examples = host.examples()
-    if not examples.validation and (options.patience or options.best_by):  # an ATHENA's is that of its own training
-        name = "patience" if options.patience else "best_by"
-        raise InputError(f"{name} needs a validation split, and the model was trained without one; give validation")
-    host.check_scoring(examples)
+    if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
+        raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)
-        counts, corpus = examples.note, examples.note.get("corpus", {})
-        if options.task and corpus:  # whose texts are trained on, too
-            counts = {**counts, "train": len(examples.questions)}
-        if options.task or not corpus:
-            print(f"problems: {counts_text(counts)}", flush=True)
-        if corpus:
-            parts = {} if options.task else {name: counts[name] for name in ("train", "validation")}
-            print(f"corpus: {counts_text({**parts, **corpus})}", flush=True)
-            if corpus["texts"] < options.corpus_texts:
-                print(f"the corpus gives {corpus['texts']} texts, not corpus_texts={options.corpus_texts}", flush=True)
-    if this_process().is_main_process:
-        lessons_file(target).unlink(missing_ok=True)  # of an earlier output that is gone
-    if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers of a corpus alone
-        examples = _taught(host, examples, target, work)
+        print(f"texts: {_counts(examples.note)}", flush=True)
+    if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
+        examples = _taught(host, examples, work)
     note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
@@ -188,8 +154,8 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
         parent, note = str(folder), read_note(folder)
 
 
-def _taught(host: Host, examples: TrainingExamples, target: Path, work: Path) -> TrainingExamples:
-    """Return the examples with answers of the teacher, which one process asks once, and writes for readers."""
+def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamples:
+    """Return the examples with answers of the teacher, which one process asks once."""
     process = this_process()
     if process.is_main_process and read_lessons(work) is None:
         print("asking the teacher", flush=True)
@@ -197,17 +163,15 @@ def _taught(host: Host, examples: TrainingExamples, target: Path, work: Path) ->
     process.wait_for_everyone()
     examples = host.taught(examples, work)
     if process.is_main_process:
-        host.write_learned(lessons_file(target), work)
-        for part, counts in examples.note["lessons"].items():
-            if counts:
-                print(f"teacher, {part}: {counts_text(counts)}", flush=True)
-            if part in CORPUS_PARTS.values() and (lost := counts["questions_without"]) > counts["questions"] / 2:
-                print(
-                    f"of {counts['questions']} prompts {lost} have no whole answer, and are not learned; give more "
-                    f"max_gen_toks or shorter prompts, and another output",
-                    flush=True,
-                )
+        print(f"teacher: {_counts(examples.note['lessons'])}", flush=True)
     return examples
+
+
+def _counts(note: Mapping[str, Any]) -> str:
+    """Return the whole numbers of a note as text: `train 7, prompts (empty 1)`."""
+    parts = [f"{name} {value}" for name, value in note.items() if isinstance(value, int)]
+    parts += [f"{name} ({text})" for name, part in note.items() if isinstance(part, dict) and (text := _counts(part))]
+    return ", ".join(parts)
 
 
 @dataclass
@@ -231,7 +195,7 @@ class Stage:
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
             model: Any = self.host.read(self.parent).to(self.process.device)
             finished = self.work / f"stage{self.number}.scoring"
-            result = cut_stage(self.host, model, self.number, self.examples, self._answering(), finished)
+            result = cut_stage(self.host, model, self.number, self.examples, finished)
             self.host.write(self.host.with_backbone(model, result.model.cpu()), result.manifest, smaller)
             shutil.rmtree(finished, ignore_errors=True)
             del model, result
@@ -250,27 +214,14 @@ class Stage:
         self.process.wait_for_everyone()
 
     def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path, begin: float) -> dict[str, Any]:
-        """Train the student; return the best epoch and the log. LoRA updates are added to the weights."""
-        host, options = self.host, self.host.options
-        teacher = host.read(teacher_of(host, self.number, self.parent)) if options.uses_teacher else None
+        """Train the student; return the best epoch and the log."""
+        host = self.host
+        teacher = host.read(teacher_of(host, self.parent)) if host.options.uses_teacher else None
         layers = compared_layers(host, self.number, stages)
-        tuner = None
-        if options.lora:
-            tuner = add_lora(options.lora, map_model(host.backbone(student)), stage_seed(options, self.number))
-        training = DistillTrainer(
-            host, student, teacher, layers, self.examples, checkpoints, self.number, time.monotonic() - begin
+        preparation = time.monotonic() - begin
+        return DistillTrainer(
+            host, student, teacher, layers, self.examples, checkpoints, self.number, preparation
         ).run()
-        if tuner is not None:
-            merge(tuner)
-        return training
-
-    def _answering(self) -> str | None:
-        """Return the model that answers the questions of own calibration text; None: the one that is pruned."""
-        interval = self.host.options.regenerate
-        first = 1 + (self.number - 1) // interval * interval if interval else 1  # the stage whose model answers
-        if first == self.number:
-            return None
-        return self.host.options.pretrained if first == 1 else str(self.work / f"stage{first - 1}")
 
     def _distance(self, student: Any) -> Summary:
         """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""
@@ -285,7 +236,7 @@ class Stage:
 
     def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""
-        head_share, channel_share = self.host.options.pruning().shares(self.number)
+        head_share, channel_share = self.host.options.removal().shares(self.number)
         unpruned = LayerMap.of(manifest["stages"][-self.number :])
         stage = {
             "stage": self.number,

@@ -15,16 +15,15 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, pays, runs_in_parts
-from lmeval_prune.distillation.features import Features
-from lmeval_prune.distillation.host import METRICS, Host, TrainingExamples
-from lmeval_prune.distillation.layer_map import LayerMap
-from lmeval_prune.distillation.options import BestBy, DistillOptions
+from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, runs_in_parts
+from lmeval_prune.distillation.features import Features, LayerMap
+from lmeval_prune.distillation.host import METRICS, BestBy, Host, TrainingExamples
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, did_you_mean, first_line
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
-TERMS = ("response", "feature", "hidden", "task")
+TERMS = ("response", "feature", "task")
 EAGER_TOKENS = 256  # of the longest text, on a CPU in bfloat16: with more, eager attention needs much memory
 SOLVED_THEN_LOSS = "eval_solved_then_loss"
 # Metric in the log that chooses the best epoch, and whether higher is better.
@@ -49,21 +48,15 @@ class Student(nn.Module):
         return forward_in_parts(self.model, inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return the state dict without frozen parameters, and with tied tensors under their first name only."""
-        first_names, frozen = self._first_names(), self._frozen()
+        """Return the state dict with tied tensors under their first name only."""
+        first_names = self._first_names()
         state = super().state_dict(*args, **settings)
-        return {
-            name: tensor for name, tensor in state.items() if first_names.get(name, name) == name and name not in frozen
-        }
+        return {name: tensor for name, tensor in state.items() if first_names.get(name, name) == name}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **settings: Any) -> Any:
         """Load a state dict that `state_dict` returned."""
         tied = {name: state_dict[first] for name, first in self._first_names().items() if first in state_dict}
-        return super().load_state_dict({**self._frozen(), **state_dict, **tied}, *args, **settings)
-
-    def _frozen(self) -> dict[str, Tensor]:
-        """Return the parameters that are not trained, which all checkpoints have in common."""
-        return {name: x.data for name, x in self.named_parameters(remove_duplicate=False) if not x.requires_grad}
+        return super().load_state_dict({**state_dict, **tied}, *args, **settings)
 
     def _first_names(self) -> dict[str, str]:
         """Map each tensor name to the first name of the same tensor."""
@@ -103,39 +96,8 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
 
 
-def cast_linear_weights(model: nn.Module, device: str) -> None:
-    """Store the weights of linear layers in the dtype in which autocast multiplies them: the outputs stay the same.
-
-    Autocast converts weights that are not trained at each pass. Weights in another dtype than float32, and those that
-    other modules share, as embeddings do, stay; without autocast all do.
-
-    Args:
-        model: a model that is not trained.
-        device: type of the device on which it runs.
-    """
-    if not torch.is_autocast_enabled(device):
-        return
-    linear, others = set[nn.Parameter](), set[nn.Parameter]()
-    for module in model.modules():
-        (linear if type(module) is nn.Linear else others).update(module.parameters(recurse=False))
-    for parameter in linear - others:
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(torch.get_autocast_dtype(device))
-
-
 class DistillTrainer(ResumableTrainer):
-    """Trainer of a student with an optional teacher.
-
-    Args:
-        host: host of both models.
-        model: the student.
-        teacher: the teacher, or None.
-        layers: the teacher's layer of each of the student's, and its heads.
-        examples: training and validation examples.
-        work: folder of the checkpoints.
-        stage: number of the stage, from 1.
-        preparation: seconds of scoring, cutting and reading, for the estimated time.
-    """
+    """Trainer of a student with an optional teacher; `preparation`: seconds before it, for the estimated time."""
 
     def __init__(
         self,
@@ -165,16 +127,12 @@ class DistillTrainer(ResumableTrainer):
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,
             Progress(f"stage {stage} of {options.stages}, ", options.stages - stage, preparation),
-            options.patience,
-            options.resumable,
         )
         if teacher is not None:
-            with self.accelerator.autocast():
-                cast_linear_weights(teacher, self.args.device.type)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
-            if options.uses_attention_maps or options.uses_hidden_states:
-                maps = (map_model(host.backbone(network)) for network in (model, teacher))
-                self.features = Features(options, layers, *maps)
+            if options.uses_attention_maps:
+                of_student, of_teacher = (map_model(host.backbone(network)) for network in (model, teacher))
+                self.features = Features(layers, of_student, of_teacher, options.normalize == "teacher")
 
     def run(self) -> dict[str, Any]:
         """Train from the last complete checkpoint; `uses_eager_attention` tells by which attention."""
@@ -209,25 +167,26 @@ class DistillTrainer(ResumableTrainer):
 
     @cached_property
     def runs_in_parts(self) -> bool:
-        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts."""
-        if self.options.uses_attention_maps:
+        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts.
+
+        On a GPU, where each part launches all kernels, it does not pay.
+        """
+        if self.options.uses_attention_maps or self.args.device.type != "cpu":
             return False
         return all(runs_in_parts(model) for model in (self.student, self.teacher) if model is not None)
 
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return the numbers of items, of real tokens and of their pairs in the batches that are not idle."""
+        """Return the numbers of items and of real tokens, or their pairs, in the batches that are not idle."""
         batches = [batch for batch in batches if "idle" not in batch]
-        lengths = [batch["attention_mask"].sum(1) for batch in batches]
+        power = 1 if self.options.normalize == "teacher" else 2
         items = sum(self.host.items(batch) for batch in batches)
-        tokens, pairs = (sum(int((x**power).sum()) for x in lengths) for power in (1, 2))
-        return torch.tensor([items, tokens, pairs], dtype=torch.float64)
+        places = sum(int((batch["attention_mask"].sum(1) ** power).sum()) for batch in batches)
+        return torch.tensor([items, places], dtype=torch.float64)
 
-    def count_of(self, term: str, counts: Tensor) -> Tensor:
-        """Return the divisor of a term: items, real tokens, or their pairs."""
-        items, tokens, pairs = counts
-        if term == "feature":
-            return tokens if self.options.normalize == "teacher" else pairs
-        return tokens if term == "hidden" else items
+    @staticmethod
+    def count_of(term: str, counts: Tensor) -> Tensor:
+        """Return the divisor of a term."""
+        return counts[1 if term == "feature" else 0]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the batches of an update and their counts over all processes, the divisors of the losses."""
@@ -246,7 +205,7 @@ class DistillTrainer(ResumableTrainer):
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
-        if LENGTH in inputs and not (self.runs_in_parts and pays(inputs, self.args.device.type)):
+        if LENGTH in inputs and not self.runs_in_parts:
             del real_inputs[LENGTH]
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
@@ -260,28 +219,23 @@ class DistillTrainer(ResumableTrainer):
     def losses(self, model: nn.Module, inputs: dict[str, Any], counts: Tensor) -> tuple[Any, dict[str, Tensor]]:
         """Return the student's outputs on a batch and the terms of the loss, divided by the counts."""
         options, features = self.options, self.features
-        with ExitStack() as stack:
+        further = {} if features is None else {"output_attentions": True}
+        outputs = model(**inputs, **further)
+        sums = {"task": self.host.task_loss(outputs, inputs)}
+        if self.teacher is not None:
+            with torch.no_grad(), self.accelerator.autocast():
+                others = {name: value for name, value in inputs.items() if name != "labels"}
+                target = forward_in_parts(self.teacher, {**others, **further})
+            if "response" in options.terms:
+                sums["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs)
             if features is not None:
-                stack.enter_context(features.collected())
-            further = features.inputs if features is not None else {}
-            outputs = model(**inputs, **further)
-            sums = {"task": self.host.task_loss(outputs, inputs)}
-            if self.teacher is not None:
-                with torch.no_grad(), self.accelerator.autocast():
-                    others = {name: value for name, value in inputs.items() if name != "labels"}
-                    target = forward_in_parts(self.teacher, {**others, **further})
-                if options.response:
-                    sums["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs)
-                if features is not None:
-                    sums |= features.terms(target, outputs, inputs["attention_mask"])
+                sums["feature"] = features.term(target, outputs, inputs["attention_mask"])
         return outputs, {name: total / self.count_of(name, counts) for name, total in sums.items()}
 
     def total(self, terms: Mapping[str, Any]) -> Any:
-        """Return λ₁·(response + w·feature + w·hidden) + λ₂·task of the available terms (eq. 6)."""
-        options = self.options
-        weights = {"response": 1.0, "feature": options.feature_weight, "hidden": options.hidden_weight}
-        distillation = sum(weight * terms[name] for name, weight in weights.items() if name in terms)
-        return options.task_weight * terms["task"] + options.distill_weight * distillation
+        """Return λ₁·(response + feature) + λ₂·task of the available terms (eq. 6)."""
+        distillation = sum(terms[name] for name in ("response", "feature") if name in terms)
+        return self.options.task_weight * terms["task"] + self.options.distill_weight * distillation
 
     def _record(self, terms: Mapping[str, Tensor], counts: Tensor, training: bool) -> None:
         for name, term in terms.items():
@@ -316,13 +270,11 @@ class DistillTrainer(ResumableTrainer):
         return metrics | self._solved(terms["task"])
 
     def _solved(self, loss: float) -> dict[str, float]:
-        """Return the share of validation problems that the student solves, if the host counts them."""
-        problems, processes = self.examples.problems, self.args.world_size
-        rank = self.args.process_index
-        folder = Path(str(self.args.output_dir), f"answers{rank}")
-        count = self.host.count_solved(self.student.eval(), problems[rank::processes], folder)
-        if count is None:
+        """Return the share of validation problems that the student solves, if that chooses the epoch."""
+        if self.host.best_by != "accuracy":
             return {}
+        problems, processes = self.examples.problems, self.args.world_size
+        count = self.host.count_solved(self.student.eval(), problems[self.args.process_index :: processes])
         solved = self._over_processes(torch.tensor(float(count), device=self.args.device))
         order = solved_then_loss(solved, loss, len(problems))
         return {METRICS["accuracy"]: solved / len(problems), SOLVED_THEN_LOSS: order}
@@ -339,44 +291,36 @@ def solved_then_loss(solved: float, loss: float, problems: int) -> float:
     return (solved + 1 / (2 + loss)) / problems
 
 
-# Arguments of transformers that options of `distill` set.
-RESERVED_ARGUMENTS = {
-    *("output_dir", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
-    *("weight_decay", "warmup_steps", "max_grad_norm", "seed", "eval_strategy", "save_strategy", "logging_strategy"),
-    *("eval_steps", "save_steps", "logging_steps", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "restore_callback_states_from_checkpoint", "remove_unused_columns", "accelerator_config"),
-}
-# Arguments that have no effect here, or that break the loss, the order of problems or resuming.
+# Arguments of transformers that follow from options of `distill`, have no effect here, or break the loss, the order of
+# problems or resuming.
 UNSUITABLE_ARGUMENTS = {
-    *("max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length"),
-    *("train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha"),
-    *("auto_find_batch_size", "average_tokens_across_devices", "data_seed", "use_liger_kernel"),
-    "resume_from_checkpoint",
+    *("output_dir", "num_train_epochs", "per_device_train_batch_size", "learning_rate", "seed", "eval_strategy"),
+    *("save_strategy", "logging_strategy", "eval_steps", "logging_steps", "load_best_model_at_end"),
+    *("metric_for_best_model", "greater_is_better", "remove_unused_columns", "accelerator_config", "max_steps"),
+    *("save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length", "train_sampling_strategy"),
+    *("length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha", "auto_find_batch_size"),
+    *("average_tokens_across_devices", "data_seed", "use_liger_kernel", "resume_from_checkpoint"),
+    "restore_callback_states_from_checkpoint",
     # they upload the states of an unfinished training, and their values, a token too, would stand in the results
     *(field.name for field in fields(TrainingArguments) if field.name.startswith(("hub_", "push_to_hub"))),
 }
 
 
 def check_arguments(options: DistillOptions) -> None:
-    """Raise an `InputError` if a `trainer` argument is unknown, unsuitable, or set by another option."""
-    allowed = {field.name for field in fields(TrainingArguments)} - RESERVED_ARGUMENTS - UNSUITABLE_ARGUMENTS
-    for name, value in options.trainer.items():
-        if name in RESERVED_ARGUMENTS:
-            raise InputError(f"trainer: {name} follows from the other options; leave it out")
-        if name in UNSUITABLE_ARGUMENTS:
-            raise InputError(f"trainer: {name} does not suit distillation; leave it out")
+    """Raise an `InputError` if a `trainer` argument is unknown or unsuitable."""
+    allowed = {field.name for field in fields(TrainingArguments)} - UNSUITABLE_ARGUMENTS
+    for name in options.trainer:
         if name not in allowed:
-            raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{did_you_mean(name, allowed)}")
-        if isinstance(getattr(TrainingArguments, name, None), bool) and not isinstance(value, bool):
-            raise InputError(f"trainer: {name}={value} is neither true nor false")
+            raise InputError(
+                f"trainer: {name} is no argument of TrainingArguments, or does not suit distillation"
+                f"{did_you_mean(name, allowed)}"
+            )
     try:
         arguments = distillation_arguments(options, Path(options.output))
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise InputError(f"trainer: transformers refuses {options.trainer} ({first_line(error)})") from error
     if arguments.fp16 and arguments.device.type == "cpu":
         raise InputError("trainer: with fp16 transformers trains in float32 on a CPU; give bf16=true, or leave it out")
-    if arguments.per_device_eval_batch_size < 1:
-        raise InputError("trainer: per_device_eval_batch_size must be at least 1")
 
 
 def distillation_arguments(
@@ -386,12 +330,14 @@ def distillation_arguments(
     best_by: BestBy | None = None,
 ) -> TrainingArguments:
     """Make transformers' arguments of a stage; each stage has its own seed. `best_by` is None without validation."""
-    others = {"per_device_eval_batch_size": 16, **options.trainer}
-    seed = stage_seed(options, stage)
-    validates, metric = best_by is not None, CHOOSING.get(best_by)
-    return training_arguments(options, work, options.rate, seed, validates, metric, options.save_steps, others)
-
-
-def stage_seed(options: DistillOptions, stage: int) -> int:
-    """Return the seed of a stage's order, dropout and LoRA updates."""
-    return 1000 * stage + options.seed
+    defaults = {"per_device_eval_batch_size": 16, "weight_decay": 0.01, "warmup_steps": 0.06, "max_grad_norm": 5.0}
+    return training_arguments(
+        work,
+        best_by is not None,
+        CHOOSING.get(best_by),
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.rate,
+        seed=1000 * stage + options.seed,
+        **{**defaults, **options.trainer},
+    )

@@ -46,12 +46,8 @@ def gguf_architecture(model_map: ModelMap) -> str:
     has_factors = rope_of(config)["rope_type"] == "llama3"
     is_stock = is_uniform and not has_biases and not has_factors
     if family == "qwen3" and not is_stock:
-        obstacle = "rope is llama3's" if is_uniform else "layers differ"
-        if has_biases:
-            obstacle = "projections have biases"
-        hint = "" if has_factors else ", or prune the same numbers of heads and channels in all layers, without biases"
         raise InputError(
-            f"llama.cpp's qwen3 does not support a model whose {obstacle}; write a checkpoint instead of GGUF{hint}"
+            "llama.cpp's qwen3 supports neither layers that differ nor biases nor llama3's rope; write a checkpoint"
         )
     first = model_map.attention[0]
     fills_hidden_size = first.heads * first.head_dim == config.hidden_size

@@ -9,11 +9,9 @@ import asyncio
 import enum
 import json
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -31,7 +29,6 @@ class Cause(enum.Enum):
     UNKNOWN = enum.auto()  # the request or the server
     SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
     BUSY = enum.auto()  # status 429, or a shared context that is full: neither is to blame
-    INTERNAL_ERROR = enum.auto()  # status 500: the request, the server or the adapter
 
 
 @dataclass(eq=False)
@@ -127,13 +124,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Parse a `Retry-After` header, a number of seconds or a date, into seconds from now."""
-    if not header:
-        return None
+    """Parse the number of seconds in a `Retry-After` header; None for a date."""
     with suppress(ValueError):
-        return max(0.0, float(header))
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+        return max(0.0, float(header or ""))
     return None
 
 

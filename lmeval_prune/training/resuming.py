@@ -21,7 +21,7 @@ from lmeval_prune.errors import InputError, disk_error
 logger = logging.getLogger(__name__)
 
 OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS, PROMPTS, ENCODER = "problems", "prompts", "encoder_checkpoint"
+PROBLEMS, PROMPTS, ENCODER = "problems", "task_prompts", "encoder_checkpoint"
 # Settings that are digests of what was read, in the words of messages; those of files are by name.
 CONTENTS = {
     "pretrained_files": "the model's {}",
@@ -29,7 +29,7 @@ CONTENTS = {
     PROBLEMS: "the problems",
     PROMPTS: "the task's prompts or targets",
     ENCODER: "the encoder",
-    "corpus": "the corpus",
+    "prompts_file": "the file of prompts",
 }
 FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
@@ -41,11 +41,11 @@ class _TrainerState(TypedDict):
 
 
 def result_settings(options: Any) -> dict[str, Any]:
-    """Return the options that the result depends on, as JSON: all except paths and what is kept on the way."""
+    """Return the options that the result depends on, as JSON: all except paths."""
     return {
         name: value
         for name, value in json.loads(json.dumps(asdict(options))).items()
-        if name not in ("output", "data_dir", "responses", "resumable")
+        if name not in ("output", "data_dir", "responses")
     }
 
 

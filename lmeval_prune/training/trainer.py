@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Progress(TrainerCallback):
         preparation: seconds that each of them needs before its first step.
     """
 
-    LOSSES = ("loss", "response", "feature", "hidden", "task")  # that a row of a training step may have
+    LOSSES = ("loss", "response", "feature", "task")  # that a row of a training step may have
     VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
     SILENCE = 60.0  # seconds; an epoch can take longer
 
@@ -102,7 +102,6 @@ class Progress(TrainerCallback):
             self._print(f"{self._position(args, state)}; {self._remaining_time(state)}", state)
 
     def _position(self, args: Any, state: Any) -> str:
-        """Return the part of the epochs that is done."""
         return f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
 
     def _remaining_time(self, state: Any) -> str:
@@ -147,7 +146,7 @@ class ResumableTrainer(Trainer):
     """Trainer on batches of similar length; a subclass can add validation metrics.
 
     `lengths` are the numbers of tokens of the training examples. Training stops after `patience` validations without
-    improvement (0: never). Without `resumable`, checkpoints have the weights only, of which the best are kept.
+    improvement (0: never).
     """
 
     def __init__(
@@ -160,9 +159,8 @@ class ResumableTrainer(Trainer):
         lengths: Sequence[int],
         progress: Progress,
         patience: int = 0,
-        resumable: bool = True,
     ) -> None:
-        self.lengths, self.resumable = lengths, resumable
+        self.lengths = lengths
         stop: list[TrainerCallback] = [EarlyStoppingCallback(patience)] if patience else []
         super().__init__(
             model,
@@ -187,9 +185,6 @@ class ResumableTrainer(Trainer):
         """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
 
         Afterwards the model has the weights of the best epoch (of the last, without a metric that chooses).
-
-        Raises:
-            InputError: these weights are NaN or infinite.
         """
         with fast_products():
             self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
@@ -203,10 +198,6 @@ class ResumableTrainer(Trainer):
             "log": [row for row in self.state.log_history if "loss" in row or "eval_loss" in row],
         }
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.resumable:
-            super()._save_optimizer_and_scheduler(output_dir)
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the scheduler, without warmup for a single update, whose learning rate would be 0."""
         with replaced(self.args, warmup_steps=self.args.warmup_steps if num_training_steps > 1 else 0):
@@ -217,27 +208,18 @@ class ResumableTrainer(Trainer):
 
 
 def training_arguments(
-    options: Any,
-    checkpoints: Path,
-    learning_rate: float,
-    seed: int,
-    validates: bool,
-    best_by: tuple[str, bool] | None,
-    save_steps: int = 0,
-    others: Mapping[str, Any] | None = None,
+    checkpoints: Path, validates: bool, best_by: tuple[str, bool] | None, **arguments: Any
 ) -> TrainingArguments:
     """Return the `TrainingArguments` for transformers' Trainer.
 
     Args:
-        options: options of ATHENA's training or of a distillation.
         checkpoints: folder of the checkpoints.
-        learning_rate: initial learning rate.
-        seed: seed of the order of examples and of dropout.
         validates: whether there is a validation split.
         best_by: metric that chooses the best epoch, and whether higher is better; None: keep the last epoch.
-        save_steps: optimizer steps between checkpoints, validations and logs; 0: once per epoch.
-        others: other fields of `TrainingArguments`.
+        arguments: fields of `TrainingArguments`; `save_steps` are updates between checkpoints, validations and logs,
+            by default an epoch.
     """
+    save_steps = arguments.pop("save_steps", 0)
     interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
     metric, greater = best_by or (None, None)
     return TrainingArguments(
@@ -249,17 +231,9 @@ def training_arguments(
             "use_cpu": not torch.accelerator.is_available(),
             "disable_tqdm": not sys.stderr.isatty(),
             "report_to": [],
-            **(others or {}),
+            **arguments,
         },
         output_dir=str(checkpoints),
-        num_train_epochs=options.epochs,
-        per_device_train_batch_size=options.batch,
-        gradient_accumulation_steps=options.accumulate,
-        learning_rate=learning_rate,
-        weight_decay=options.decay,
-        warmup_steps=options.warmup,
-        max_grad_norm=options.clip,
-        seed=seed,
         eval_strategy=interval if validates else "no",
         save_strategy=interval,
         logging_strategy=interval,
@@ -269,6 +243,5 @@ def training_arguments(
         load_best_model_at_end=best_by is not None,
         metric_for_best_model=metric,
         greater_is_better=greater,
-        restore_callback_states_from_checkpoint=bool(options.patience),
         remove_unused_columns=False,
     )

@@ -116,7 +116,7 @@ def test_two_stages_of_athena(athena: DistillOptions, devices: set[str]) -> None
 
 
 def test_two_stages_of_a_language_model(language: DistillOptions, devices: set[str]) -> None:  # noqa: F811
-    note = distill(replace(language, stages=2, unit="group"))
+    note = distill(replace(language, stages=2, pruning={"unit": "group"}))
     assert devices == {DEVICE}
     assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
     left = map_model(load_pretrained(language.output)).attention

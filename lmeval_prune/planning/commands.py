@@ -7,16 +7,13 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.options import takes_tasks
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
-
-if TYPE_CHECKING:
-    from lmeval_prune.planning.texts import TextSource
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
 
@@ -246,7 +243,7 @@ def _work_folder(output: str) -> Path:
 
 def _calibration(
     skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str
-) -> TextSource:
+) -> Any:
     """Return the source of the calibration text."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder

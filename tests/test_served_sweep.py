@@ -92,8 +92,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
         stub.fault = lambda number, payload: "die" if number == 28 else None
         with pytest.raises(InputError):
             sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3, model_args={"num_concurrent": 1})
-    with Stub(tiny_folder, HEADS) as stub, Stub(tiny_folder, HEADS) as second:
-        stub.url += f"+{second.url}"
+    with Stub(tiny_folder, HEADS) as stub:
         sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3)
     assert file_contents(tmp_path / "cut") == file_contents(tmp_path / "whole")
 

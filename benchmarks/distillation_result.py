@@ -223,10 +223,7 @@ def _removed_by(row: Row) -> str:
         return "nothing is removed"
     options = _options(row)
     stages, unit = options["stages"], options["pruning"].get("unit", "head")
-    return (
-        f"unit={unit}, {stages} stage{'s' * (stages > 1)} of {options['epochs']} epochs, "
-        f"rate {options['rate']}"
-    )
+    return f"unit={unit}, {stages} stage{'s' * (stages > 1)} of {options['epochs']} epochs, rate {options['rate']}"
 
 
 def tested(model: Path, fold: int, answers_file: Path) -> None:

@@ -44,13 +44,11 @@ def use_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> 
 
 @cache
 def _triton_missing() -> str | None:
-    """Return a reason if Triton is not installed."""
     return None if find_spec("triton") else "triton is not installed (pip install triton)"
 
 
 @cache
 def _warn_once(operation: str, reason: str) -> None:
-    """Warn that PyTorch replaces a kernel; the cache leaves out repetitions."""
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
 
 

@@ -287,12 +287,10 @@ class Settings:
         return [field.name for field in fields(cls) if field.init and not field.kw_only]
 
     @classmethod
-    def from_dict(
-        cls, values: Mapping[str, Any], subject: str, example: Callable[[list[str]], str] | None = None
-    ) -> Self:
+    def from_dict(cls, values: Mapping[str, Any], subject: str) -> Self:
         """Create settings from a dictionary; `InputError` if a field is unknown, missing or not of its type.
 
-        The message begins with `subject`, e.g. `method flap`; for missing fields it ends with `example(missing)`.
+        The message begins with `subject`, e.g. `method flap`.
         """
         names = cls.setting_names()
         for name in values:
@@ -300,19 +298,13 @@ class Settings:
                 hint = did_you_mean(str(name), names) or f"; it has {', '.join(names) or 'none'}"
                 raise InputError(f"{subject} has no setting {name!r}{hint}")
         if missing := [name for name in required_fields(cls) if name not in values]:
-            raise InputError(f"{subject} needs {', '.join(missing)}{example(missing) if example else ''}")
+            raise InputError(f"{subject} needs {', '.join(missing)}")
         try:
             return cls(**values)
         except InputError:
             raise
         except ValueError as error:  # of a class from elsewhere
             raise InputError(f"{subject}: {error}") from error
-
-
-def check_device_name(name: str) -> None:
-    """Raise an `InputError` for a device that lm-eval does not know; it need not exist on this machine."""
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu|npu|hpu)(:\d{1,3})?", str(name)):
-        raise InputError(f"device={name} is not known; use cpu, mps, cuda or cuda:0")
 
 
 def resolve_device(name: str | None, strictly: bool = True) -> Any:

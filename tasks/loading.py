@@ -52,11 +52,7 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
-    """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file.
-
-    Raises:
-        InputError: a task does not exist, or its data cannot be loaded.
-    """
+    """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file."""
     check_task_names(manager, names)
     tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     return tasks

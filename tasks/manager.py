@@ -32,7 +32,6 @@ def with_our_folder(include_path: Any) -> list[str | Path]:
 
 
 def _is_no_notice_of_ours(record: logging.LogRecord) -> bool:
-    """Leave out that a task of this package takes `--metadata`, of which lm-eval tells in each run."""
     return not re.match(r"prune_\w+: Custom kwargs", str(record.msg))
 
 
@@ -131,7 +130,6 @@ class LazyTaskManager(TaskManager):
         return sorted(name for name, entry in self._index.items() if entry.kind in kinds)
 
     def _entry(self, name: str) -> Entry | None:
-        """Return the entry of a name; None for the path of a file."""
         return None if name.endswith((".yaml", ".yml")) else self._index.get(name)
 
 

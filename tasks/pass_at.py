@@ -30,9 +30,6 @@ class PassAtTask(ScoredTask):
     responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
     the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
     `algebra`, …). With k = N both estimators are equal.
-
-    Raises:
-        InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
     """
 
     @print_input_errors
@@ -60,11 +57,7 @@ class PassAtTask(ScoredTask):
         super().build_all_requests(**options)
 
     def check_score(self) -> None:
-        """Score an empty answer, before a model generates anything; warn of a function that fails at it.
-
-        Raises:
-            InputError: the score has no `exact_match`.
-        """
+        """Score an empty answer, before a model generates anything; warn of a function that fails at it."""
         if self.score in EQUALITIES or not callable(self.config.process_results):  # lm_eval --predict_only
             return
         document = next(iter(self.eval_docs), None)
@@ -101,11 +94,7 @@ class PassAtTask(ScoredTask):
 
     @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Score each of the N responses, and return the metrics of all of them together.
-
-        Raises:
-            InputError: there are fewer than N responses.
-        """
+        """Score each of the N responses, and return the metrics of all of them together."""
         responses = list(response)[: self.attempts]
         if len(responses) < self.attempts:
             needed = f"task {self.config.task}: {self.main} needs {self.attempts} responses to a question"

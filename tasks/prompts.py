@@ -94,7 +94,6 @@ def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any)
 
 
 def _of_right_choice(task: Any, document: Mapping[str, Any], context: str | list[str]) -> str:
-    """Return a prompt; of a task whose choices are parts of the text, that with the right one."""
     return context if isinstance(context, str) else context[task.doc_to_text(document)]
 
 

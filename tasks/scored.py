@@ -34,9 +34,6 @@ class ScoredTask(ConfigurableTask):
         main: the metric that is reported for parts.
         means: metrics that are means over the documents.
         parts: field and value of each part, by the name of its metric.
-
-    Raises:
-        InputError: the task has no `process_results`.
     """
 
     main = "exact_match"

@@ -88,9 +88,6 @@ class AnswerFilter(Filter):
     Args:
         kind: a key of `KINDS`.
         gold: field of the document with the gold answer, or a template; needed by `text` and `mathematics`.
-
-    Raises:
-        InputError: the kind is unknown, or it needs `gold`.
     """
 
     @print_input_errors
@@ -125,7 +122,6 @@ class AnswerFilter(Filter):
 
 
 def _render(template: str, doc: dict[str, Any]) -> str:
-    """Fill in a template with the fields of a document."""
     return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(template).render(**doc)
 
 
@@ -269,7 +265,6 @@ def check_numbers(task: Any, golds: Sequence[Any]) -> None:
 
 
 def _first_documents(task: Any) -> list[Any]:
-    """Return the first `MAX_CHECKED` documents of a task."""
     return list(itertools.islice(iter(task.eval_docs), MAX_CHECKED))
 
 

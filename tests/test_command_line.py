@@ -23,16 +23,11 @@ import yaml
 from accelerate.state import AcceleratorState
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api import registry
-from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune import InputError, __version__
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
-from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.athena import AthenaLM
-from lmeval_prune.models.lm_base import parse_arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
 from lmeval_prune.settings import resolve_device
 from tests.conftest import ROOT
@@ -172,17 +167,6 @@ def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: 
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
 
 
-def test_processes_that_accelerate_does_not_know_of_are_refused(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
-    with pytest.raises(InputError, match=r"^WORLD_SIZE=2, .*ACCELERATE_USE_CPU=true"):
-        PrunedHFLM(str(tiny_folder), device="cpu", responses=str(tmp_path / "s"))
-    assert not (tmp_path / "s").exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert PrunedHFLM(str(tiny_folder), device="cpu").world_size == 1
-
-
 @pytest.mark.long
 def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) -> None:
     """Seven documents, so that one rank is padded: each has its four tries, sampled or greedy, and the same ones."""
@@ -280,7 +264,6 @@ def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Pat
     (tmp_path / "models--empty--one").mkdir()
     here = {"cache_dir": str(tmp_path), "revision": "v1"}
     embedded.check_name("some/one", here)
-    Arguments.of(here).check_names("some/one")
     for name, options in (("some/one", {**here, "revision": "v2"}), ("some/one", {}), ("empty/one", here)):
         with pytest.raises(InputError, match=f"cannot read the model {name} here"):
             embedded.check_name(name, options)
@@ -300,27 +283,6 @@ def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Pa
         assert str(resolve_device("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
         with pytest.raises(InputError, match="device=cuda does not exist"):
             PrunedHFLM(str(tiny_folder), device="cuda")
-
-
-def test_a_string_of_model_args_has_lists(tiny_folder: Path) -> None:
-    """As `simple_evaluate(model_args=…)` gives it, in every version of lm-eval; without brackets it is lm-eval's own."""
-    for text in ("pretrained=x,revision=a=b,batch=4,trust=true,x=0.5", "", "a=1,,b=", " pretrained=x "):
-        assert parse_arguments(text) == simple_parse_args_string(text)
-    assert parse_arguments("heads=[[5,3],[15,0]],n=1") == {"heads": "[[5,3],[15,0]]", "n": 1}
-    for heads in ("[L0H1,L1H2]", "[[0,1],[1,2]]", "L0H1+L1H2"):
-        lm = PrunedHFLM.create_from_arg_string(
-            f"pretrained={tiny_folder},heads={heads},dtype=float64", {"device": "cpu"}
-        )
-        assert [mask.heads for mask in lm.arguments.interventions] == [("L0H1", "L1H2")]
-
-
-@pytest.mark.parametrize("kind", [PrunedHFLM, AthenaLM, PrunedServerLM])
-@pytest.mark.parametrize("name", ["device", "batch_size"])
-def test_what_lm_eval_gives_already_is_no_model_arg(kind, name: str) -> None:
-    with pytest.raises(InputError, match=f"^{name}= is lm-eval's own option: write --{name} 4, not model_args$"):
-        kind.create_from_arg_string(f"pretrained=x,{name}=4", {name: 1})
-    with pytest.raises(InputError, match=f"^{name}= is lm-eval's own option"):
-        kind.create_from_arg_obj({"pretrained": "x", name: 4}, {name: 1})
 
 
 def test_a_configuration_of_lm_eval_and_its_check_of_tasks(tiny_folder: Path, tmp_path: Path, capsys) -> None:

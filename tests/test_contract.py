@@ -80,7 +80,6 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
         {"rule": None}, {"rule": float("inf")}, {"rule": ["all"]}, {"kind": 3}, {"squared": "perhaps"},
         {"of": torch.ones(3)}, {"of": [object()]}, {"of": {1: 2}},
     ],
-    ids=str,
 )  # fmt: skip
 def test_other_types_are_refused(registered: None, value: Any) -> None:
     field = next(iter(value)) if isinstance(value, dict) else "factor"

@@ -385,15 +385,6 @@ def test_the_command_gives_the_same_texts(
     assert counts == [6]
 
 
-def test_the_cache_of_lm_eval_has_answers_of_both(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--gen_kwargs", UNTIL, "--use_cache", str(tmp_path / "cache"))
-    first = evaluated(tiny_folder, tmp_path, "first", words)
-    monkeypatch.setattr(HFLM, "generate_until", lambda *_, **__: pytest.fail("not read from the cache"))
-    assert evaluated(tiny_folder, tmp_path, "again", words, engine="generate") == first
-
-
 @pytest.mark.long
 def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
     """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""

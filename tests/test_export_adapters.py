@@ -19,12 +19,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.cli import main
 from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
-from lmeval_prune.export.servers import max_lora_rank, slot_memory
+from lmeval_prune.export.servers import max_lora_rank
 from lmeval_prune.interventions.plan import Plan
 from tests.kills import killing_after
 from tests.tiny_models import ALL, output, saved, tiny, tokens
@@ -374,22 +373,18 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
     assert main([*arguments, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
     pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
     (pool / "notes").mkdir()
-    assert (
-        capsys.readouterr().out.splitlines()
-        == [
-            *(str(pool / name) for name in (names[2], *names[:2])),
-            f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
-            "",
-            "# vLLM's adapter slots take 0.0164 MB; a smaller --max-loras saves memory, but requests may wait",  # 4 · 8 · 2 · 2 · 32 · 4
-            "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-            f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
-            "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
-            "",
-            f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
-            f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
-            "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
-        ]
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        *(str(pool / name) for name in (names[2], *names[:2])),
+        f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "",
+        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
+        "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
+        "",
+        f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
+        f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
+        "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
+    ]
     pool = tmp_path / "a pool"
     assert main([*arguments, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
     files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
@@ -405,21 +400,12 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines that say how to serve."""
     assert main(["export", "adapter", *words]) == 0
     shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
-    return [line for line in shown.splitlines() if line and not line.startswith("# vLLM's adapter slots")]
+    return [line for line in shown.splitlines() if line]
 
 
 def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands that a server would refuse are not printed: other families, types, classes, revisions."""
-    for family in ("gpt2", "t5", "bert"):
-        saved(family, tmp_path / family, dtype=torch.float32)
-        head = "decoder.L0H0" if family == "t5" else "L0H0"
-        arguments = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
-        (line,) = lines_of(capsys, *arguments, "--heads", head)
-        assert line.startswith("only PEFT") and f"no server supports adapters of {family} models" in line
+    """Commands have what the model's class and revision need."""
     saved("llama", tmp_path / "wide")
-    arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
-    (line,) = lines_of(capsys, *arguments)
-    assert "servers do not compute in float64" in line
     arguments = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
     vllm, _ = lines_of(capsys, *arguments, "--output", str(tmp_path / "own"), "--revision", "main")
     assert f"vllm serve {tmp_path / 'wide'} --revision main --dtype bfloat16" in vllm
@@ -440,11 +426,3 @@ def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.Cap
         assert line.endswith("--lora-target-modules o_proj")
         comment = ["# --trust-remote-code is not needed if lmeval-prune is installed"]
         assert remark == (comment if family == "llama" else [])
-
-
-def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
-    """Slots have the rounded rank and the server's type."""
-    saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
-    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
-    width = in_features(export.model_map.attention[0].o_proj)
-    assert slot_memory(export, 3, 96) == 3 * 2 * 128 * (width + 384) * 4

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -591,73 +588,3 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
     assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
     assert int(peak) < 2 * 2**30
-
-
-# ---------------------------------------------------------------------- trackers
-
-
-class Tracker(types.ModuleType):
-    """What lm-eval's loggers use of wandb and trackio; `logged` has what arrives."""
-
-    __version__ = "0.20.0"
-    run = None
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-        self.logged, self.config, self.summary = list[Any](), dict[str, Any](), dict[str, Any]()
-
-    def init(self, **arguments: Any) -> Tracker:
-        self.logged.append(("init", arguments["name"]))
-        return self
-
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        self.logged += values.items()
-
-    def log_artifact(self, artifact: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        self.logged.append(("finish", ""))
-
-    class Table:
-        def __init__(self, columns: list[str]) -> None:
-            pass
-
-        def add_data(self, *row: Any) -> None:
-            pass
-
-    class Artifact:
-        def __init__(self, name: str, type: str) -> None:
-            pass
-
-        def new_file(self, *_: Any, **__: Any) -> io.StringIO:
-            return io.StringIO()
-
-    class Trace(dict[str, Any]):
-        def __init__(self, **fields: Any) -> None:
-            super().__init__(fields)
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-@pytest.mark.parametrize("metrics", [["exact_match"], ["exact_match", "algebra"]])
-def test_cells_are_logged_by_lm_evals_loggers(
-    name: str, metrics: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of a task with a metric of some questions only, whose samples lm-eval's logger may not read."""
-    from lm_eval.loggers import wandb_logger
-
-    monkeypatch.setitem(sys.modules, name, tracker := Tracker(name))
-    monkeypatch.setattr(wandb_logger, "get_wandb_printer", lambda: None)
-    path = write_grid(tmp_path / "grid", {"dense": {"gsm": [1, 0, 1, 0]}, "cut": {"gsm": [1, 1, 1, 0]}})
-    config = {"dataset_path": "gsm", "output_type": "generate_until", "metric_list": [{"metric": x} for x in metrics]}
-    for variant, mean in (("dense", 0.5), ("cut", 0.75)):
-        file = path / "cells" / f"{variant}-gsm" / "results.json"
-        results = json.loads(file.read_text()) | {"configs": {"gsm": config}, "n-shot": {"gsm": 5}, "date": 1.7e9}
-        results |= {"n-samples": {"gsm": {"original": 4, "effective": 4}}, "lm_eval_version": "0.4.13"}
-        file.write_text(json.dumps(results | {"results": {"gsm": {"alias": "gsm", "exact_match,none": mean}}}))
-    assert main(["grid", "compare", str(path), f"--{name}_args", "project=mine"]) == 0
-    logged = tracker.logged
-    assert [value for key, value in logged if key == "init"] == ["dense on gsm", "cut on gsm"]
-    assert [value for key, value in logged if key == "gsm/exact_match"] == [0.5, 0.75]
-    assert logged.count(("finish", "")) == 2

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune import Plan
 from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import make_host
@@ -25,7 +23,6 @@ from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_grid import described
 from tests.test_own_answers import task_file
-from tests.tiny_models import tiny
 
 
 def grid_of(tiny_folder: Path, text: Path, **changes: Any) -> Grid:
@@ -98,56 +95,6 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         == preparations["open", False]
     )
     assert preparations["unread", True] == preparations["unread", False]
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        ({"prune": {"method": "flap", "ratio": 0.2}}, "flap needs a calibration text"),
-        ({"prune": {"method": "magnitude", "ratio": 0.2, "more": {"unit": "head"}}}, "give --unit group"),
-        ({"prune": {"method": "flap", "ratio": 0.2, "text": "none.txt"}}, "no such file: none.txt"),
-        ({"prune": {"method": "flap", "ratio": 0.2, "task": "prune_tiny_choice"}}, "tiny_choice has no split 'train'"),
-        ({"random_heads": {"share": 0.99}}, "random_heads.share=0.99: "),
-    ],
-)  # fmt: skip
-def test_what_a_model_cannot_lose_is_refused_before_it_is_loaded(
-    prepare: dict[str, Any], message: str, tiny_folder: Path
-) -> None:
-    variants = {"v": {"prepare": prepare}}
-    content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-    with pytest.raises(InputError, match=rf"^variant 'v': .*{re.escape(message)}"):
-        cells_of(Grid.of(content))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"method": "flapp", "ratio": 0.2}, "did you mean 'flap'"),
-        ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
-        ({"method": "flap"}, "prune needs ratio"),
-        ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "'metrc'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no setting 'units'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
-        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),
-        ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
-        (
-            {"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"sample": 2}},
-            "prune.own_answers has no setting",
-        ),
-        ({"method": "flap", "ratio": 0.2, "task": "a", "own_answers": {"samples": 2}}, "samples=2 greedy answers"),
-        ({"method": "flap", "ratio": 0.2, "own_answers": {}}, "needs the questions of a task"),
-    ],
-)
-def test_mistakes_are_refused_before_pruning(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make_preparation("prune", settings)
-
-
-def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
-    lm = SimpleNamespace(model_map=map_model(tiny("llama")), tokenizer=None)
-    with pytest.raises(InputError, match="nothing would be removed"):
-        make_preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
-    assert not (tmp_path / "plan.json").exists()
 
 
 def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:

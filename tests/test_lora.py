@@ -60,7 +60,7 @@ def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
         (
             lambda folder: write_adapter(folder, {"self_attn.q_proj": (8, 32)}),
-            "updates .* by 8 × 32, the model's is 32 × 32",
+            "of another shape than the model's",
         ),
         (lambda folder: write_adapter(folder, bias="all"), "has bias, which is not supported"),
         (lambda folder: write_adapter(folder, init_lora_weights="pissa_niter_4"), "had changed; load it by peft="),

@@ -202,7 +202,7 @@ def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> N
         expected, hooked = output(model, inputs), interventions_on(model)
         block = "mlp" if has_hooks(layer.mlp) and not has_hooks(layer.self_attn) else "self_attn"
         for part in (model, layer):
-            with pytest.raises(InputError, match="cannot be copied or pickled while something is applied"):
+            with pytest.raises(TypeError):
                 copy.deepcopy(part)
             with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
                 pickle.dumps(part)

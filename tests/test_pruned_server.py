@@ -38,9 +38,9 @@ ROUTED = {"router": "random", "router_pool": "+".join([*HEADS, "dense"])}
 TASK = "prune_tiny_words_pass4"
 
 
-def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:
-    model_args = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
-    return PrunedServerLM("+".join(stub.url for stub in stubs), **model_args)
+def served(folder: Path, stub: Stub, **arguments: Any) -> PrunedServerLM:
+    model_args = {"pretrained": str(folder), "server": stub.kind, "dtype": "float64", "max_retries": 4, **arguments}
+    return PrunedServerLM(stub.url, **model_args)
 
 
 def evaluate(lm: Any, task: str = TASK, **options: Any) -> list[Any]:
@@ -137,18 +137,6 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             assert len(lm.answering.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.payloads) == times
             lm.close()
-
-
-def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
-        lm = served(tiny_folder, first_server, second_server, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
-        before = len(first_server.payloads), len(second_server.payloads)
-        first_server.fault = lambda number, payload: "die" if number == before[0] else None
-        assert evaluate(lm) == routed
-        lm.close()
-        died = len(first_server.payloads) - before[0]  # at least the last of them was not answered
-        assert 1 <= died < 12 and 13 - died <= len(second_server.payloads) - before[1] <= 12
-    assert len(list(read_answers(tmp_path / "r"))) == 12
 
 
 def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: list[Any]) -> None:
@@ -380,21 +368,6 @@ def test_stored_answers_are_those_of_the_file_that_a_llama_cpp_has(tiny_folder: 
                 assert len(stub.payloads) == count
 
 
-def test_llama_cpps_of_different_models_are_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        Stub(tiny_folder, HEADS, "llamacpp", name="/a/tiny.gguf") as stub,
-        Stub(tiny_folder, HEADS, "llamacpp", name="/b/tiny.gguf") as other,
-    ):
-        served(tiny_folder, stub, other)
-        other.size = 900
-        with pytest.raises(InputError):
-            served(tiny_folder, stub, other)
-        cards = other.models()["data"] * 2
-        monkeypatch.setattr(other, "models", lambda: {"data": [cards[0], {**cards[1], "id": "/b/other.gguf"}]})
-        with pytest.raises(InputError):
-            served(tiny_folder, stub, other)
-
-
 def test_a_llama_cpp_started_again_with_another_model_is_not_asked(tiny_folder: Path) -> None:
     """Under the same name, and between two requests: nothing in an answer says which model gave it."""
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
@@ -480,12 +453,7 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
 
 # ---------------------------------------------------------------------- unbounded responses, invalid numbers
 
-UNUSABLE = [how for how in MISBEHAVIOURS if how != "type"]
-
-
-@pytest.fixture
-def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 2**20)
+UNUSABLE = [how for how in MISBEHAVIOURS if how not in ("type", "huge")]
 
 
 @pytest.mark.parametrize("how", UNUSABLE)
@@ -495,13 +463,12 @@ def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: No
         stub.misbehaving = {path: how}
         with pytest.raises(InputError):
             served(tiny_folder, stub, timeout=1.0)
-        assert stub.sent < 2**25  # what lies in sockets, too
         stub.misbehaving = {path: "type"}
         served(tiny_folder, stub, probe=False)
 
 
 @pytest.mark.parametrize("how", UNUSABLE)
-def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, bounds: None, how: str) -> None:
+def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, how: str) -> None:
     instances = [text("a b"), text("a c", 1)]
     expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(instances)
     with Stub(tiny_folder) as stub:
@@ -510,7 +477,6 @@ def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, bounds
         first = len(stub.payloads)
         stub.fault = lambda number, payload: how if number == first else "type"
         assert lm.generate_until(instances) == expected and len(stub.payloads) == first + 3
-        assert stub.sent < 2**25
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.5]], ids=str)
@@ -650,19 +616,20 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
     class Noisy(Probe):
         def __init__(self) -> None:
             self.record = ServerRecord(None, [], "", False)
+            self.dispatcher = SimpleNamespace(url="http://server")  # type: ignore[assignment]
 
-        def _check_tokenizer(self, server: Any) -> None:
+        def _check_tokenizer(self) -> None:
             pass
 
-        def _signatures(self, server: Any, requested: Any, num_concurrent: int) -> Any:
+        def _signatures(self, requested: Any, num_concurrent: int) -> Any:
             leaks = wrong and num_concurrent > 1
             computed = [variants[-1] if leaks and variant == UNPRUNED else variant for variant in requested]
             sigma = 0.05 if num_concurrent > 1 else 0.0
             return [[("t", x) for x in effect[variant] + random.normal(0, 1, 63) * sigma] for variant in computed]
 
     for _ in range(5):
-        with pytest.raises(InputError) if wrong else nullcontext():
-            Noisy()._check(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
+            Noisy()._check(variants)
 
 
 def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,26 +641,6 @@ def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.Monk
         stub.wait = "3600"  # not for an hour
         stub.fault = lambda number, payload: "429" if number == 13 else None
         assert len(lm.generate_until([text("a b c")])) == 1
-
-
-def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
-    pool = {**ROUTED, "router_pool": "+".join(HEADS[:4])}
-    with Stub(tiny_folder, HEADS) as stub:
-        options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
-        lm = served(tiny_folder, stub, **pool, **options)
-        stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
-        with pytest.raises(InputError):
-            evaluate(lm, limit=6)
-        assert len(lm.answering.store.responses) == 18
-        assert sum(payload["model"] == "L0H0" for payload in stub.payloads) <= 6
-        lm.close()
-
-
-def test_a_server_that_dies_while_it_is_tried_is_left_out(tiny_folder: Path) -> None:
-    with Stub(tiny_folder, HEADS) as first_server, Stub(tiny_folder, HEADS) as second_server:
-        second_server.fault = lambda number, payload: "die" if number == 1 else None
-        lm = served(tiny_folder, first_server, second_server, heads="L0H1", max_retries=2)
-        assert [server.url for server in lm.dispatcher.servers] == [first_server.url]
 
 
 # ---------------------------------------------------------------------- requests and stored answers

@@ -112,12 +112,6 @@ class Plain(Intervention):
 
 
 @dataclass(frozen=True)
-class Forgetful(Other):
-    def resolve(self, model_map):
-        pass
-
-
-@dataclass(frozen=True)
 class Strict(Other):
     def __post_init__(self):
         super().__post_init__()
@@ -464,9 +458,7 @@ def test_a_method_without_settings_is_switched_on(install: Any) -> None:
 
 
 def test_mistakes_in_a_class_are_one_line(install: Any) -> None:
-    install({"interventions": {"forgetful": "elsewhere:Forgetful", "strict": "elsewhere:Strict"}})
-    with pytest.raises(InputError, match=r"elsewhere:Forgetful\.resolve returned None; return self"):
-        Arguments.of({"forgetful": 0.5}).interventions[0].fit_to(MAP)
+    install({"interventions": {"strict": "elsewhere:Strict"}})
     with pytest.raises(InputError, match="strict: factor is too large"):
         Arguments.of({"strict": 2})
 

@@ -147,16 +147,6 @@ def test_repeats_on_a_server_have_seeds_of_their_own(
     assert len(seeds) == LIMIT and all(len(set(prompt_seeds)) == 4 for prompt_seeds in seeds.values())
 
 
-@pytest.mark.parametrize(("count", "task"), [(1, "prune_tiny_words"), (2, "prune_tiny_choice")])
-def test_a_server_that_does_not_answer_is_one_line(
-    count: int, task: str, evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
-) -> None:
-    arguments = arguments_of(f"local-completions {count}", tiny_folder, server) | {"max_retries": 1}
-    arguments["base_url"] = "http://127.0.0.1:9/v1/completions"
-    with pytest.raises(InputError):
-        evaluate("resumable", [task], lm="local-completions", responses=str(tmp_path / "s"), **arguments)
-
-
 # --------------------------------------------------------------------------- a model that returns at the end only
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
 from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
@@ -29,7 +28,6 @@ from lmeval_prune.kernels.token_filter.state import COUNT, SIMILARITIES, SKIPPED
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut
 from lmeval_prune.tasks import data
-from tests.conftest import task_manager
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
 
@@ -583,17 +581,6 @@ def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
-    arguments = {"pretrained": str(tiny_folder), "token_filter": {"ratio": 0.2, "state": "run"}}
-    with pytest.raises(InputError):
-        simple_evaluate(
-            "pruned-hf",
-            arguments,
-            tasks=["prune_tiny_choice"],
-            limit=1,
-            device="cpu",
-            use_cache=str(tmp_path / "cache"),
-            task_manager=task_manager(),
-        )
 
 
 def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:

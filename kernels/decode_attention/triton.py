@@ -246,7 +246,6 @@ def _outputs(query: torch.Tensor, width: int, splits: int) -> tuple[torch.Tensor
 
 
 def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose last dimension has stride 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmeval_prune.architectures.blocks import AttentionLayer, label_of
 from lmeval_prune.artefacts import parse_json
-from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
@@ -54,9 +53,6 @@ class Head(NamedTuple):
 
         Returns:
             The heads in model order, without duplicates.
-
-        Raises:
-            InputError: the text is malformed, or a stack, layer or head does not exist in the model.
         """
         parsed = {head for name in head_names(heads) for head in _expand(name, model_map)}
         order = {(layer.stack, layer.index): position for position, layer in enumerate(model_map.attention)}
@@ -75,9 +71,6 @@ def head_names(heads: Any) -> tuple[str, ...]:
                 text = text.strip("[]").replace("'", "").replace('"', "")
             else:
                 return head_names(parsed)
-        if "/" in text or (not _NAME.match(text) and os.path.isdir(text)):  # noqa: PTH112 - as in `check_exists`
-            check_exists(text, file=True)
-            raise InputError(f"{text} does not end in .json, as artefacts do; rename it, or {_HELP}")
         items = re.split(r"\s*[+,;]\s*|\s+", text)
     elif not isinstance(heads, list | tuple):
         raise InputError(f"heads={heads!r} cannot be read; {_HELP}")
@@ -93,19 +86,13 @@ def _item_names(item: Any) -> list[str]:
     """Return the normalised head names in one list item: a text, a `[layer, head]` pair or a `Head`."""
     if isinstance(item, Head):
         return [str(item)]
-    if isinstance(item, list | tuple):
-        if len(item) != 2 or not all(type(number) is int and number >= 0 for number in item):
-            raise InputError(f"head {item!r} is not a [layer, head] pair; {_HELP}")
-        return [f"L{item[0]}H{item[1]}"]
-    if not isinstance(item, str):
-        raise InputError(f"head {item!r} cannot be read; {_HELP}")
-    return [_normalised(name.strip()) for name in item.split("+")]
+    if isinstance(item, list | tuple) and len(item) == 2:
+        return [_normalised(f"L{item[0]}H{item[1]}")]
+    return [_normalised(name.strip()) for name in str(item).split("+")]
 
 
 def _normalised(name: str) -> str:
     """Check the syntax of one head name and write its letters in their usual case."""
-    if not name:
-        raise InputError(f"there is an empty name between the heads; {_HELP}")
     match = _NAME.fullmatch(name)
     if not match:
         raise InputError(f"head {name[:60]!r} cannot be read; {_HELP}")
@@ -121,12 +108,8 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
     stack = match["stack"] or ""
     layers = {layer.index: layer for layer in model_map.attention if layer.stack == stack}
     if not layers:
-        stacks = model_map.stacks
-        if stacks == ("",):
-            raise InputError(f"head {name}: this model has one stack; write the head without a stack")
-        raise InputError(
-            f"head {name}: this model's stacks are {', '.join(stacks)}; name the stack, e.g. {stacks[0]}.L0H0"
-        )
+        stacks = ", ".join(filter(None, model_map.stacks)) or "a single one, without a name"
+        raise InputError(f"head {name}: this model's stacks are {stacks}")
     selected = _layers_in_range(name, match["layer"], layers)
     return [head for layer in selected for head in _heads_in_range(name, match["head"], layer)]
 

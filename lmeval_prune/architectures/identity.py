@@ -34,11 +34,7 @@ def model_name(name_or_path: str) -> str:
 
 
 def text_config(model: Any) -> Any:
-    """Return the configuration of a model's language model; None if the model has none.
-
-    Raises:
-        InputError: the model has several language models.
-    """
+    """Return the configuration of a model's language model; None if the model has none."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return config

@@ -124,9 +124,6 @@ def map_model(
             attention modules with `*` or `{i}` in place of the layer number, e.g. `model.layers.*.self_attn`.
         attention_output: name of the output projection in the attention module, e.g. `o_proj`.
         attention_heads: query heads per layer.
-
-    Raises:
-        InputError: the family is not supported, or the description does not fit the model.
     """
     config: Any = getattr(model, "config", None)
     model_type = getattr(text_config(model), "model_type", "") or ""

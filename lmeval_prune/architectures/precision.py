@@ -126,7 +126,6 @@ _blocks = _Blocks()
 
 
 def _set_precision(precision: str) -> AbstractContextManager[None]:
-    """Set PyTorch's precision of products inside the block."""
     return _blocks.setting(torch.set_float32_matmul_precision, precision)
 
 

@@ -230,7 +230,6 @@ _Numbered = tuple[str, int, Rows]  # part, number of the head or channel, its ro
 
 
 def _numbered_rows(owner: AttentionLayer | FeedForward, numbers: Mapping[str, Iterable[int]]) -> list[_Numbered]:
-    """Return the rows of some heads or channels, whose numbers are given by part."""
     return [(part, number, owner.rows(part, number)) for part, selected in numbers.items() for number in selected]
 
 

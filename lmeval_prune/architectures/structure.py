@@ -7,7 +7,6 @@ proof of `proof.py` holds for a tiny random model of the same class.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +17,6 @@ from lmeval_prune.architectures.blocks import (
     FeedForward,
     attribute_of,
     in_features,
-    is_projection,
     out_features,
     projection_in,
 )
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # shared by all heads
 _MAX_DEPTH = 16
-_OTHER_TOWER = re.compile("vis|image|audio|speech")
 _LLAMA, _NEOX = FAMILIES["llama"], FAMILIES["gpt_neox"]
 _VARIANTS = (  # entries under other names
     *((replace(_LLAMA, attention=name), "llama") for name in ("mixer", "temporal_block")),
@@ -84,7 +81,10 @@ def recognise(model: Any) -> Fit:
             return fit
         reasons.append(f"it looks like {fit.entry}, but {refutation.heads}")
     reason = next(iter(reasons), "its modules are not called like those of a known family")
-    raise InputError(f"model family {name!r} is not supported: {reason}; {_help(model, text)}")
+    raise InputError(
+        f"model family {name!r} is not supported: {reason}; describe its heads by attention_path (e.g. "
+        f"model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -193,37 +193,3 @@ def _has_channels(block: FeedForward) -> bool:
     projection_modules = {module for part in parts for module in part.modules()}
     others = (module for module in block.module.modules() if module not in projection_modules) if block.name else ()
     return not any(x.shape[:1] == (block.channels,) for module in others for x in module.parameters(recurse=False))
-
-
-def _output_path(attention: nn.Module, name: str, width: int | None) -> str | None:
-    """Return the path of the output projection; None if there is none, or none that is a single matrix product.
-
-    A module that wraps it, e.g. with a gate, has it as the only product that returns hidden states of the width.
-    """
-    output = projection_in(attention, name)
-    if output is None or is_projection(output):
-        return None if output is None else name
-    inner = [path for path, part in output.named_modules() if is_projection(part) and out_features(part) == width]
-    return f"{name}.{inner[0]}" if len(inner) == 1 else None
-
-
-def _help(model: nn.Module, config: Any) -> str:
-    """Return which arguments would describe the heads of a model to mask."""
-    queries = {name for entry in FAMILIES.values() for name in entry.query.split("|")}
-    outputs = sorted({name for entry in FAMILIES.values() for name in entry.output.split("|")})
-    width = getattr(config, "hidden_size", None)
-    modules = sorted(model.named_modules(), key=lambda named_module: bool(_OTHER_TOWER.search(named_module[0])))
-    for path, module in modules:
-        match = re.fullmatch(r"(.+)\.\d+\.(\D+)", path)
-        if match is None or all(projection_in(module, name) is None for name in queries):
-            continue
-        if output := next((path for name in outputs if (path := _output_path(module, name, width))), None):
-            heads = config.to_dict().get("num_attention_heads", "NUMBER") if config else "NUMBER"
-            return (
-                f"to mask slices of {output}'s input as heads, give attention_path={match[1]}.*.{match[2]},"
-                f"attention_output={output},attention_heads={heads}"
-            )
-    return (
-        "if it has attention heads, describe them by attention_path (e.g. model.layers.*.self_attn), attention_output "
-        "(e.g. o_proj) and attention_heads"
-    )

@@ -15,7 +15,6 @@ Fused = Callable[[str, int, int, int, int], int]
 
 
 def _blocks(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Order rows as [all q | all k | all v]."""
     return dim * (index + {"q": 0, "k": heads, "v": heads + kv_heads}[part])
 
 

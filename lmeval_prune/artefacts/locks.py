@@ -62,10 +62,6 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
     Args:
         path: the file or folder; it need not exist.
         timeout: seconds to wait for another writer; -1 waits without limit.
-
-    Raises:
-        BusyError: another process or thread writes to the path.
-        InputError: the path cannot be written.
     """
     with ExitStack() as stack:
         with report_write_errors(path):
@@ -196,7 +192,6 @@ def _is_abandoned(temporary: Path) -> bool:
 
 
 def _start_time(process: int) -> int:
-    """Return the start of a process in seconds after boot, which does not change with the clock."""
     return round(psutil.Process(process).create_time() - psutil.boot_time())
 
 

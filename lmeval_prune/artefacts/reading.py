@@ -38,10 +38,6 @@ def read_artefact(
 
     Returns:
         The content, and the SHA-256 of the file.
-
-    Raises:
-        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema
-            or version, or lacks fields or has fields of another type.
     """
     path = Path(path)
     data = _read_bytes(path)
@@ -57,11 +53,7 @@ def read_artefact(
 
 
 def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
-    """Read a JSON file and check the type of its value; see `validate_json`.
-
-    Raises:
-        InputError: the file is missing, is not JSON, or has a value of another type.
-    """
+    """Read a JSON file and check the type of its value; see `validate_json`."""
     return validate_json(parse_json(_read_bytes(Path(path)), path), fields, path)
 
 
@@ -73,11 +65,7 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
 
 
 def read_texts(path: PathLike) -> list[str]:
-    """Read the texts of a file: the field `text` of each line of a .jsonl file, else the whole file.
-
-    Raises:
-        InputError: the file is missing, is a table or is not UTF-8, or a line lacks the field.
-    """
+    """Read the texts of a file: the field `text` of each line of a .jsonl file, else the whole file."""
     path = Path(path)
     if path.suffix == ".jsonl":
         return [row["text"] or "" for row in read_lines(path, _Document)]
@@ -161,9 +149,6 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     Args:
         path: the file.
         sha256: hash of the file in the artefact beside it; None: not checked.
-
-    Raises:
-        InputError: the file cannot be read, has another hash, or has NaN or infinite values.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -43,12 +43,7 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def write_bytes(path: PathLike, content: bytes) -> None:
-    """Write a file atomically: readers see the complete old content or the complete new content.
-
-    Raises:
-        InputError: the path is a folder, or its folder cannot be created or written.
-        DiskError: the disk is full or read-only.
-    """
+    """Write a file atomically: readers see the complete old content or the complete new content."""
     with new_file(path) as temporary, report_write_errors(path):
         temporary.write_bytes(content)
 
@@ -65,10 +60,6 @@ def new_file(path: PathLike) -> Iterator[Path]:
 
     Yields:
         A temporary path to write to. If the `with` block raises, the old file stays.
-
-    Raises:
-        InputError: the path cannot be written.
-        DiskError: the disk is full or read-only.
     """
     with _temporary_path(Path(path)) as temporary:
         with _report_full_disk(path):
@@ -92,10 +83,6 @@ def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) ->
 
     Yields:
         A temporary path to write to. If the `with` block raises, the old folder stays.
-
-    Raises:
-        InputError: the folder cannot be written, or another process is writing it.
-        DiskError: the disk is full or read-only.
     """
     path = Path(path).resolve()
     with _temporary_path(path, folder=True) as temporary, output_lock(path):
@@ -176,7 +163,6 @@ def _replace_folder(temporary: Path, path: Path) -> None:
 
 
 def _backup(path: Path) -> Path:
-    """Return the path of the old folder while a new one replaces it."""
     return path.parent / f".{path.name}.before"
 
 

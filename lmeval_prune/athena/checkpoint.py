@@ -64,9 +64,6 @@ def begin(name: str, **settings: Any) -> Athena:
     Args:
         name: hub name or folder of the encoder, or name of an embedded model.
         settings: fields of `AthenaSettings` that do not follow from the encoder.
-
-    Raises:
-        InputError: the model does not exist, or is not an encoder with a mask token.
     """
     config, folder = read_config(name), embedded.resolve(name)
     with as_input_error(f"the encoder {name} cannot be read"):
@@ -104,9 +101,6 @@ def write(
         folder: path of the folder.
         manifest: manifest of the encoder's cuts, if it was pruned.
         add_files: function that adds files to the folder while it is written.
-
-    Raises:
-        InputError: the folder cannot be written.
     """
     try:
         with new_folder(folder) as temporary:
@@ -150,11 +144,7 @@ def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
 
 
 def read(folder: str | os.PathLike[str]) -> Athena:
-    """Read a model in evaluation mode.
-
-    Raises:
-        InputError: the folder is not an ATHENA, or its files are inconsistent.
-    """
+    """Read a model in evaluation mode."""
     content, settings = describe(folder), read_settings(folder)
     for key in ("schema", "schema_version", "created_by", "settings"):
         content.pop(key, None)

@@ -80,9 +80,6 @@ def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
 
     Numbers of a `formula` are matched by value; of equal numbers, the first unused is taken. An `equation` names its
     numbers `n0`, `n1`, …, and its constants as in the document's `names`.
-
-    Raises:
-        ValueError: the problem lacks a number of the equation.
     """
     unused = list(range(len(problem.numbers)))
     constants = {name: value for name, value in (document.get("names") or {}).items() if not re.match(r"n\d", name)}

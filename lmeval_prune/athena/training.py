@@ -135,9 +135,6 @@ def train(options: TrainOptions) -> Athena:
 
     Checkpoints are in `OUTPUT.training` until the output is complete. If the output is already complete, it is read
     instead of trained again.
-
-    Raises:
-        InputError: an option is invalid, or `output` was trained with other options.
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
@@ -158,7 +155,6 @@ def train(options: TrainOptions) -> Athena:
 
 
 def _encoder_digest(encoder: str) -> str:
-    """Return a digest of an encoder's weights, configuration and tokenizer."""
     return digest([checkpoint_identity(encoder), configuration_digests(encoder)])
 
 

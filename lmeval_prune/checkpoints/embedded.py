@@ -135,20 +135,14 @@ def resolve(name: str) -> str:
     if name not in MODELS or Path(name).is_dir():
         return name
     source, target = packaged_file(name), _folder(name)
-    parent = target.parent
     if source.is_dir() or (target / "config.json").is_file():
         return str(target)
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with output_lock(target, timeout=-1):  # one process converts, others wait
-            if not (target / "config.json").is_file():
-                print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
-                with new_folder(target) as folder:
-                    convert(source, folder)
-    except (OSError, InputError) as error:
-        raise InputError(
-            f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with output_lock(target, timeout=-1):  # one process converts, others wait
+        if not (target / "config.json").is_file():
+            print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
+            with new_folder(target) as folder:
+                convert(source, folder)
     return str(target)
 
 

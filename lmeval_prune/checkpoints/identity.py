@@ -12,7 +12,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
@@ -43,10 +43,7 @@ def checkpoint_identity(
         if not files:
             raise InputError(f"pretrained={pretrained}: the folder holds no weights")
         return digest([content_digest(path) for path in files])
-    try:
-        config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
+    config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
     commit: Any = extract_commit_hash(config, None)
     variant = [name for name in (subfolder, gguf_file) if name]  # a commit may hold several models
     return digest([pretrained, commit or content_digest(str(config)), *variant])

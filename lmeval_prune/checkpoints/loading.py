@@ -9,20 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lmeval_prune.architectures import nonfinite_tensor
-from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.errors import InputError, brief, first_few, first_line
+from lmeval_prune.errors import InputError, brief, first_few
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # begins the class names of checkpoints whose layers differ
@@ -44,11 +41,6 @@ def as_input_error(problem: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers raises errors of any type for files that it cannot read
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
-                f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
-            ) from error
         reason = brief(str(error), 300)  # its first line may name only a field, not the fault
         raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 
@@ -104,12 +96,10 @@ def architecture_class(config: Any) -> Any:
 
 
 def _takes_config(model_class: Any, config: Any) -> bool:
-    """Return whether a configuration is of the class that a model class reads from a checkpoint."""
     return model_class.config_class is None or isinstance(config, model_class.config_class)
 
 
 def _language_classes(config: Any) -> list[Any]:
-    """Return the classes that transformers builds for a configuration: some families have those of another one."""
     return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
 
 
@@ -163,9 +153,6 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     Args:
         folder: a folder, or a name that transformers or `lmeval-prune models` knows.
         options: options of transformers' `from_pretrained`; without `dtype`, weights keep their own type.
-
-    Raises:
-        InputError: the model cannot be loaded.
     """
     config = read_config(str(folder))
     model_class = checkpoint_class(config)
@@ -182,15 +169,7 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     are refused if the checkpoint's model computes something else with them, else they are logged. `model_class` may be
     an auto class; the other arguments are those of its `from_pretrained`.
     """
-    try:
-        model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
-    except Exception as error:  # which seldom names the file
-        config = embedded.cached_file(str(pretrained), options) if not Path(str(pretrained)).is_dir() else None
-        folder = config.parent if config else Path(str(pretrained), options.get("subfolder") or "")
-        is_pruned = getattr(model_class, "__name__", "").startswith(PREFIX)
-        if fault := _file_fault(folder, options.get("variant") or (modeling_pruned.VARIANT if is_pruned else None)):
-            raise InputError(f"{fault}; fetch it again") from error
-        raise
+    model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
     for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
@@ -204,34 +183,6 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     if dropped:
         _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
-
-
-def _file_fault(folder: Path, variant: str | None) -> str | None:
-    """Return which file of a folder's weights is missing or damaged; None if all can be opened.
-
-    A folder may hold several variants; transformers reads one, and a single file rather than shards.
-    """
-    end = f".{variant}" if variant else ""
-    index, files = folder / f"model.safetensors.index{end}.json", [folder / f"model{end}.safetensors"]
-    if not files[0].is_file():
-        files = sorted(folder.glob(f"model{end}-*-of-*.safetensors"))
-        if index.is_file():
-            try:
-                names = {str(name) for name in read_json(index, dict[str, Any])["weight_map"].values()}
-            except (InputError, KeyError, AttributeError):
-                return f"{index} cannot be read as an index of shards"
-            files = [folder / name for name in sorted(names)]
-            if missing := [path.name for path in files if not path.is_file()]:
-                return f"{folder} lacks {first_few(missing, most=3)}"
-        elif files:
-            return f"{folder} has shards ({files[0].name}, …), but no {index.name}"
-    for path in files:
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{path} is damaged ({first_line(error)})"
-    return None
 
 
 def broken_weights_message(pretrained: Any, tensor: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from annotated_types import Len
-from safetensors import SafetensorError
 from transformers import GenerationConfig
 from typing_extensions import TypedDict
 
@@ -20,7 +19,7 @@ from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.companions import copy_companions
 from lmeval_prune.checkpoints.identity import weight_files
 from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class, task_classes
-from lmeval_prune.errors import InputError, first_few, first_line
+from lmeval_prune.errors import InputError, first_few
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
@@ -100,23 +99,15 @@ def save_checkpoint(
         parent: the model that was cut, whose companions are copied and which must not be overwritten.
         revision: of the parent.
     """
-    try:
-        with new_folder(folder, lambda path: check_folder(path, [parent])) as unfinished:
-            _write_model(unfinished, model)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
-            copy_companions(parent, unfinished, revision)
-            if add_files is not None:
-                add_files(unfinished)
-            files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
-            write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
-    except Exception as error:
-        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # tokenizers raises Exception
-            raise InputError(
-                f"{folder} cannot be written ({first_line(error)}); an earlier checkpoint there is unchanged, name "
-                f"another folder"
-            ) from error
-        raise
+    with new_folder(folder, lambda path: check_folder(path, [parent])) as unfinished:
+        _write_model(unfinished, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        copy_companions(parent, unfinished, revision)
+        if add_files is not None:
+            add_files(unfinished)
+        files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
+        write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
 
 
 def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
@@ -192,10 +183,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return None
-    try:
-        return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
-    except InputError as error:
-        raise InputError(f"{error}; cut the model again, or remove the file") from None
+    return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:

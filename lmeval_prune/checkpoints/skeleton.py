@@ -62,17 +62,12 @@ def check_language_model(config: Any, language_model: Any) -> None:
 
 
 def _parameters(model: Any) -> set[str]:
-    """Return the names of a model's parameters without the prefix of the base model; tied ones appear once."""
     return {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
     """Build the model of a name or folder on the meta device."""
-    config = read_config(pretrained, revision)
-    try:
-        return skeleton(config)
-    except InputError as error:
-        raise InputError(f"cannot read the model {pretrained}: {error}") from error
+    return skeleton(read_config(pretrained, revision))
 
 
 def with_weights(model: Any, pretrained: str, revision: str | None = None) -> Any:

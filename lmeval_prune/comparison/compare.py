@@ -20,7 +20,6 @@ from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 Kind = Literal["questions", "prompts", "settings"]
 ADVICE = "name a metric with --metric, or leave the task out with --tasks"
-MAX_PARTS = 100  # of a task, by one column
 
 
 def compare(
@@ -266,8 +265,6 @@ def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list
     parts = []
     for column in by:
         values = base.outcomes[DOCUMENT + column]
-        if values.nunique() > MAX_PARTS:
-            raise InputError(f"by: {column} has {values.nunique()} values in {task}, more than {MAX_PARTS}")
         if values.nunique() > 1:
             for value in sorted(values.dropna().unique()):
                 parts.append((f"{task}, {column}: {value}", table.part(np.flatnonzero(values == value))))
@@ -313,5 +310,4 @@ def _groups(
 def _answers(
     evaluations: Mapping[str, Mapping[str, Evaluation]], variant: str, task: str
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return questions and answers of a run on a task, by task and number, with log-likelihoods of the choices."""
     return {(row["task"], row["doc_id"]): row for row in evaluations[task][variant].answers.to_dict("records")}

@@ -94,9 +94,6 @@ def known_metrics(outcomes: pd.DataFrame, results: Results, source: Path) -> Kno
         outcomes: a row for each question: `task`, and the values of metrics by `METRIC,FILTER`.
         results: lm-eval's results.
         source: file or folder with the samples.
-
-    Raises:
-        InputError: the values do not give the figure of a metric that lm-eval aggregates by a mean.
     """
     metrics = {}
     for task, rows in outcomes.groupby("task", sort=False):
@@ -116,20 +113,17 @@ def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: 
     return aggregation.factor < 0 if higher is None else not higher
 
 
-def choose_metrics(
-    outcomes: pd.DataFrame, metrics_by_task: KnownMetrics, name: str | None, advice: str
-) -> dict[str, Metric]:
+def choose_metrics(metrics_by_task: KnownMetrics, name: str | None, advice: str) -> dict[str, Metric]:
     """Choose the compared metric of each task; refuse metrics that cannot be averaged.
 
     Args:
-        outcomes: as for `known_metrics`.
         metrics_by_task: see `known_metrics`.
         name: `METRIC` or `METRIC,FILTER`; None for the default (see `_preference`).
         advice: end of a message: how to name another metric.
     """
     chosen = {}
     for task, metrics in metrics_by_task.items():
-        chosen[task] = metrics[_choose(task, name, outcomes[outcomes["task"] == task], metrics, advice)]
+        chosen[task] = metrics[_choose(task, name, metrics, advice)]
     if len({(metric.lower_is_better, metric.aggregation) for metric in chosen.values()}) > 1:
         names = ", ".join(f"{metric.column} of {task}" for task, metric in chosen.items())
         raise InputError(
@@ -144,18 +138,13 @@ def columns_of(outcomes: pd.DataFrame) -> list[str]:
     return [name for name in outcomes.columns if "," in name and not name.startswith(WEIGHT)]
 
 
-def _choose(task: str, name: str | None, rows: pd.DataFrame, metrics: Mapping[str, Any], advice: str) -> str:
+def _choose(task: str, name: str | None, metrics: Mapping[str, Any], advice: str) -> str:
     """Choose a metric of a task: `name` (a metric or column), or the preferred."""
     if candidates := [column for column in metrics if name is None or name in (column, _name(column))]:
         return max(candidates, key=_preference)
     if not metrics:
         raise InputError(f"{task} has no metric with a value for each question, so it cannot be compared; {advice}")
-    named = [column for column in columns_of(rows) if name in (column, _name(column)) and rows[column].notna().any()]
-    if name and any(rows[column].notna().all() for column in named):
-        missing = f"{name} of {task} is not computed by a mean over questions"
-    else:
-        missing = f"{name} is not known for all questions of {task}" if named else f"{task} has no metric {name}"
-    raise InputError(f"{missing}; it has {', '.join(metrics)}; {advice}")
+    raise InputError(f"{task} has no metric {name} of all questions; it has {', '.join(metrics)}; {advice}")
 
 
 def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path) -> dict[str, Aggregation]:
@@ -215,7 +204,7 @@ def values_of(outcomes: pd.DataFrame, metrics: Mapping[str, Metric], advice: str
         column = metric.column
         if column not in outcomes or not np.isfinite(outcomes[column][rows]).all():
             complete = [name for name in columns_of(outcomes) if np.isfinite(outcomes[name][rows]).all()]
-            _choose(task, column, outcomes[rows], dict.fromkeys(complete), advice)
+            _choose(task, column, dict.fromkeys(complete), advice)
         values[rows] = metric.aggregation.factor * outcomes[column][rows]
         if metric.aggregation.is_weighted:
             weights[rows] = outcomes[WEIGHT + column][rows]
@@ -223,7 +212,6 @@ def values_of(outcomes: pd.DataFrame, metrics: Mapping[str, Metric], advice: str
 
 
 def _name(column: str) -> str:
-    """Return METRIC of `METRIC,FILTER`."""
     return column.partition(",")[0]
 
 

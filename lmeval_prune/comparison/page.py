@@ -84,7 +84,6 @@ def write_page(comparison: Comparison, path: Path, report: str, without_texts: S
 
 
 def _file(name: str) -> Markup:
-    """Return a file that belongs to the page as it stands."""
     return Markup((FILES / name).read_text(encoding="utf-8"))
 
 
@@ -95,7 +94,6 @@ def _packed(data: Any) -> str:
 
 
 def _varies(comparison: Comparison, key: str) -> bool:
-    """Return whether the variants differ in a cost."""
     return len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1
 
 

@@ -150,7 +150,6 @@ def task_table(comparison: Comparison, task: str) -> str:
 
 
 def _any_has(rows: Iterable[Row], name: str) -> bool:
-    """Return whether a value of this name is known of any row."""
     return any(getattr(row, name) is not None for row in rows)
 
 
@@ -180,7 +179,6 @@ def _row_cells(row: Row) -> dict[str, str]:
 
 
 def _level_text(row: Row, value: float) -> str:
-    """Format a mean, in points for shares."""
     return f"{100 * value:.1f}" if row.unit == "points" else significant(value)
 
 

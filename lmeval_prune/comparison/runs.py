@@ -119,7 +119,6 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
 
 
 def _texts(arguments: list[list[Any]]) -> list[list[Any]]:
-    """Return the prompts and choices of a sample, without the settings of generation."""
     return [[part for part in request if not isinstance(part, dict)] for request in arguments]
 
 
@@ -220,7 +219,6 @@ def _by_model(files: list[ResultsFile]) -> list[list[ResultsFile]]:
 
 
 def _arguments(file: ResultsFile) -> dict[str, Any]:
-    """Return the arguments of a model without the seed."""
     return {name: value for name, value in file.model_args.items() if name != "seed"}
 
 

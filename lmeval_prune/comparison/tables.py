@@ -89,7 +89,7 @@ def read_table(
         advice: end of a message: how to name another metric.
     """
     base = outcomes[baseline]()
-    metrics = choose_metrics(base, metrics_by_task, metric, advice)
+    metrics = choose_metrics(metrics_by_task, metric, advice)
     questions = questions_of(base)
     position = {question: row for row, question in enumerate(questions)}
     values = np.empty((len(position), len(outcomes)))
@@ -103,10 +103,7 @@ def read_table(
                 f"{variant!r} and the baseline {baseline!r} have different questions of {task}: {len(own_questions)} "
                 f"and {len(position)}, {len(rows)} of them the same; compare runs of the same questions"
             )
-        try:
-            values[rows, column], own_weights = values_of(frame, metrics, advice)
-        except InputError as error:
-            raise InputError(f"{variant!r} on {task}: {error}") from None
+        values[rows, column], own_weights = values_of(frame, metrics, advice)
         if column and not np.allclose(weights[rows], own_weights):
             raise InputError(
                 f"{variant!r} on {task}: its documents have other numbers of words or bytes than another variant"
@@ -122,7 +119,6 @@ def questions_of(outcomes: pd.DataFrame) -> list[Question]:
 
 
 def _unless_equal(weights: np.ndarray) -> np.ndarray | None:
-    """Return the weights of questions; None if they are all 1."""
     return None if (weights == 1).all() else weights
 
 

@@ -106,9 +106,6 @@ class Engine:
 
         Yields:
             A request and the tokens of its answer, including the end token.
-
-        Raises:
-            InsufficientMemoryError: memory is too small; before the first answer.
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
@@ -316,12 +313,10 @@ class Engine:
 
     @property
     def _element_size(self) -> int:
-        """Return the bytes of a number in keys and hidden states: as in embeddings; other weights may be smaller."""
         return int(self.model.get_input_embeddings().weight.dtype.itemsize)
 
     @property
     def _input_bytes(self) -> int:
-        """Return the bytes of a token's input of a layer."""
         return self._element_size * int(self.model.config.get_text_config().hidden_size)
 
     @property

@@ -243,5 +243,4 @@ class KVCache(Store):
                 self.states[layer][owner].restore(slot, state)
 
     def _stored_length(self, layer: int, slot: int, length: int) -> int:
-        """Return how many of a slot's `length` tokens a layer stores."""
         return int(self.lengths[layer][slot]) if layer in self.lengths else self.copied[slot] + length

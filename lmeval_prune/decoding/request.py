@@ -71,9 +71,6 @@ class SamplingParams(Settings):
             config: the generation config; unset values have the defaults of `generate`.
             stop: stop texts in addition to the config's `stop_strings`.
             changes: fields that replace those of the config.
-
-        Raises:
-            InputError: the config requests anything but one greedy or sampled answer (beams, guidance, …).
         """
         settings = {name: value for name, value in config.to_dict().items() if value is not None}
         for name, neutral in _OTHER_SEARCHES.items():

@@ -69,7 +69,6 @@ def near_tied_cut(logits: torch.Tensor, scores: torch.Tensor, params: SamplingPa
 
 
 def _error_of_differences(logits: torch.Tensor) -> torch.Tensor:
-    """Return the assumed error of the difference of two logits, (…,), for logits (…, vocabulary)."""
     return (32 * torch.finfo(logits.dtype).eps * logits.float().abs().amax(-1).double()).clamp(min=1e-3)
 
 

@@ -145,7 +145,6 @@ def _fixed_decisions(model: nn.Module) -> Iterator[None]:
 
 
 def _tokens(model: Any, count: int) -> list[int]:
-    """Return token ids of a text that is compared."""
     return [7 * i % model.config.get_text_config().vocab_size for i in range(count)]
 
 
@@ -186,7 +185,6 @@ def _compare(model: Any, differences: list[float], expected: list[torch.Tensor])
 
 
 def _is_half(model: Any) -> bool:
-    """Return whether the weights have less than 32 bits."""
     return bool(next(model.parameters()).element_size() < 4)
 
 

@@ -72,5 +72,4 @@ class Stopping:
         return "\ufffd" in text or any(stop_text[-1] in text for stop_text in stop)
 
     def _window(self, stop: tuple[str, ...]) -> int:
-        """Return the number of last tokens to search, as in lm-eval: a few more than a stop text has."""
         return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

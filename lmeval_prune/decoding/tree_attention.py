@@ -138,7 +138,6 @@ class TreeCache(Store):
         return list(parts.values())
 
     def _end(self, slot: int) -> int:
-        """Return the slot after the last descendant of a slot's segment."""
         return slot - slot % self.size + self.tree.segments[slot % self.size].end
 
     def _parent(self, slot: int) -> int | None:

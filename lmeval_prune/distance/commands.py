@@ -69,5 +69,4 @@ def _names(heads: Sequence[str], mask: Sequence[str], checkpoint: Sequence[str])
 
 
 def _name(value: str) -> str:
-    """Return the name of a variant: the stem of a file, or the heads."""
     return Path(value).stem if value.endswith(".json") else value

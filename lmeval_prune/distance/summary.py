@@ -80,14 +80,12 @@ def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None
 
 
 def _with_errors(estimates: Mapping[str, tuple[Any, Any]]) -> Summary:
-    """Return estimates and their standard errors by name."""
     return _plain(
         {key: x for name, pair in estimates.items() for key, x in zip((name, f"{name}_se"), pair, strict=True)}
     )
 
 
 def _plain(values: Mapping[str, Any]) -> Summary:
-    """Convert numbers of NumPy for JSON, which lacks NaN and infinity: they become None."""
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 

@@ -59,7 +59,6 @@ def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> It
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-softmax in float64, or in float32 on devices without float64."""
     return torch.log_softmax(logits, -1, dtype=torch.float32 if logits.device.type == "mps" else torch.float64)
 
 

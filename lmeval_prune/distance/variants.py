@@ -102,11 +102,7 @@ def _tokens_of(lm: RecordingLM, other: RecordingLM, texts: Sequence[Text]) -> li
 
 
 def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
-    """Return the distance of models from the first of them on windows of a text file, by name.
-
-    Raises:
-        InputError: a model is not causal, or has another tokenizer; before weights are loaded.
-    """
+    """Return the distance of models from the first of them on windows of a text file, by name."""
     first, *others = names
     settings = DistanceOptions(text=text)
     check_models(first, settings, [], others)

@@ -36,14 +36,12 @@ from lmeval_prune.export.manifest import (
     read_adapters,
 )
 from lmeval_prune.export.projections import Projections
-from lmeval_prune.export.updates import VLLM_RANKS, Update
+from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.settings import parse_value
 from lmeval_prune.surgery.card import CARD, PIPELINES, auto_class, shown, write_card
 
 Format = Literal["peft", "gguf"]
-ServerDtype = Literal["bfloat16", "float16", "float32"]
 PLAIN_LINEAR_CLASSES = ("Linear", "Conv1D", "FalconLinear")  # compute x Wᵀ + b and nothing else
 
 
@@ -69,8 +67,6 @@ class AdapterExport:
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        parse_value("format", format, Format)
-        parse_value("dtype", dtype, ServerDtype | None)
         refuse_file(output, " for the adapters")
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
@@ -82,8 +78,6 @@ class AdapterExport:
         stored = self.projections.weight(self.model_map.attention[0]).dtype
         self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
-        if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
-            raise InputError(f"the weights are {self.dtype}, which no server supports; give --dtype float32")
         # files of ollama have other names
         served_file = Path(self.served) if format == "gguf" and (served or self.served.endswith(".gguf")) else None
         if served_file:
@@ -92,8 +86,6 @@ class AdapterExport:
         if served_file:
             check_gguf_weights(served_file, self._pruned_weights())
         self.rank = max(self._rank(mask) for mask in self.masks.values())
-        if format == "peft":
-            self._check_rank(pretrained)
         self.base = {
             "pretrained": self.served,
             "name": self.model_map.name,
@@ -101,16 +93,6 @@ class AdapterExport:
             "checkpoint": checkpoint_identity(pretrained, revision),
             **self.model_map.signature(),
         }
-
-    def _check_rank(self, pretrained: str) -> None:
-        if self.rank > VLLM_RANKS[-1]:
-            worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
-            heads, empty = "+".join(mask.heads), " --allow_empty_layer" if mask.allow_empty_layer else ""
-            raise InputError(
-                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {VLLM_RANKS[-1]}; write a whole "
-                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --pretrained {pretrained} "
-                f"--output FOLDER --heads {heads}{empty}`"
-            )
 
     def _by_name(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
         """Return the masks by adapter name, ordered by layer, without duplicates."""
@@ -134,21 +116,18 @@ class AdapterExport:
 
     def run(self) -> Iterator[tuple[str, bool]]:
         """Write the adapters; yield the name of each, and whether it is new."""
-        try:
-            with output_lock(self.output):
-                self._check_folder()
-                for name, mask in self.masks.items():
-                    folder = self.output / name
-                    exists = folder.exists()
-                    if exists:
-                        self._check_existing(folder, mask)
-                    else:
-                        updates = list(self.updates(mask))
-                        with new_folder(folder) as temporary:
-                            self._write(temporary, name, mask, updates)
-                    yield name, not exists
-        except OSError as error:
-            raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
+        with output_lock(self.output):
+            self._check_folder()
+            for name, mask in self.masks.items():
+                folder = self.output / name
+                exists = folder.exists()
+                if exists:
+                    self._check_existing(folder, mask)
+                else:
+                    updates = list(self.updates(mask))
+                    with new_folder(folder) as temporary:
+                        self._write(temporary, name, mask, updates)
+                yield name, not exists
 
     def _check_folder(self) -> None:
         """Refuse a folder with adapters of other weights or another type for the same server, which would load them."""
@@ -170,10 +149,7 @@ class AdapterExport:
             yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
 
     def _check_existing(self, folder: Path, mask: HeadMask) -> None:
-        try:
-            manifest = read_adapter(folder)
-        except InputError as error:
-            raise InputError(f"{folder} exists and is not an adapter of lmeval-prune; name another folder") from error
+        manifest = read_adapter(folder)
         expected = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
         expected["base"] = json.loads(json.dumps(self.base))
         differs = [name for name, value in expected.items() if manifest[name] != value]

@@ -115,12 +115,9 @@ def model(
 
         export_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
     elif pruned is None:
-        raise InputError(
-            "name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5; a checkpoint that is pruned already "
-            "can be served as it is, or exported by --format gguf"
-        )
+        raise InputError("name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5")
     elif dtype or splitting:
-        raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
+        raise InputError("--dtype and --splitting are for --format gguf")
     else:
         config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
     for line in model_lines(output, format, config):
@@ -132,14 +129,10 @@ def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> A
     """Load a mask, or a plan that removes only heads."""
     from dataclasses import replace
 
-    from lmeval_prune.interventions import HeadMask, Plan, load_intervention
+    from lmeval_prune.interventions import HeadMask, load_intervention
 
     loaded = load_intervention(path, allow_other_model)
     mask = loaded.converted(HeadMask)
     if not isinstance(mask, HeadMask):
-        contents = "channels, blocks or updated weights" if isinstance(loaded, Plan) else "no heads"
-        raise InputError(
-            f"{path} has {contents}, which no adapter of the output projection can remove; cut it: "
-            f"`lmeval-prune export model --plan {path}`"
-        )
+        raise InputError(f"{path} is no mask of heads alone; cut it: `lmeval-prune export model --plan {path}`")
     return replace(mask, allow_empty_layer=mask.allow_empty_layer or allow_empty_layer)

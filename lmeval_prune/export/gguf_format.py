@@ -41,35 +41,20 @@ def gguf_architecture(model_map: ModelMap) -> str:
         raise InputError(f"{family} models are not written as GGUF yet; supported: {', '.join(FAMILIES)}")
     if text_config(model_map.model) is not config:  # a language model with towers for images or sound
         raise InputError(f"{config.model_type} models are not written as GGUF yet, only language models of their own")
-    is_uniform = _is_uniform(model_map)
-    has_biases = _has_unusual_biases(model_map)
+    is_uniform = len({(layer.heads, layer.kv_heads, layer.channels) for layer in gguf_layers(model_map)}) == 1
+    biases = [name for name, _ in model_map.model.named_parameters() if name.endswith(".bias")]
+    has_biases = any(not (family == "qwen2" and name.endswith(_QWEN2_BIASES)) for name in biases)
     has_factors = rope_of(config)["rope_type"] == "llama3"
     is_stock = is_uniform and not has_biases and not has_factors
     if family == "qwen3" and not is_stock:
-        obstacle = "rope is llama3's" if is_uniform else "layers differ"
-        if has_biases:
-            obstacle = "projections have biases"
-        hint = "" if has_factors else ", or prune the same numbers of heads and channels in all layers, without biases"
         raise InputError(
-            f"llama.cpp's qwen3 does not support a model whose {obstacle}; write a checkpoint instead of GGUF{hint}"
+            "llama.cpp's qwen3 supports neither layers that differ nor biases nor llama3's rope; write a checkpoint"
         )
     first = model_map.attention[0]
     fills_hidden_size = first.heads * first.head_dim == config.hidden_size
     if family == "qwen3" or (family == "qwen2" and is_stock and fills_hidden_size):
         return family
     return "llama" if is_uniform else "deci"
-
-
-def _is_uniform(model_map: ModelMap) -> bool:
-    """Return whether all layers have the same numbers of heads and channels."""
-    return len({(layer.heads, layer.kv_heads, layer.channels) for layer in gguf_layers(model_map)}) == 1
-
-
-def _has_unusual_biases(model_map: ModelMap) -> bool:
-    """Return whether a parameter is a bias that the stock model does not have."""
-    usual = _QWEN2_BIASES if model_map.model_type.startswith("qwen2") else ()
-    names = [name for name, _ in model_map.model.named_parameters()]
-    return any(name.endswith(".bias") and not name.endswith(usual) for name in names)
 
 
 def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:

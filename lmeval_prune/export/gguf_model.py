@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import check_writable, new_file
@@ -47,10 +47,6 @@ def export_gguf(
     revision: str | None,
 ) -> None:
     """Write a model as a GGUF file with a card, cut by a plan if there is one; see `lmeval-prune export model`."""
-    if not output.endswith(".gguf"):
-        raise InputError(f"--output {output} must end in .gguf")
-    if zeroed and not plan:
-        raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
     bare = skeleton_of(pretrained, revision)
     check_unquantised(bare, pretrained)
     check_writable_as_gguf(map_model(bare))
@@ -58,7 +54,8 @@ def export_gguf(
     if tokenizer is not None:
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
-    check_replaceable(output)
+    if Path(output).exists():
+        raise InputError(f"{output} exists; name another output, or delete it")
     if plan:
         result = cut_checkpoint(pretrained, plan, revision, zeroed)
         model, manifest = result.model, result.manifest
@@ -68,7 +65,6 @@ def export_gguf(
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
     notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
     manifest = {**manifest, "notes": notes}
-    check_replaceable(output, manifest)
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
     training = "It was trained afterwards." if not plan and "files" in manifest and is_trained(manifest) else ""
@@ -98,8 +94,6 @@ def write_gguf_model(
     model_map = map_model(model)
     architecture = check_writable_as_gguf(model_map)
     dtype = dtype or model.dtype
-    if dtype not in GGUF_TYPES:
-        raise InputError(f"the weights are {dtype}, which llama.cpp does not read; give --dtype float32")
     file_type = "ALL_F32" if dtype == torch.float32 else f"MOSTLY_{GGUF_TYPES[dtype].name}"
     with new_file(Path(path)) as temporary:
         file = GGUFFile(temporary, architecture)
@@ -126,30 +120,6 @@ def check_writable_as_gguf(model_map: ModelMap) -> str:
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
     return architecture
-
-
-def check_replaceable(path: str | os.PathLike[str], manifest: Mapping[str, Any] | None = None) -> None:
-    """Refuse to replace a file that is none of this package, or has a manifest of another model or plan.
-
-    Without `manifest`, which is known when the model is cut, only the former is refused.
-    """
-    if not Path(path).exists():
-        return
-    try:
-        earlier = json.loads(GGUFReader(path).fields[MANIFEST].contents())
-    except (OSError, ValueError, KeyError, IndexError):
-        raise InputError(
-            f"{path} was not written by `export model`, and would be lost; name another output, or delete it"
-        ) from None
-    if manifest is not None and _what_was_cut(earlier) != _what_was_cut(manifest):
-        raise InputError(f"{path} is another model, or was cut by another plan; name another output, or delete it")
-
-
-def _what_was_cut(manifest: Mapping[str, Any]) -> Any:
-    """Return the name of the model and the plans of a manifest, without their provenance."""
-    plans = [{key: x for key, x in stage["plan"].items() if key != "made"} for stage in manifest.get("stages", ())]
-    parent = manifest.get("parent", {})
-    return json.loads(json.dumps([parent.get("name"), parent.get("revision"), plans]))
 
 
 def _add_settings(writer: GGUFWriter, model_map: ModelMap) -> None:

@@ -49,11 +49,7 @@ def adapter_name(heads: Sequence[str]) -> str:
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the manifest of an adapter."""
-    path = Path(folder) / MANIFEST
-    try:
-        return read_artefact(path, SCHEMA, VERSION, Adapter)[0]
-    except InputError as error:
-        raise InputError(f"{error}; export the adapter again") from None
+    return read_artefact(Path(folder) / MANIFEST, SCHEMA, VERSION, Adapter)[0]
 
 
 def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -70,8 +66,6 @@ def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """Read the manifests of all adapters in a folder, by name, ordered by number of heads."""
-    if not Path(folder).is_dir():
-        raise InputError(f"there is no folder {folder}; write it with `lmeval-prune export adapter`")
     adapters = [read_adapter(path) for path in _adapter_folders(Path(folder))]
     if not adapters:
         raise InputError(f"{folder} has no adapters; write some with `lmeval-prune export adapter`")

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -16,7 +16,7 @@ from lmeval_prune.architectures.blocks import in_features, is_transposed, out_fe
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import broken_weights_message
 from lmeval_prune.checkpoints.skeleton import with_weights
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 
 
 class Projections:
@@ -53,11 +53,8 @@ class Projections:
             file = self._files.get(f"{stored_name}.weight")
             if file is None:
                 continue
-            try:
-                with safe_open(file, "pt") as opened:
-                    weight: Tensor = opened.get_tensor(f"{stored_name}.weight")
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"the weights of {self.pretrained} cannot be read ({first_line(error)})") from error
+            with safe_open(file, "pt") as opened:
+                weight: Tensor = opened.get_tensor(f"{stored_name}.weight")
             if list(weight.shape) == shape:
                 if not weight.isfinite().all():
                     raise InputError(broken_weights_message(self.pretrained, tensor_in_layer(f"{name}.weight")))
@@ -70,11 +67,8 @@ class Projections:
         """Return the file of each tensor."""
         file_of: dict[str, Path] = {}
         for file in self._safetensors():
-            try:
-                with safe_open(file, "pt") as opened:
-                    file_of |= dict.fromkeys(opened.keys(), Path(file))
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{file} cannot be read ({first_line(error)}); fetch the model again") from error
+            with safe_open(file, "pt") as opened:
+                file_of |= dict.fromkeys(opened.keys(), Path(file))
         return file_of
 
     def _safetensors(self) -> list[Path]:

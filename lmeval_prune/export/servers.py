@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
-from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.checkpoints.loading import has_pruned_layers
 from lmeval_prune.export.adapters import AdapterExport
-from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.export.updates import VLLM_RANKS
 from lmeval_prune.export.vllm_plugin import STOCK
 from lmeval_prune.surgery.model_class import unusual_head_dim
 
-# Families whose classes in vLLM 0.32 support adapters.
-FAMILIES_WITH_ADAPTERS = frozenset(
-    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "opt"]
-)
-
 
 def max_lora_rank(rank: int) -> int:
     """Return the smallest `--max-lora-rank` of vLLM that is at least `rank`."""
-    return next(allowed for allowed in VLLM_RANKS if allowed >= rank)
-
-
-def slot_memory(export: AdapterExport, slots: int, rank: int) -> int:
-    """Return the memory of vLLM's adapter slots in bytes, if only output projections have adapters."""
-    widths = sum(in_features(layer.o_proj) + out_features(layer.o_proj) for layer in export.model_map.attention)
-    return slots * max_lora_rank(rank) * widths * export.torch_dtype.itemsize
+    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)  # vLLM refuses more
 
 
 def vllm_options(config: Any) -> tuple[str, str]:
@@ -42,7 +28,7 @@ def vllm_options(config: Any) -> tuple[str, str]:
 
 
 def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
-    """Return the command lines that serve an export's adapters, or one line that says why no server supports them.
+    """Return the command lines that serve an export's adapters.
 
     The commands include earlier adapters in the folder that the same server can load.
     """
@@ -54,24 +40,18 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
     ]
     names = [adapter["name"] for adapter in adapters]
     if export.format == "gguf":
-        return [_llamacpp_line(export, names)]
-    config = export.model_map.model.config
-    reason = ""
-    if config.model_type not in FAMILIES_WITH_ADAPTERS:
-        reason = f"no server supports adapters of {config.model_type} models"
-    elif export.dtype not in SERVER_DTYPES:
-        reason = f"servers do not compute in {export.dtype}; export with another --dtype"
-    if reason:
-        return [f"only PEFT can load these adapters (lm_eval --model hf … peft=FOLDER): {reason}"]
+        files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
+        model, comment = quote(export.served), ""
+        if not export.served.endswith(".gguf"):
+            model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
+        return [f"{comment}llama-server -m {model} --lora-init-without-apply {files}"]
     served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
     rank = max(adapter["rank"] for adapter in adapters)
     slots = len(names) + 1  # vLLM on a CPU needs one slot more than adapters
     first_module = next(iter(adapters[0]["modules"]))
     projection = first_module.rpartition(".")[2]
-    options, comment = vllm_options(config)
-    memory = slot_memory(export, slots, rank) / 1e6
+    options, comment = vllm_options(export.model_map.model.config)
     lines = [
-        f"# vLLM's adapter slots take {memory:.3g} MB; a smaller --max-loras saves memory, but requests may wait\n"
         f"{comment}"
         f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(export.output.resolve()))} "
@@ -86,15 +66,6 @@ def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
             f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
         )
     return lines
-
-
-def _llamacpp_line(export: AdapterExport, names: Sequence[str]) -> str:
-    """Return the command line of llama-server with adapters."""
-    files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
-    model, comment = quote(export.served), ""
-    if not export.served.endswith(".gguf"):
-        model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
-    return f"{comment}llama-server -m {model} --lora-init-without-apply {files}"
 
 
 def model_lines(path: str, format: str, config: Any = None) -> list[str]:

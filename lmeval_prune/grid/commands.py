@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
-from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.options import first_argument, takes_tasks
 from lmeval_prune.settings import resumes
 
@@ -35,13 +34,9 @@ def run(
         gpus: GPUs of a job on Ray
         memory: bytes of memory of a job on Ray
     """
-    options = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
-    if runner == "here" and (unused := [f"--{name}" for name, value in options.items() if value]):
-        raise InputError(f"{', '.join(unused)}: for Ray only; add --runner ray, or leave it out")
     from lmeval_prune.grid.configuration import Grid
 
     parsed = Grid.read(grid)
-    _check_selected(parsed)
     from lmeval_prune.grid.run import run as run_grid
     from lmeval_prune.grid.runners import LocalRunner, RayRunner
 
@@ -60,22 +55,6 @@ def run(
     return 0
 
 
-def _check_selected(grid: Any) -> None:  # a `Grid`; importing it would slow down `--help`
-    """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
-    names = {name for task in grid.tasks for name in (task.name, task.task)}
-    others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]
-    if not others:
-        return
-    from lmeval_prune.tasks.loading import task_manager
-
-    manager = task_manager()
-    for variant, name in others:
-        if name not in manager._index:
-            hint = did_you_mean(name, {*names, *manager.all_tasks})
-            raise InputError(f"variant {variant!r}: `selected_on:` has no task {name!r}{hint}")
-        print(f"note: {variant} was selected on {name}, which is not in this grid; its questions are unknown")
-
-
 @first_argument("folder")
 def compare(
     folder: str,
@@ -83,8 +62,6 @@ def compare(
     output: str | None = None,
     without_texts: tuple[str, ...] = (),
     lm_eval: str | None = None,
-    wandb_args: dict[str, Any] | None = None,
-    trackio_args: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> int:
     """Compare a grid's variants with a baseline, question by question, in tables and on a page.
@@ -95,18 +72,13 @@ def compare(
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
-        wandb_args: log each cell to Weights & Biases by lm-eval's logger: arguments of wandb.init, e.g. project=NAME
-        trackio_args: the same for trackio
         seed: seed of the tests
     """
     from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder
-    from lmeval_prune.grid.report import check_trackers, log_to_trackers, write, write_lm_eval
+    from lmeval_prune.grid.report import write, write_lm_eval
     from lmeval_prune.reporting.documents import printable
 
-    arguments = {"wandb": wandb_args, "trackio": trackio_args}
-    trackers = {name: settings for name, settings in arguments.items() if settings is not None}
-    check_trackers(trackers)
     with output_lock(output or GridFolder(folder).path / "compare"):
         table, notes, paths = write(folder, baseline, output, seed, without_texts)
     if lm_eval:
@@ -115,5 +87,4 @@ def compare(
     for note in notes:
         print(f"note: {printable(note)}")
     print(*paths, sep="\n")
-    log_to_trackers(folder, trackers)
     return 0

@@ -62,7 +62,6 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
 
 
 def _has_hooks(entry: Mapping[str, Any]) -> bool:
-    """Return whether heads are pruned by hooks, which save no cost."""
     return bool({"heads", "mask", "plan"} & entry["model_args"].keys() or entry["prepare"])
 
 
@@ -75,7 +74,6 @@ def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: S
 
 
 def _gains(rows: Mapping[tuple[str, str], Row], task: str) -> dict[str, float]:
-    """Return the means of a task by variant, negative where lower is better."""
     return {row.variant: -row.mean if row.lower_is_better else row.mean for row in rows.values() if row.task == task}
 
 
@@ -135,7 +133,6 @@ def _selected_on(
 
 
 def _texts(table: Table) -> list[str]:
-    """Return the digests of the questions' texts, without their choices."""
     return [key.partition("/")[0] for key in table.texts]
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,10 +36,9 @@ from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
-from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings, check_device_name
+from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
 
 SEED = 1234
-MAX_VARIANTS = 10_000  # per entry of `variants:`
 VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # all other settings of a variant are model_args
 SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # a grid may set them for all tasks
 FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # `hf` passes them to from_pretrained
@@ -67,8 +65,6 @@ class Variant(Settings):
             raise InputError("the model is missing; add `model: {pretrained: NAME}`")
         if self.served and self.prepare:
             raise InputError("a served model cannot be prepared; give its heads or its mask")
-        if not self.served and (unserved := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
-            raise InputError(f"{unserved[0]} is an option of served models; add base_url: http://HOST:PORT")
         for name, remedy in RUN_ARGUMENTS.items():
             if name in self.model_args:
                 raise InputError(f"{name} cannot be set for a variant; {remedy}")
@@ -122,10 +118,6 @@ class Grid(Settings):
                 raise InputError(f"two {kind} are called {duplicate!r}; give each its own name")
         if self.baseline is not None:
             check_name("baseline", self.baseline, [variant.name for variant in self.variants])
-        if self.device is not None:
-            check_device_name(self.device)
-        if isinstance(self.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
-            raise InputError(f"batch_size is a whole number from 1, or auto, not {self.batch_size}")
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -144,8 +136,6 @@ class Grid(Settings):
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
         settings = dict(content)
-        for name in ("variants", "model", "metadata", "gen_kwargs"):
-            _check_mapping(name, settings.get(name))
         model, seed = settings.pop("model", None) or {}, settings.pop("seed", SEED)
         tasks = settings["tasks"] if isinstance(settings["tasks"], list) else [settings["tasks"]]
         defaults = {name: settings.pop(name) for name in SHARED_TASK_SETTINGS if name in settings}
@@ -156,12 +146,6 @@ class Grid(Settings):
         )
         settings["tasks"] = tuple(_task(task, defaults) for task in tasks)
         return cls.from_dict(settings, "a grid")
-
-
-def _check_mapping(name: str, value: Any) -> None:
-    """Refuse a value that is not a mapping, for example text in lm-eval's `NAME=VALUE` format."""
-    if value is not None and not isinstance(value, dict):
-        raise InputError(f"`{name}:` must be {{NAME: VALUE}} pairs, not {value!r}")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -178,13 +162,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
     """Read an entry of `tasks:`, a name or a dictionary; its gen_kwargs are merged with those of the grid."""
     settings = {"task": settings} if isinstance(settings, str) else settings
-    if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
-        raise InputError(f"a task must be a name or a mapping with `task: NAME`, not {settings!r}")
-    _check_mapping("gen_kwargs", settings.get("gen_kwargs"))
     merged = {**defaults, **settings}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
     values = {str(name): value for name, value in merged.items() if value is not None}
-    return GridTask.from_dict(values, f"task {settings['task']}")
+    return GridTask.from_dict(values, f"task {settings.get('task')}")
 
 
 # ---------------------------------------------------------------------- variants
@@ -192,19 +173,11 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
 
 def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant]:
     """Yield the variants of an entry of `variants:`: the product of its axes."""
-    if not isinstance(block, dict | None):
-        raise InputError(f"variant {name!r} must be {{NAME: VALUE}} pairs, not {block!r}")
     own_settings = block or {}
     block = {**own_settings, **{key: value for key, value in shared.items() if key not in own_settings}}  # own first
     try:
         _check_settings(block)
         axes = dict(_axes(block))
-        count = math.prod(map(len, axes.values()))
-        if count > MAX_VARIANTS:
-            raise InputError(
-                f"the `each:` lists make {count:,} variants, more than {MAX_VARIANTS:,}: shorten the lists, or split "
-                f"them into several grids"
-            )
         labels = _axis_labels(list(axes))
         for values in itertools.product(*axes.values()):
             settings = block
@@ -238,8 +211,7 @@ def _variant(name: str, settings: dict[str, Any]) -> Variant:
 def _preparation(value: Any) -> dict[str, dict[str, Any]]:
     """Convert the value of `prepare:`, either `NAME` or `{NAME: fields}`, to `{NAME: fields}`."""
     value = {value: {}} if isinstance(value, str) else value
-    is_valid = isinstance(value, dict) and len(value) <= 1
-    if not is_valid or not all(isinstance(fields, dict | None) for fields in value.values()):
+    if len(value) > 1:
         raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
     return {str(name): dict(fields or {}) for name, fields in value.items()}
 
@@ -258,7 +230,6 @@ def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def _with_value(settings: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return a copy of nested settings with the value at `path` replaced."""
     return value if not path else {**settings, path[0]: _with_value(settings[path[0]], path[1:], value)}
 
 
@@ -271,8 +242,5 @@ def _axis_labels(paths: list[tuple[Any, ...]]) -> list[str]:
 def _name(template: str, values: dict[str, Any]) -> str:
     """Fill in `{AXIS}` in a variant's name, and append the axes that it does not mention."""
     texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
-    for placeholder in re.findall(r"\{(\w+)\}", template):
-        if placeholder not in texts:
-            raise InputError(f"the name's {{{placeholder}}} is not an axis{did_you_mean(placeholder, texts)}")
     name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
     return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

@@ -100,11 +100,7 @@ class GridFolder:
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
         if not self._grid_file.is_file():
-            if self.path.is_file():
-                raise InputError(f"{self.path} is a file; name the folder of a grid")
-            raise InputError(
-                f"{self.path} holds no grid; create one by `lmeval-prune grid run GRID.yaml --output {self.path}`"
-            )
+            raise InputError(f"{self.path} holds no grid; create one by `lmeval-prune grid run`")
         return read_artefact(self._grid_file, GRID, VERSION, GridContents)[0]
 
     @contextmanager
@@ -211,7 +207,6 @@ class GridFolder:
 
 
 def _reason(path: Path) -> str | None:
-    """Read the reason of a failure; None if the file does not exist."""
     return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
 

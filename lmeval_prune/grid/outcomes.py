@@ -90,10 +90,7 @@ def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
 
 def read_results(folder: Path) -> CellResults:
     """Read lm-eval's results of a cell."""
-    try:
-        return cast(CellResults, read_json(folder / "results.json", CellResults))
-    except InputError as error:
-        raise InputError(f"{error}; delete {folder} and run the grid") from None
+    return cast(CellResults, read_json(folder / "results.json", CellResults))
 
 
 def read_lengths(folder: Path) -> list[Lengths]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.settings import Seed
@@ -35,10 +34,7 @@ class RandomHeads(Preparation):
         self._draw(model_map)
 
     def _draw(self, model_map: Any) -> HeadMask:
-        try:
-            return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
-        except InputError as error:
-            raise InputError(f"random_heads.share={self.share}: {error}") from None
+        return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the mask."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,9 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, file_name, read_json, read_lines
 from lmeval_prune.comparison import report
-from lmeval_prune.errors import InputError, first_line, refuse_file
+from lmeval_prune.errors import InputError, refuse_file
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import GridFolder, samples_file
-
-_logger = logging.getLogger(__name__)
 
 
 class Results(TypedDict):
@@ -76,49 +72,6 @@ def write_lm_eval(path: str, output: str) -> Path:
         if not list((Path(output) / general.model_name_sanitized).glob("results_*.json")):
             raise InputError(f"lm-eval could not write to {output}; name a folder that can be written")
     return Path(output)
-
-
-def check_trackers(trackers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise an `InputError` for a tracker whose package is not installed."""
-    for name in trackers:
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"--{name}_args needs the package {name}, which is not installed: pip install {name}")
-
-
-def log_to_trackers(path: str, trackers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Log the cells that are done by lm-eval's own loggers, a run for each cell.
-
-    Args:
-        path: folder of the grid.
-        trackers: arguments of `init` by tracker, `wandb` or `trackio`; the run is named after variant and task.
-    """
-    folder = GridFolder(path)
-    for tracker, arguments in trackers.items():
-        for entry, results, samples in _done(folder, folder.read()["cells"]):
-            name = f"{entry['variant']} on {entry['task']}"
-            try:
-                _log_cell(tracker, {"name": name, **arguments}, results, samples)
-            except Exception as error:  # error types of the trackers are their own
-                raise InputError(
-                    f"--{tracker}_args: {name} could not be logged ({first_line(error)}); the tables are complete, and "
-                    f"cells before this one are logged"
-                ) from error
-
-
-def _log_cell(tracker: str, arguments: dict[str, Any], results: dict[str, Any], samples: dict[str, list[Any]]) -> None:
-    """Log a cell; warn if lm-eval's logger cannot read the samples, e.g. those without a metric of the task."""
-    from lm_eval.loggers import TrackioLogger, WandbLogger
-
-    logger: Any = (WandbLogger if tracker == "wandb" else TrackioLogger)(arguments)
-    try:
-        logger.post_init(results)
-        logger.log_eval_result()
-        try:
-            logger.log_eval_samples(samples)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            _logger.warning("%s: the samples are not logged to %s (%s)", arguments["name"], tracker, first_line(error))
-    finally:
-        (logger.run if tracker == "wandb" else logger).finish()
 
 
 def _done(

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NotRequired
 
-import pyarrow as pa
 import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
@@ -43,7 +42,7 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     }
     if named.get("router") in POLICIES:
         del named["router"]
-    contents = _cell_contents(folder.cell(entry["key"])) if named else {}
+    contents = read_json(folder.cell(entry["key"]) / "cell.json", CellContents) if named else {}
     recorded = (contents.get("identity") or {}).get("router") or {}
     questions: set[str] = set()
     unavailable: list[str] = []
@@ -55,14 +54,6 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
         else:
             unavailable.append(f"{name}={value}")
     return questions, unavailable
-
-
-def _cell_contents(cell: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = read_json(cell / "cell.json", CellContents)
-    except InputError:
-        return {}
-    return content
 
 
 def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
@@ -83,10 +74,7 @@ def _questions(path: Path) -> frozenset[str]:
     """Return the digests of an artefact's questions: a router's training questions, all questions of a store."""
     questions = path / "questions.parquet"
     if questions.is_file():
-        try:
-            texts = parquet.read_table(questions, columns=["question"])["question"].to_pylist()
-        except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException):
-            return frozenset()
+        texts = parquet.read_table(questions, columns=["question"])["question"].to_pylist()
         return frozenset(digest(text) for text in texts)
     try:
         return frozenset(map(str, read_json(path / "router.json").get("seen", ())))

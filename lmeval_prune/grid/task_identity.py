@@ -10,12 +10,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.evaluator_utils import get_sample_size
-from transformers import GenerationConfig
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
-from lmeval_prune.tasks import compat
 from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.loading import load_tasks
 from lmeval_prune.tasks.pass_at import PassAtTask
@@ -31,7 +28,6 @@ IGNORED_FIELDS = {
     *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
     *("training_split", "validation_split", "test_split", "fewshot_split"),
 }
-LM_EVAL_GENERATION_SETTINGS = ("max_gen_toks", "max_tokens", "max_completion_tokens", "until")
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,8 @@ class TaskIdentity:
         draws = samples = False
         for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
             _configure(task, grid_task)
-            _check_settings(name, task, grid_task)
+            if isinstance(task, PassAtTask):
+                task.check_score()
             config = task.dump_config()
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"
@@ -81,7 +78,6 @@ def training_digest(name: str) -> str:
 
 
 def _identifying_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a task's configuration that its identity contains."""
     return {key: value for key, value in config.items() if key not in IGNORED_FIELDS}
 
 
@@ -94,26 +90,6 @@ def _configure(task: Any, grid_task: GridTask) -> None:
         task.set_config(key="num_fewshot", value=grid_task.num_fewshot)
     elif shots is None:
         task.set_config(key="num_fewshot", value=0)
-
-
-def _check_settings(name: str, task: Any, grid_task: GridTask) -> None:
-    """Raise `InputError` for a metric, a filter or a gen_kwargs setting that does not exist, or no score of pass@k."""
-    metric, _, filter_name = (grid_task.metric or "").partition(",")
-    metrics = list(task.aggregation())
-    if metric and metric not in metrics:
-        raise InputError(f"{name} has no metric {metric!r}{did_you_mean(metric, metrics)}; it has {', '.join(metrics)}")
-    filters = [task_filter.name for task_filter in compat.filters(task)]
-    if filter_name and filters and filter_name not in filters:
-        hint = did_you_mean(filter_name, filters)
-        raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")
-    setting_names = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
-    for setting in grid_task.gen_kwargs:
-        if setting not in setting_names:
-            raise InputError(
-                f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, setting_names)}; leave it out"
-            )
-    if isinstance(task, PassAtTask):
-        task.check_score()
 
 
 def _build_questions(task: Any, docs: list[Any]) -> list[Any]:
@@ -142,7 +118,6 @@ def _first_documents(values: Any, count: int | None) -> Iterator[Any]:
 
 
 def _digest(value: Any) -> str:
-    """Return the digest of a value's JSON form."""
     return digest(json.loads(json.dumps(value, default=_name_of)))
 
 

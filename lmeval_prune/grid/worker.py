@@ -359,7 +359,6 @@ class Worker:
 
 
 def _by_engine(model_args: dict[str, Any]) -> Arguments:
-    """Return arguments of a model that the decoding engine runs."""
     return Arguments.of({**model_args, "engine": "batched", "deterministic": True})
 
 
@@ -370,7 +369,6 @@ def _load_beside(task: _Task, dense: dict[str, Any]) -> VariantLM:
 
 
 def _computing(cell: Cell) -> dict[str, Any]:
-    """Return the batch size and device of a cell as model_args."""
     return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from threading import RLock, Thread, current_thread
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ class _Record:
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
+        self.uncopyable = RLock()  # a copy of the model would keep the hooks
         self.links: dict[nn.Module, tuple[Link, ...]] = {}  # of all entries
         self.forwards: dict[nn.Module, tuple[Any, Any]] = {}  # checked forward, and the instance's previous one or None
         self.modules: set[nn.Module] = set()
@@ -93,12 +94,6 @@ class _Record:
 
     def __str__(self) -> str:
         return ", ".join(method_name(type(entry.intervention)) for entry in self.entries)
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle the model: the copy would keep the hooks."""
-        raise InputError(
-            f"a model cannot be copied or pickled while something is applied to it ({self}); end that first"
-        )
 
     def check_thread(self) -> None:
         """Refuse an intervention while another thread has one: both threads would run under both."""

@@ -264,7 +264,6 @@ def _remove(wiring: _Wiring, items: list[Any], item: Any) -> None:
 
 
 def _intercepted(implementation: str) -> str:
-    """Return the name of our attention function for handlers on an implementation."""
     return f"{NAME}_{implementation}"
 
 

@@ -67,11 +67,7 @@ class Origin:
     allow_other_model: bool = False
 
     def check(self, model_map: ModelMap) -> None:
-        """Refuse a model other than the artefact's.
-
-        Raises:
-            InputError: naming the difference.
-        """
+        """Refuse a model other than the artefact's."""
         if self.allow_other_model:
             return
         subject = f"{self.path} was made for"
@@ -109,12 +105,10 @@ def check_weights(
 
 
 def _is_skeleton(model: nn.Module) -> bool:
-    """Return whether a model's weights are not loaded yet."""
     return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
 
 
 def _differ(expected: str, actual: str) -> bool:
-    """Return whether two names differ; an empty name is unknown."""
     return bool(expected and actual) and expected != actual
 
 
@@ -155,9 +149,6 @@ class Intervention(Settings, ABC):
         """Fill in defaults and ranges for a model, and refuse values that do not fit it.
 
         Also called on a model without weights, before they are loaded.
-
-        Raises:
-            InputError: the intervention does not fit the model.
         """
         return self
 
@@ -204,10 +195,7 @@ class Intervention(Settings, ABC):
         """Resolve it for a model, after checking that an artefact belongs to this model."""
         if self.origin:
             self.origin.check(model_map)
-        resolved: Any = self.resolve(model_map)
-        if not isinstance(resolved, type(self)):
-            raise InputError(f"{import_path(type(self))}.resolve returned {resolved!r}; return self, or a changed copy")
-        return resolved
+        return self.resolve(model_map)
 
     @contextmanager
     def applied_to(
@@ -226,10 +214,6 @@ class Intervention(Settings, ABC):
 
         Yields:
             The model's map.
-
-        Raises:
-            InputError: the intervention does not fit the model, alone or with those already applied; the model is then
-                unchanged.
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
@@ -270,11 +254,7 @@ class Intervention(Settings, ABC):
         return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Write an artefact for this model: JSON, atomically.
-
-        Raises:
-            InputError: it does not fit the model, or the file cannot be written.
-        """
+        """Write an artefact for this model: JSON, atomically."""
         self._write(path, model_map, {})
 
     def _write(self, path: str | os.PathLike[str], model_map: ModelMap, extra: dict[str, Any]) -> None:
@@ -285,11 +265,7 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
-        """Read an artefact. It fits its own model only, unless `allow_other_model`.
-
-        Raises:
-            InputError: the file is missing, broken, a pickle, or another kind of artefact.
-        """
+        """Read an artefact. It fits its own model only, unless `allow_other_model`."""
         return cls._from_content(path, *read_artefact(path, cls.schema(), SCHEMA_VERSION), allow_other_model)
 
     @classmethod
@@ -312,16 +288,11 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Return fields that an artefact stores outside of `settings`."""
         return {}
 
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
-    """Read an artefact of any method in the table, by its schema.
-
-    Raises:
-        InputError: the file is missing, broken, a pickle, or no intervention.
-    """
+    """Read an artefact of any method in the table, by its schema."""
     kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
     try:
         content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)

@@ -294,7 +294,6 @@ def _kernel_supports(call: AttentionCall) -> bool:
 
 
 def _and(condition: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Return both conditions together; None is true everywhere."""
     return condition if other is None else condition & other
 
 

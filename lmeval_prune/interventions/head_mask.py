@@ -43,11 +43,7 @@ class HeadMask(Intervention):
 
     @classmethod
     def random(cls, count: int, seed: int | str, model_map: ModelMap) -> Self:
-        """Draw heads of a model at random, but never the last remaining head of a layer.
-
-        Raises:
-            InputError: the model has too few heads.
-        """
+        """Draw heads of a model at random, but never the last remaining head of a layer."""
         heads = [(layer, head) for layer in model_map.attention for head in range(layer.heads)]
         random.Random(seed).shuffle(heads)
         left = {layer.label: layer.heads for layer in model_map.attention}
@@ -84,11 +80,7 @@ class HeadMask(Intervention):
         return converted
 
     def heads_of(self, model_map: ModelMap) -> tuple[Head, ...]:
-        """Return the pruned heads of a model, sorted, without duplicates.
-
-        Raises:
-            InputError: a head does not exist, a layer would lose all its heads, or the mask belongs to another model.
-        """
+        """Return the pruned heads of a model, sorted, without duplicates."""
         return tuple(
             Head(layer.stack, layer.index, number) for layer, numbers in self.by_layer(model_map) for number in numbers
         )

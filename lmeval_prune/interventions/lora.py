@@ -74,12 +74,8 @@ class Lora(Intervention):
         """Refuse a model without the adapter's projections."""
         for name, update in self.updates.items():
             module = self._projection(name, model_map)
-            expected = out_features(module), in_features(module)
-            if (len(update.b), update.a.shape[1]) != expected:
-                raise InputError(
-                    f"the adapter {self.adapter} updates {name} by {len(update.b)} × {update.a.shape[1]}, the model's "
-                    f"is {expected[0]} × {expected[1]}; give an adapter of this model"
-                )
+            if (len(update.b), update.a.shape[1]) != (out_features(module), in_features(module)):
+                raise InputError(f"the adapter {self.adapter} updates {name} of another shape than the model's")
         return self
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 from lmeval_prune.errors import InputError
@@ -38,7 +36,7 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
     if not names and str(value).lower() not in ("true", "{}"):
         raise InputError(f"{name} has no settings; give {name}=true")
     settings = value if isinstance(value, dict) else dict.fromkeys(names[:1], value)
-    return with_allowances(kind.from_dict(settings, name, partial(_json_example, name)), allowances)
+    return with_allowances(kind.from_dict(settings, name), allowances)
 
 
 def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) -> Intervention:
@@ -46,9 +44,3 @@ def with_allowances(intervention: Intervention, allowances: Mapping[str, bool]) 
     names = {field.name for field in fields(intervention)}
     changes: dict[str, Any] = {name: value for name, value in allowances.items() if name in names}
     return replace(intervention, **changes)
-
-
-def _json_example(name: str, missing: list[str]) -> str:
-    """Return the end of a message: how to write several settings of a method on the command line."""
-    example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
-    return f"; on the command line several settings are given as JSON: --model_args '{example}'"

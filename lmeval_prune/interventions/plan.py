@@ -43,7 +43,7 @@ from lmeval_prune.interventions.base import (
     interventions_on,
     load_intervention,
 )
-from lmeval_prune.interventions.channels import HELP, Channels
+from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.interventions.compensation import (
     AddBias,
     ReplaceWeight,
@@ -112,8 +112,6 @@ class Plan(Intervention):
     def __post_init__(self) -> None:
         heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
         object.__setattr__(self, "heads", heads)
-        if not isinstance(self.channels, Mapping):
-            raise InputError(f"channels={self.channels!r} cannot be read; {HELP}")
         channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
         object.__setattr__(self, "blocks", block_names(self.blocks) if self.blocks not in ("", None) else ())
@@ -128,11 +126,7 @@ class Plan(Intervention):
     # ------------------------------------------------------------------ what is removed
 
     def sublayers(self, model_map: ModelMap) -> list[Sublayer]:
-        """Return the removed blocks, in order.
-
-        Raises:
-            InputError: a block does not exist, no attention would be left, or the model's layers are not understood.
-        """
+        """Return the removed blocks, in order."""
         if not self.blocks:
             return []
         if reason := model_map.why_no_depth:
@@ -160,16 +154,11 @@ class Plan(Intervention):
         return self.mask.by_layer(model_map) if self.mask else []
 
     def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
-        """Return the feed-forward blocks that lose channels, in order, and the numbers of these channels.
-
-        Raises:
-            InputError: a layer or channel does not exist, or a block would lose all its channels.
-        """
+        """Return the feed-forward blocks that lose channels, in order, and the numbers of these channels."""
         blocks = {block.label: block for block in model_map.feed_forward}
         for label, channels in self.channels.items():
             if label not in blocks:
-                labels = f"those from {next(iter(blocks))} to {list(blocks)[-1]} have" if blocks else "none has"
-                raise InputError(f"layer {label} has no dense feed-forward block; {labels} one")
+                raise InputError(f"layer {label} has no dense feed-forward block")
             width, last = blocks[label].channels, channels.runs[-1][1]
             if last >= width:
                 raise InputError(f"channel {last} of layer {label}: it has {width}, 0 to {width - 1}")
@@ -328,21 +317,14 @@ class Plan(Intervention):
         extra: dict[str, Any] = {"provenance": content.get("made") or {}}
         if entry := content.get("tensors"):
             file = path.with_name(file_name(entry["file"]))
-            try:
-                tensors = read_tensors(file, entry["sha256"])
-            except InputError as error:
-                raise InputError(f"the file {file.name} beside it is needed: {error}") from None
+            tensors = read_tensors(file, entry["sha256"])
             extra["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
             extra["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
         return extra
 
 
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
-    """Read a plan or a head mask as a plan.
-
-    Raises:
-        InputError: the file is neither, or it removes nothing.
-    """
+    """Read a plan or a head mask as a plan."""
     plan = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(plan, Plan):
         raise InputError(f"{path} is neither a plan nor a head mask")

@@ -105,10 +105,6 @@ class RowMasks(Intervention):
                 (1, tokens). Default: row i has mask i, for M rows.
             repeats: copies of each row, one after another: `generate` with `num_return_sequences=k` or `num_beams=k`
                 repeats each row k times.
-
-        Raises:
-            InputError: a mask does not fit the model, `index` is out of range, or (in the forward pass) its shape does
-                not fit the batch.
         """
         model_map = self._applied_map()  # a table, too, has no effect without a model
         table = masks if isinstance(masks, MaskTable) else MaskTable(masks, model_map)

@@ -49,7 +49,6 @@ from lmeval_prune.artefacts import (
     write_bytes,
 )
 from lmeval_prune.errors import InputError, disk_error, report_write_errors
-from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
@@ -76,9 +75,6 @@ class AnswerStore:
         responses: response by key.
         endings: ending of the answer by key, if stored.
         versions: versions of the code by request (a digest, see `answer_requests`).
-
-    Raises:
-        InputError: the folder is not an answer store, or another run is writing to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
@@ -87,9 +83,6 @@ class AnswerStore:
         self._file: Any = None
         try:
             create_folder(self.folder)
-            foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
-            if foreign and not header.exists():
-                raise InputError(f"{folder} has a file {foreign[0]} and is not an answer store; give a new folder")
             if header.exists():
                 read_artefact(header, SCHEMA, SCHEMA_VERSION)
             with ExitStack() as stack:
@@ -130,12 +123,7 @@ class AnswerStore:
         raise AssertionError
 
     def add(self, key: str, response: Any, columns: dict[str, Any]) -> None:
-        """Write one answer and flush it to the operating system; `columns` are further fields of its record, as JSON.
-
-        Raises:
-            InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
-            DiskError: the disk is full; the next run resumes after the last complete line.
-        """
+        """Write one answer and flush it to the system; `columns` are further fields of its record, as JSON."""
         try:
             body = json.dumps({"key": key, **columns, "response": response}, ensure_ascii=False)[:-1].encode()
             line, kind = _closed(body), RESPONSE_TYPES.get(columns.get("kind") or "", Any)
@@ -352,7 +340,7 @@ def _look_up(
     """Return the requests' keys, and the columns of answers that are not stored by key."""
     keys: list[str] = []
     columns: dict[str, dict[str, Any]] = {}
-    outdated: Counter[str] = Counter()
+    outdated = 0
     prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
@@ -364,10 +352,9 @@ def _look_up(
             prompts[id(request)] = digest(request.args[0])
         columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
         columns[key] |= {"prompt": prompts[id(request)], "head": head}
-        if store.versions.get(request_digest, versions) != versions:
-            outdated[describe_version_change(store.versions[request_digest], versions)] += 1
-    for reason, count in outdated.items():
-        logger.warning("%d stored answers %s; they are not used", count, reason)
+        outdated += store.versions.get(request_digest, versions) != versions
+    if outdated:
+        logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)
     if stored := sum(key in store.responses for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
     return keys, columns

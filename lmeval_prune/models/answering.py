@@ -32,7 +32,7 @@ from lmeval_prune.models.answer_store import (
 )
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.identity import code_versions
-from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
+from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths
 from lmeval_prune.models.lm_base import report_answers
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,6 @@ class Answering:
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Return the responses to requests of one kind; `InputError` if the model cannot answer them."""
         self.lm.check_requests(kind, requests)
-        if kind == "generate_until" and self.lm.rank == 0:
-            warn_without_template(requests, self.lm.tokenizer)
         if self.router:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
@@ -241,9 +239,10 @@ class Answering:
             return {}
         part = pending.part(indices)
         try:
-            texts = (
-                self._decode_attempts(part, disable_tqdm) if self.router else self._decode(part, silent=disable_tqdm)
-            )
+            masks = None  # of the router, for greedy texts
+            if self.router:
+                masks = [self.router.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
+            texts = self._decode(part, None, masks, disable_tqdm, is_greedy=bool(self.router))
             return dict(zip(indices, texts, strict=True))
         except InsufficientMemoryError as error:
             if self.lm.arguments.engine != "auto":
@@ -261,11 +260,6 @@ class Answering:
             self._reasons.add(reason)
             logger.info("lm-eval's hf computes the log-likelihoods: %s", reason)
         return reason is None
-
-    def _decode_attempts(self, pending: PendingRequests, silent: bool) -> list[str]:
-        """Generate texts greedily, each under the router's mask."""
-        attempts = map(self.attempt, pending.requests, pending.repeats)
-        return self._decode(pending, None, [self.router.masks[attempt] for attempt in attempts], silent, is_greedy=True)
 
     def _decode(
         self,
@@ -307,13 +301,8 @@ class Answering:
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`."""
-        try:
-            with replaced(self.lm, asked=[request.args for request in requests]):
-                return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
-        except AssertionError:  # that names nothing: a context or continuation is empty, or too long
-            if kind != "generate_until":
-                likelihood.token_windows(self.lm, kind, requests, disable_tqdm=True)
-            raise
+        with replaced(self.lm, asked=[request.args for request in requests]):
+            return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
 
     def _compute_in_parts(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf` in parts, so that answers are stored soon and sampled by seeds of their own."""

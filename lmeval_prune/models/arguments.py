@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
-
-from lmeval_prune.architectures import position_limit
-from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
@@ -21,8 +13,6 @@ from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.registered import load_registered
 from lmeval_prune.settings import Count, Seed, Settings, parse_value
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,12 +115,6 @@ class Arguments(Settings):
         model = {} if self.pretrained is None else {"pretrained": self.pretrained}
         return {**model, **self.others, **described}
 
-    def check_names(self, pretrained: str) -> None:
-        """Refuse a missing model, and a file as the answer store, before the model is loaded."""
-        embedded.check_name(pretrained, dict(self.others))
-        if self.responses and Path(self.responses).is_file():
-            raise InputError(f"responses={self.responses} is a file; name a folder")
-
     def refuse_misspelt(self, config: Any) -> None:
         """Refuse an unknown argument that resembles a known one, because `from_pretrained` would ignore it.
 
@@ -157,17 +141,11 @@ class Arguments(Settings):
             raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
         if self.engine == "batched" and (others.get("mixed_precision_dtype") or others.get("tp_plan")):
             raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-        dtype = others.get("dtype")
-        torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if dtype not in (None, "auto") and not isinstance(torch_dtype, torch.dtype):
-            raise InputError(f"dtype={dtype} is not a torch dtype; use auto, float32, bfloat16 or float16")
-        check_batch_size(others.get("batch_size"))
 
 
 _ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
-_POSITIONS = re.compile(r"wpe|pos_|position")  # in the names of tables of positions
 _INTERNAL = {"pretrained", "interventions", "others"}
 METHODS.reserve({argument.name for argument in fields(Arguments)})
 
@@ -175,26 +153,6 @@ METHODS.reserve({argument.name for argument in fields(Arguments)})
 def argument_names() -> list[str]:
     """Return the names of this package's arguments, including the methods."""
     return [*METHODS, *(argument.name for argument in fields(Arguments) if argument.name not in _INTERNAL)]
-
-
-def check_batch_size(size: Any) -> None:
-    """Refuse a malformed batch size."""
-    if size is not None and not re.fullmatch(r"auto(:\d+(\.\d*)?)?|0*[1-9]\d*", str(size)):
-        raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
-
-
-def check_max_length(length: int | None, model: Any) -> None:
-    """Refuse more tokens than a model's table of positions has, and warn of more than its configuration names.
-
-    The model may have no weights yet. Rotary positions and ALiBi have no table: such a model computes any length.
-    """
-    limit = position_limit(model)
-    if length is None or limit is None or length <= limit:
-        return
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    if any(_POSITIONS.search(name) and tensor.ndim > 1 and len(tensor) >= limit for name, tensor in tensors):
-        raise InputError(f"max_length={length}, but the model has only {limit} positions; give at most {limit}")
-    logger.warning("max_length=%d is more than the %d positions that the model's configuration names", length, limit)
 
 
 def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:

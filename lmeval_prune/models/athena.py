@@ -18,7 +18,7 @@ from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import interventions_report
 from lmeval_prune.models.lm_base import CheckedArgumentsLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
-from lmeval_prune.settings import Count, parse_value, resolve_device
+from lmeval_prune.settings import resolve_device
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
@@ -34,12 +34,7 @@ class AthenaLM(CheckedArgumentsLM):
         device: a torch device.
         question_field: field of the documents with the question.
         arguments: methods for the encoder, as for `pruned-hf`: `heads=L5H3+L2H0`, `mask=FILE`, …
-
-    Raises:
-        InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
-
-    why_no_cache = "--use_cache would mix the answers of differently pruned models; leave it out"
 
     @print_input_errors
     def __init__(
@@ -61,7 +56,7 @@ class AthenaLM(CheckedArgumentsLM):
         parsed = Arguments.of(arguments)
         for name in parsed.others:
             raise unknown_argument(name, ("pretrained", "batch_size", "device"))
-        self.field, self.batch_size = question_field, _batch(batch_size)
+        self.field, self.batch_size = question_field, 32 if str(batch_size).startswith("auto") else int(batch_size)
         target = resolve_device(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
         self.manifest = valid_manifest(f"{pretrained}/{checkpoint.ENCODER}")
@@ -91,21 +86,13 @@ class AthenaLM(CheckedArgumentsLM):
         r"""Return `\boxed{expression}` for each request's document, or an empty text if it has no numbers."""
         problems = []
         for request in requests:
-            if not isinstance(request.doc, dict) or self.field not in request.doc:
-                raise InputError(
-                    f"task {request.task_name}: its documents have no field {self.field!r}; set question_field to the "
-                    f"field with the question"
-                )
-            problems.append(self._problem(request.doc))
+            try:
+                problems.append(Problem.of_document(request.doc, self.field))
+            except ValueError:
+                problems.append(Problem.of(request.doc[self.field]))
         self._warn_of_training_questions(requests)
         texts = answers(self.host, problems, self.batch_size)
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
-
-    def _problem(self, document: dict[str, Any]) -> Problem:
-        try:
-            return Problem.of_document(document, self.field)
-        except ValueError:
-            return Problem.of(document[self.field])
 
     def _warn_of_training_questions(self, requests: list[Any]) -> None:
         trained_on = set(self.about.get("trained_on", ()))
@@ -122,12 +109,6 @@ class AthenaLM(CheckedArgumentsLM):
         """Refuse tasks that score given texts."""
         return self.loglikelihood(requests)  # type: ignore[return-value]
 
-    @property
-    @print_input_errors
-    def tokenizer_name(self) -> str:
-        """Refuse chat templates, which alone read this property: there is no prompt."""
-        raise InputError("--model athena reads the question without a prompt; leave out --apply_chat_template")
-
     def get_model_info(self) -> dict[str, Any]:
         """Return the model's training and a section `pruning` for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
@@ -136,10 +117,3 @@ class AthenaLM(CheckedArgumentsLM):
         if self.manifest:
             pruning["checkpoint"] = checkpoint_columns(self.manifest)
         return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}
-
-
-def _batch(size: Any) -> int:
-    try:
-        return 32 if str(size).startswith("auto") else int(parse_value("batch_size", size, Count))
-    except InputError as error:
-        raise InputError(f"{error}, or auto") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from lmeval_prune.architectures import Head, head_names
 
@@ -17,9 +16,5 @@ def is_single_head(name: str) -> bool:
 
 def attempt_order(names: Iterable[str]) -> list[str]:
     """Sort unique names: dense, then heads by number, layer and head."""
-    return sorted(set(names), key=_rank)
-
-
-def _rank(name: str) -> tuple[Any, ...]:
-    heads = [] if name == DENSE else [Head.named(head) for head in head_names(name)]
-    return len(heads), heads
+    heads = {name: [] if name == DENSE else [Head.named(head) for head in head_names(name)] for name in names}
+    return sorted(heads, key=lambda name: (len(heads[name]), heads[name]))

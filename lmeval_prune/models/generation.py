@@ -20,9 +20,8 @@ from lmeval_prune.settings import Count, Divisor, NonNegative, parse_value
 
 Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names
-_NO_SETTINGS = ("stop", "context", "attention_mask")  # arguments that `hf` gives to its own generation
-_SAMPLING = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+_SAMPLING = frozenset(
+    ["do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"]
 )
 
 
@@ -34,15 +33,9 @@ def is_sampling(settings: dict[str, Any]) -> bool:
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise an `InputError` for malformed settings, and for sampling without a temperature (`hf` takes it as 0)."""
-    if name := next((name for name in _NO_SETTINGS if name in settings), None):
-        remedy = "give stop texts as until" if name == "stop" else "leave it out"
-        raise InputError(f"{name} is no generation setting", remedy)
     temperature = parse_value("temperature", settings.get("temperature"), NonNegative | None)
     if (do_sample := settings.get("do_sample")) not in (None, True, False):  # `hf` samples by the text 'false'
         raise InputError(f"do_sample={do_sample!r} must be true or false")
-    until = settings.get("until", [])
-    if not isinstance(until, str) and not (isinstance(until, list) and all(isinstance(x, str) for x in until)):
-        raise InputError(f"until={until!r} must be a text or a list of texts")
     for name in LIMITS:
         parse_value(name, settings.get(name), Count | None)
     if do_sample and not temperature:

@@ -60,20 +60,13 @@ class HeadRouter(ABC):
 class FixedOrderRouter(HeadRouter):
     """Uses entry i of the pool for attempt i, the same for every question."""
 
-    def __init__(self, pool: Sequence[str]) -> None:
-        super().__init__()
-        self._pool = list(pool)
-
-    @property
-    def pool(self) -> Sequence[str]:
-        """Return the pool."""
-        return self._pool
+    pool: Sequence[str] = ()
 
     def order(self, request: Any) -> Sequence[str]:
         """Return the pool."""
-        return self._pool
+        return self.pool
 
     @property
     def info(self) -> dict[str, Any]:
         """Return the pool."""
-        return {"source": "in turn", "pool": self._pool}
+        return {"source": "in turn", "pool": list(self.pool)}

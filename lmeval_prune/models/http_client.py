@@ -1,7 +1,4 @@
-"""HTTP client for servers: every response is bounded in time and size, and every value in it is checked.
-
-No other module talks to servers, so no server can block a run, fill its memory or end it with a traceback.
-"""
+"""HTTP client for servers: every response is bounded in time, and every value in it is checked."""
 
 from __future__ import annotations
 
@@ -9,18 +6,15 @@ import asyncio
 import enum
 import json
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
 from lmeval_prune.errors import InputError, brief, first_line
 
-MAX_RESPONSE_BYTES = 32 * 2**20  # twice the size of the log-probabilities of a prompt of 128,000 tokens
 MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
 T = TypeVar("T")
 
@@ -31,7 +25,6 @@ class Cause(enum.Enum):
     UNKNOWN = enum.auto()  # the request or the server
     SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
     BUSY = enum.auto()  # status 429, or a shared context that is full: neither is to blame
-    INTERNAL_ERROR = enum.auto()  # status 500: the request, the server or the adapter
 
 
 @dataclass(eq=False)
@@ -105,15 +98,10 @@ class Connection:
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
     """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
-    body = bytearray()
     try:
         async with client.request(method, url, json=content) as response:
-            async for part in response.content.iter_chunked(2**16):
-                body += part
-                if len(body) > MAX_RESPONSE_BYTES:
-                    response.close()
-                    raise RetryableError(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
-            return Response(response.status, bytes(body), parse_retry_after(response.headers.get("Retry-After")))
+            body = await response.read()
+            return Response(response.status, body, parse_retry_after(response.headers.get("Retry-After")))
     except TimeoutError:
         raise RetryableError(
             f"no response within {client.timeout.total:g} seconds (timeout= and num_concurrent= decide)"
@@ -127,13 +115,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Parse a `Retry-After` header, a number of seconds or a date, into seconds from now."""
-    if not header:
-        return None
+    """Parse the number of seconds in a `Retry-After` header; None for a date."""
     with suppress(ValueError):
-        return max(0.0, float(header))
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+        return max(0.0, float(header or ""))
     return None
 
 

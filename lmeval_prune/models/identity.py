@@ -97,7 +97,6 @@ class ModelIdentity:
     @classmethod
     def of_server(cls, lm: Any) -> Self:
         """Identify the model of a `PrunedServerLM`."""
-        model = lm.dispatcher.servers[0].listing.model(lm.dispatcher.model)
         return cls(
             config_fingerprint(lm.config),
             tokenizer_fingerprint(lm.tokenizer),
@@ -107,7 +106,7 @@ class ModelIdentity:
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
             # models of one file name in several folders can be several trainings
-            served=model.identity if lm.kind.adapter_list else None,
+            served=lm.served.identity if lm.kind.adapter_list else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -160,17 +159,6 @@ def argument_identity(name: str, value: Any) -> Any:
 def code_versions(*libraries: str) -> dict[str, Any]:
     """Return the version of this package's answering and those of libraries, by default lm-eval and transformers."""
     return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
-
-
-def describe_version_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe the difference between the versions that created answers and the current ones."""
-
-    def text(versions: dict[str, Any]) -> str:
-        changed = [name for name in now if before.get(name) != now[name]]
-        pairs = [(name, versions[name]) for name in changed if name in versions]
-        return " and ".join(f"version {n} of {name}" if isinstance(n, int) else f"{name} {n}" for name, n in pairs)
-
-    return f"were made by {text(before)}, this is {text(now)}"
 
 
 def interventions_report(lm: Any, model: Any, weights: str | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -10,10 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
-logger = logging.getLogger(__name__)
 MIN_REPORTED_SHARE = 0.1  # of answers that were cut off
-# A task that stops at no other texts than these expects a chat.
-_END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>"}
 
 
 class Lengths(TypedDict):
@@ -97,18 +93,3 @@ def has_template(prompt: Any, ends: tuple[str, str]) -> bool:
     return not isinstance(prompt, str) or bool(
         (before and prompt.startswith(before)) or (after and prompt.endswith(after))
     )
-
-
-def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:
-    """Warn of each task that expects a chat but whose prompts do not have the model's chat template."""
-    if not (ends := template_ends(tokenizer)):
-        return
-    for name, request in {str(request.task_name): request for request in requests}.items():
-        prompt, until = request.args[0], request.args[1].get("until") or []
-        stops = {until} if isinstance(until, str) else set(until)
-        if stops and stops <= _END_OF_TURN and not has_template(prompt, ends):
-            logger.warning(
-                "%s expects a chat, but its prompts do not have the model's chat template: many models then stop at "
-                "once and score 0; add --apply_chat_template",
-                name,
-            )

@@ -72,21 +72,10 @@ def token_windows(
             getattr(HFLM, kind)(lm, [request], disable_tqdm=True)
             windows[key] = []
             for _, context, continuation in collected:
-                if not context:  # lm-eval counts spaces at its end to the continuation
-                    raise InputError(
-                        f"task {request.task_name}, document {request.doc_id}: the context has no tokens; give it a "
-                        f"text that is not space alone, or add_bos_token=true"
-                    )
-                if not 0 < len(continuation) <= lm.max_length:
-                    remedy = f"it needs 1 to {lm.max_length} (max_length)"
-                    if not continuation and request.args[1]:
-                        remedy = (
-                            "a token of the context includes it: end the context at a space, or set target_delimiter"
-                        )
-                    raise InputError(
-                        f"task {request.task_name}, document {request.doc_id}: the continuation has "
-                        f"{len(continuation)} tokens",
-                        remedy,
+                if not context or not 0 < len(continuation) <= lm.max_length:  # spaces at a context's end are counted
+                    raise InputError(  # to the continuation
+                        f"task {request.task_name}, document {request.doc_id}: the context has {len(context)} tokens, "
+                        f"the continuation {len(continuation)}; both need some, and the latter at most {lm.max_length}"
                     )
                 room = lm.max_length + 1 - len(continuation)  # the last token is not run
                 cut += len(context) > room

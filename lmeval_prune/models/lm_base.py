@@ -9,55 +9,22 @@ from typing import Any
 
 import torch
 from lm_eval.api.model import LM
-from lm_eval.utils import handle_arg_string
 
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError, print_input_errors
 
-TWO_STORES = "--use_cache and responses= both store answers; give one of them"
-
 
 class CheckedArgumentsLM(LM):
-    """A model that refuses model_args which repeat an option of lm-eval's command line, such as `--batch_size`.
+    """A model that refuses `--use_cache`, which keys an answer by its prompt and settings alone."""
 
-    Attributes:
-        why_no_cache: (class variable) why `--use_cache` is refused; empty if it is not.
-    """
-
-    why_no_cache = ""
-
-    @classmethod
-    @print_input_errors
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
-        """Create a model from model_args and lm-eval's options; `InputError` if both set an argument."""
-        for name, value in (additional_config or {}).items():
-            if value is not None and name in arg_dict:
-                raise InputError(f"{name}= is lm-eval's own option: write --{name} {arg_dict[name]}, not model_args")
-        return super().create_from_arg_obj(arg_dict, additional_config)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
-        """Create a model from a string of model_args, in which a list is written `[…]`; see `create_from_arg_obj`."""
-        return cls.create_from_arg_obj(parse_arguments(arg_string), additional_config)
+    why_no_cache = "--use_cache does not know what answers depend on; leave it out"
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Set lm-eval's cache hook; refuse that of `--use_cache` if this model has to."""
-        if self.why_no_cache and getattr(cache_hook, "dbdict", None) is not None:
+        """Set lm-eval's cache hook; refuse that of `--use_cache`."""
+        if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError(self.why_no_cache)
         super().set_cache_hook(cache_hook)
-
-
-def parse_arguments(text: str | None) -> dict[str, Any]:
-    """Parse `NAME=VALUE,NAME=VALUE` as lm-eval does, but for the commas inside brackets, which belong to a value."""
-    parts: list[str] = []
-    for piece in (text or "").strip().split(","):
-        if parts and parts[-1].count("[") > parts[-1].count("]"):
-            parts[-1] += f",{piece}"
-        else:
-            parts.append(piece)
-    pairs = (part.partition("=") for part in parts if part)
-    return {name: handle_arg_string(value) for name, _, value in pairs}
 
 
 class AnsweringLM(CheckedArgumentsLM):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
-import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.architectures.precision import refuse_nan
-from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
@@ -44,23 +42,20 @@ from lmeval_prune.interventions import METHODS, interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments, check_max_length, unknown_argument
+from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.lm_base import TWO_STORES, AnsweringLM
+from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
-from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 METHODS.reserve({"self", "kwargs", *hf_arguments()})
-_PLACEMENT = ("device_map", "max_memory_per_gpu", "max_cpu_memory", "offload_folder")  # read with `parallelize` alone
-_ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 
 class PrunedHFLM(AnsweringLM, HFLM):
@@ -73,11 +68,9 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     Attributes:
         fixed_seed: seed of sampled answers in place of torch's.
-
-    Raises:
-        InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
 
+    why_no_cache = "--use_cache does not know masks: use responses=FOLDER among the model_args"
     fixed_seed: int | None = None
     asked: Sequence[Any] = ()  # arguments of the requests that `hf` answers
 
@@ -106,31 +99,26 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def _check_pretrained(self) -> Any:
         """Check arguments without loading weights; return the loaded model, or a folder or name."""
         pretrained, arguments = self.arguments.pretrained, self.arguments
-        if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
-            value = f", not {pretrained!r}" if pretrained else ""
-            raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{value}")
+        if pretrained == "" or not isinstance(pretrained, str | PathLike | torch.nn.Module):
+            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
         interventions = arguments.interventions
         if isinstance(pretrained, torch.nn.Module):
             arguments.refuse_misspelt(None)
             self.manifest = manifest_of(pretrained)
-            check_max_length(arguments.others.get("max_length"), pretrained)
             interventions = (*interventions_on(pretrained), *interventions)
         else:
             if arguments.others.get("device") is not None:
                 resolve_device(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
-            arguments.check_names(pretrained)
+            embedded.check_name(pretrained, dict(arguments.others))
             self.manifest = valid_manifest(Path(pretrained, arguments.others.get("subfolder") or ""))
         if arguments.responses and any(intervention.needs_order for intervention in interventions):
-            raise InputError(f"{_ORDER_DEPENDENT}; leave out responses")
+            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         return pretrained
 
     def _load(self, pretrained: Any) -> None:
         """Load the model as `hf` does, or use a loaded one."""
         others = dict(self.arguments.others)
-        unread = [name for name in _PLACEMENT if others.get(name) is not None]
-        if unread and others.get("parallelize", False) is False:  # None: lm-eval decides
-            eval_logger.warning("%s: no effect without parallelize=true, as in lm-eval's hf", ", ".join(unread))
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         with as_input_error(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
@@ -165,9 +153,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
         Args:
             parsed, arguments: as for the constructor, without `pretrained`; arguments of `hf` must not change.
-
-        Raises:
-            InputError: an argument is invalid, or an argument of `hf` changed.
         """
         parsed = parsed or Arguments.of(arguments)
         if parsed.others != self.arguments.others or parsed.description != self.arguments.description:
@@ -182,9 +167,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
     # ------------------------------------------------------------------ loading
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        self._check_world_size()
-        if (Path(pretrained) / SETTINGS).is_file():
-            raise InputError(f"{pretrained} is an ATHENA model; use --model athena")
         with as_input_error(f"cannot read the model {pretrained}"), without_warnings_of_layers():
             super()._get_config(pretrained, **kwargs)
 
@@ -210,46 +192,22 @@ class PrunedHFLM(AnsweringLM, HFLM):
             as_input_error(f"the model {name} cannot be loaded"),
             with_padded_rows(peft, revision=revision) if peft else nullcontext(),
         ):
-            self._load_weights(*args, gguf_file=gguf_file, **kwargs)
-
-    def _load_weights(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._create_model(*args, **kwargs)
-        except TypeError as error:  # transformers passes unknown arguments to the model's class
-            stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if stray and stray[1] in self.arguments.others:
-                raise unknown_argument(stray[1]) from error
-            raise
+            super()._create_model(*args, gguf_file=gguf_file, **kwargs)
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Check the model class and the interventions on a model without weights, before minutes of loading."""
-        router = self.arguments.router if isinstance(self.arguments.router, FixedOrderRouter) else None
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
-        except Exception as error:  # some models cannot be built without weights; the loaded model is checked later
-            eval_logger.info("methods are checked after loading: the model cannot be built without weights (%s)", error)
+        except Exception:  # some models cannot be built without weights; the loaded model is checked later
             return
         check_language_model(self.config, bare)
-        check_max_length(self.arguments.others.get("max_length"), bare)
-        if not self.arguments.interventions and not router:
-            return
-        model_map = map_model(bare, **self.arguments.description)
-        for intervention in self.arguments.interventions:
-            intervention.fit_to(model_map)
-        if router:
-            router.fit_to(model_map, None, [])
-
-    def _check_world_size(self) -> None:
-        """Refuse several processes on CPU that accelerate does not connect: each would run all requests."""
-        count = os.environ.get("WORLD_SIZE", "")
-        alone = (
-            self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.arguments.others.get("tp_plan")
-        )
-        if alone and count.isdecimal() and int(count) > 1:
-            raise InputError(
-                f"WORLD_SIZE={count}, but accelerate does not connect the processes, so each would run all requests: "
-                f"set ACCELERATE_USE_CPU=true, or start one process"
-            )
+        router = self.arguments.router
+        if self.arguments.interventions or isinstance(router, FixedOrderRouter):
+            model_map = map_model(bare, **self.arguments.description)
+            for intervention in self.arguments.interventions:
+                intervention.fit_to(model_map)
+            if isinstance(router, FixedOrderRouter):
+                router.fit_to(model_map, None, [])
 
     def _shard_over_cpu_ranks(self) -> None:
         """Set rank and world size on CPU, where `hf` leaves each process at rank 0 with all requests."""
@@ -306,33 +264,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     # ------------------------------------------------------------------ answering
 
-    @print_input_errors
-    def set_cache_hook(self, cache_hook: Any) -> None:
-        """Separate the tables of `--use_cache` by model and interventions; `InputError` where that is impossible."""
-        database = getattr(cache_hook, "dbdict", None)
-        if database is not None:
-            if self.answering.store:
-                raise InputError(TWO_STORES)
-            if self.arguments.router:
-                raise InputError("--use_cache cannot separate the attempts of a router; use responses=FOLDER instead")
-            if any(intervention.needs_order for intervention in interventions_on(self.model)):
-                raise InputError(f"{_ORDER_DEPENDENT}; leave out --use_cache")
-            separate_tables(database, self)
-        super().set_cache_hook(cache_hook)
-
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse wrong settings of generation, and repeats that `--use_cache` would answer with one text."""
-        own_limit = getattr(getattr(self.model, "generation_config", None), "max_new_tokens", None)
-        if kind == "generate_until" and own_limit is not None and self.rank == 0:
-            line = "answers have the task's max_gen_toks, not the max_new_tokens=%d of the model's generation config"
-            eval_logger.warning(f"{line}, which lm-eval's hf takes instead", own_limit)
+        """Refuse wrong settings of generation."""
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
                 check_settings(request.args[1])
                 if self.backend == "causal":
                     prompt_room(self, answer_limit(request.args[1], self.max_gen_toks))
-        if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
-            refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Generate as `hf` does, but up to the task's limit of tokens, and record the ending of each row."""
@@ -427,13 +365,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def gather_from_ranks(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
-
-    @print_input_errors
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a chat as a text; `InputError` without a chat template."""
-        if not self.tokenizer.chat_template:
-            raise InputError("the tokenizer has no chat template; leave out --apply_chat_template")
-        return str(super().apply_chat_template(chat_history, add_generation_prompt))
 
     # ------------------------------------------------------------------ reporting
 

@@ -8,7 +8,7 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,22 @@ from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.export.manifest import read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.dispatch import Dispatcher, Server
-from lmeval_prune.models.http_client import Connection
+from lmeval_prune.models.dispatch import Dispatcher, list_models
+from lmeval_prune.models.http_client import Connection, RetryableError
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.models.server_answering import ServerAnswering
 from lmeval_prune.models.server_client import LogLikelihood, ServerClient
-from lmeval_prune.models.server_kinds import ServedVariant
+from lmeval_prune.models.server_kinds import ServedModel, ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
-from lmeval_prune.models.server_probe import Probe, connect, model_name
+from lmeval_prune.models.server_probe import Probe, model_name
 from lmeval_prune.models.server_record import RECORD, ServerRecord
 
 # options that lm-eval's own class takes
@@ -57,10 +57,10 @@ ROUNDED_WARNING = (
 
 
 class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
-    """Evaluates a model on servers, whose adapters prune heads (`lmeval-prune export adapter`).
+    """Evaluates a model on a server, whose adapters prune heads (`lmeval-prune export adapter`).
 
     Args:
-        base_url: address of a server, or of several.
+        base_url: address of the server.
         arguments: the fields of `ServerOptions` (`models/server_options.py`); `heads`, `mask`, `router` and its
             options, `responses` as for `pruned-hf`.
 
@@ -69,9 +69,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
         base: digest of the served checkpoint.
         model_length: tokens that the model takes, or `max_length=`; the servers may take fewer.
-
-    Raises:
-        InputError: an argument is wrong, or a server does not serve the model and its variants.
     """
 
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
@@ -87,7 +84,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         refuse_empty(values, SERVER_OPTIONS)
         variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
         self.arguments = Arguments.of(variant_arguments)
-        self._check_arguments(variant_arguments)
+        self._check_arguments()
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
         self.lora = read_lora(self.options.lora) if self.options.lora else {}
         if self.lora and (self.arguments.interventions or self.arguments.router):
@@ -99,19 +96,25 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.base, self.dtype = self._identify_base(), self._resolve_dtype()
         connection = Connection(self.header, self._certificates(), self.options.timeout)
-        servers = connect(self.kind, self.options.urls, connection)
-        name = model_name(self.kind, servers, self.options.model)
-        self._check_roots(name, servers)
-        self._init_lm_eval(name, servers)
-        limits = (self.options.num_concurrent, self.options.max_retries)
-        self.dispatcher = Dispatcher(self.kind, name, servers, connection, *limits)
+        url, limits = self.options.url, (self.options.num_concurrent, self.options.max_retries)
+        try:
+            listing = connection.run(partial(list_models, url=url, kind=self.kind))
+        except RetryableError as error:
+            raise InputError(str(error)) from None
+        name = model_name(url, listing, self.kind, self.options.model)
+        self.dispatcher = Dispatcher(self.kind, name, url, listing, connection, *limits)
+        self._check_root()
+        self._init_lm_eval()
         self.client = ServerClient(self)
         self.answering = ServerAnswering(self)
         try:
             variants = self.answering.variants()
             self._check_adapters(variants)
             if self.options.probe:
-                Probe(self.dispatcher, self.tokenizer, self._server_record()).run(variants)
+                path, store = self.record_path, self.answering.store
+                is_empty = bool(path and store and store.folder == path.parent and not store.responses)
+                record = ServerRecord(path, self.record_key, self.dtype, is_empty)
+                Probe(self.dispatcher, self.tokenizer, record).run(variants)
         except BaseException:
             self.answering.close()
             raise
@@ -122,10 +125,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        for name in ("engine", "engine_rows", "deterministic"):
-            if name in arguments:
-                raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
+    def _check_arguments(self) -> None:
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
@@ -190,7 +190,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             raise InputError("responses= needs the type in which the servers compute: give dtype=, e.g. dtype=bfloat16")
         return dtype
 
-    def _init_lm_eval(self, name: str, servers: Sequence[Server]) -> None:
+    def _init_lm_eval(self) -> None:
         """Initialise lm-eval's class and the tokenizer."""
         options = {
             option: getattr(self.options, option)
@@ -198,9 +198,14 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             if getattr(self.options, option) is not None
         }
         tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
-        url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
-        options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
-        limits = [length for server in servers if (length := server.listing.model(name).max_length)]
+        url = f"{self.dispatcher.url}/v1/{'chat/completions' if self.chat else 'completions'}"
+        options |= {
+            "model": self.dispatcher.model,
+            "tokenizer": tokenizer,
+            "tokenizer_backend": "huggingface",
+            "seed": self.seed,
+        }
+        limits = [self.served.max_length] if self.served.max_length else []
         length = self.options.max_length or resolve_max_length(self.config, None)
         options["max_length"] = min([length, *limits])  # for its log
         options["num_concurrent"] = self.options.num_concurrent
@@ -223,28 +228,27 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def _certificates(self) -> Any:
         """Return aiohttp's `ssl` argument."""
         path, verify = self.options.ca_cert_path, self.options.verify_certificate
-        try:
-            return ssl.create_default_context(cafile=path) if path and verify else verify
-        except (OSError, ssl.SSLError) as error:
-            raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
+        return ssl.create_default_context(cafile=path) if path and verify else verify
 
-    def _check_roots(self, name: str, servers: Sequence[Server]) -> None:
+    @property
+    def served(self) -> ServedModel:
+        """Return what the server says of the unpruned model."""
+        return self.dispatcher.listing.model(self.dispatcher.model)
+
+    def _check_root(self) -> None:
         """Refuse a server of other weights, if its folder is here; warn of a folder of another name.
 
         Adapters name the model that serves them, and llama.cpp lists no folder.
         """
-        path = Path(self.checkpoint.path)
-        for server in servers if not self.adapters and not self.kind.adapter_list else ():
-            root = server.listing.model(name).root
-            if not root or root == self.options.model:  # its name alone, which a user chose
-                continue
-            if self._has_other_weights(root):
-                raise InputError(
-                    f"{server.url} serves {root}, which has other weights than pretrained={path}: give "
-                    f"pretrained={root}, or the address of another server"
-                )
-            if path.name.lower() not in root.lower() and not Path(root).is_dir():
-                logger.warning(ROOT_WARNING, server.url, root, path)
+        path, root = Path(self.checkpoint.path), self.served.root
+        if (
+            self.adapters or self.kind.adapter_list or not root or root == self.options.model
+        ):  # a name that a user chose
+            return
+        if self._has_other_weights(root):
+            raise InputError(f"{self.dispatcher.url} serves {root}, which has other weights than pretrained={path}")
+        if path.name.lower() not in root.lower() and not Path(root).is_dir():
+            logger.warning(ROOT_WARNING, self.dispatcher.url, root, path)
 
     def _has_other_weights(self, root: str) -> bool:
         """Return whether both folders have the same weight files, one of them with other contents."""
@@ -271,10 +275,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 raise InputError(
                     f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
-        for server in self.dispatcher.servers if names else ():
-            stored = server.listing.model(self.dispatcher.model).parameter_bytes
-            if stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
-                logger.warning(ROUNDED_WARNING, server.url, stored, self.options.adapters, self.dtype)
+        stored = self.served.parameter_bytes
+        if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+            logger.warning(ROUNDED_WARNING, self.dispatcher.url, stored, self.options.adapters, self.dtype)
 
     @property
     def record_path(self) -> Path | None:
@@ -284,13 +287,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     @property
     def record_key(self) -> Any:
         """Return what stored answers depend on of the served model: others have a record of their own."""
-        model = self.dispatcher.servers[0].listing.model(self.dispatcher.model)
-        return [self.kind.name, self.dtype, self.base, model.identity if self.kind.adapter_list else None]
-
-    def _server_record(self) -> ServerRecord:
-        path, store = self.record_path, self.answering.store
-        is_empty = bool(path and store and store.folder == path.parent and not store.responses)
-        return ServerRecord(path, self.record_key, self.dtype, is_empty)
+        return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
 
     def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
         """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""
@@ -346,18 +343,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
         """Return a chat as a text, by the tokenizer's chat template."""
-        try:
-            return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
-        except ValueError as error:
-            raise InputError(_no_template(f" ({first_line(error)})")) from None
-
-    @print_input_errors
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the tokenizer's chat template."""
-        if chat_template and not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(_no_template(""))
-        template: str | None = super().chat_template(chat_template)
-        return template
+        return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
@@ -393,10 +379,3 @@ class PrunedServerChatLM(PrunedServerLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return an empty text: only the servers know the template."""
         return ""
-
-
-def _no_template(reason: str) -> str:
-    return (
-        f"the tokenizer has no chat template{reason}: leave out --apply_chat_template, give another tokenizer=, or use "
-        f"--model pruned-server-chat with a server that has a template"
-    )

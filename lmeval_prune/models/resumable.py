@@ -20,21 +20,21 @@ from weakref import ref
 import numpy as np
 import torch
 from lm_eval.api.model import LM
-from lm_eval.api.registry import get_model, model_registry
+from lm_eval.api.registry import get_model
 from lm_eval.models import api_models
 from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
-from lmeval_prune.checkpoints.loading import as_input_error
-from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
 from lmeval_prune.models.answering import AUTO_GROUP_SIZE
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
-from lmeval_prune.models.lm_base import TWO_STORES, AnsweringLM, CheckedArgumentsLM, report_answers
+from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
 from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.settings import Count, parse_value
 
@@ -50,7 +50,6 @@ _TAKES_SEED = (
     *("openai-completions", "openai-chat-completions"),
 )
 _NO_TEXT = api_models.LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER  # what lm-eval takes for a missing text of a server
-_NETWORK = ("requests", "aiohttp")  # packages whose errors mean that a server gives no answer
 
 
 class ResumableLM(CheckedArgumentsLM):
@@ -61,9 +60,6 @@ class ResumableLM(CheckedArgumentsLM):
         responses: folder of the answer store.
         store_every: requests after which answers are stored, for models that return them at the end only.
         arguments: model_args of `lm`.
-
-    Raises:
-        InputError: the arguments of this class are wrong, or the model stores answers itself.
     """
 
     @classmethod
@@ -81,33 +77,26 @@ class ResumableLM(CheckedArgumentsLM):
         gc.collect()  # an earlier model with this store, if it is part of a reference cycle
         store = AnswerStore(str(folder), int(os.environ.get("RANK", "0")))
         try:
-            with as_input_error(f"the model lm={name} cannot be created"):
-                lm = _with_store(model).create_from_arg_obj(arguments, additional_config)
+            kind: Any = type(f"Resumable{model.__name__}", (_Resumable, model), {"model_class": model})
+            lm = kind.create_from_arg_obj(arguments, additional_config)
         except BaseException:
             store.close()
             raise
         lm.answering = StoredAnswering(lm, str(name), identity, store, store_every)
         return lm
 
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
+        """Create the model that `lm=` names, from a string of arguments."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
 
 def _model_class(name: Any) -> type[LM]:
     """Return the class of lm-eval's model of a name."""
-    if not name:
-        raise InputError("name the model: --model resumable --model_args lm=hf,responses=FOLDER,pretrained=…")
-    if name not in model_registry:
-        raise InputError(f"lm={name} is no model of lm-eval{did_you_mean(str(name), model_registry)}")
-    with as_input_error(f"the model lm={name} needs a package; install it"):
-        model: type[LM] = get_model(name)
-    if issubclass(model, AnsweringLM):
-        raise InputError(f"{name} stores answers itself: --model {name} --model_args responses=FOLDER,…")
+    model: type[LM] = get_model(name)
     if issubclass(model, CheckedArgumentsLM):
-        raise InputError(f"{name} cannot be resumed; name another model as lm=")
+        raise InputError(f"lm={name} is a model of lmeval-prune; use --model {name}")
     return model
-
-
-def _with_store(model: type[LM]) -> Any:
-    """Return the class of a model whose requests are answered from a store."""
-    return type(f"Resumable{model.__name__}", (_Resumable, model), {"model_class": model})
 
 
 class _Resumable(AnsweringLM):
@@ -117,7 +106,7 @@ class _Resumable(AnsweringLM):
         model_class: the model's own class, which computes answers.
     """
 
-    why_no_cache = TWO_STORES
+    why_no_cache = "--use_cache and responses= both store answers; give one of them"
     model_class: type[LM]
 
     def close(self) -> None:
@@ -229,7 +218,10 @@ class StoredAnswering:
             else:
                 pending.add(key, response, **columns)
 
-        seeded = PendingRequests(pending.kind, add, self._seeded(pending), pending.keys, pending.repeats)
+        requests = list(pending.requests)
+        if pending.kind == "generate_until" and self.takes_seed:
+            requests = [self._with_seed(*pair) for pair in zip(requests, pending.repeats, strict=True)]
+        seeded = PendingRequests(pending.kind, add, requests, pending.keys, pending.repeats)
         responses: dict[int, Any] = {}
         for indices, seed in self._parts(seeded):
             with report_answers(self.lm, seeded.answered), self._sampling(seed):
@@ -242,22 +234,7 @@ class StoredAnswering:
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Answer by the model itself."""
         options = {"disable_tqdm": True} if disable_tqdm else {}  # not all classes know it
-        try:
-            return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
-        except Exception as error:
-            is_network = type(error).__module__.partition(".")[0] in _NETWORK or isinstance(error, TimeoutError)
-            if not (self._is_served and is_network):
-                raise
-            raise InputError(
-                f"the server of lm={self.name} gives no answer ({first_line(error)}); its answers so far are stored, "
-                f"and the same command goes on when it does"
-            ) from error
-
-    def _seeded(self, pending: PendingRequests) -> list[Any]:
-        """Return the requests; sampled repeats with seeds of their own, where the model takes them."""
-        if pending.kind != "generate_until" or not self.takes_seed:
-            return list(pending.requests)
-        return [self._with_seed(*pair) for pair in zip(pending.requests, pending.repeats, strict=True)]
+        return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
 
     def _with_seed(self, request: Any, repeat: int) -> Any:
         """Return a sampled request with a seed of its own.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.arguments import check_batch_size
 from lmeval_prune.models.server_kinds import KINDS, ServerKind
 from lmeval_prune.settings import Count, Positive, Settings
 
@@ -22,7 +20,7 @@ class ServerOptions(Settings):
     """The model_args of `pruned-server`, except those that select the variant (see `Arguments`)."""
 
     # servers
-    base_url: Any = None  # address of a server, e.g. `http://localhost:8000`; several as a list, or joined by `+`
+    base_url: str | None = None  # address of the server, e.g. `http://localhost:8000`
     server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # kind of the servers
     num_concurrent: Count = 64  # requests per server at a time
     max_retries: Count = 8  # of a request, and of a server in a row
@@ -52,8 +50,7 @@ class ServerOptions(Settings):
     think_end_token: str | None = None  # text that ends a model's thoughts, which are removed from the answer
     max_gen_toks: Count | None = None
     seed: int = 1234  # sampled try i uses a seed derived from `seed` and i
-    tokenized_requests: bool = True  # must be true, because prompts are always sent as tokens
-    # ignored; lm-eval passes them (a malformed batch size is refused)
+    # ignored; lm-eval passes them
     batch_size: Any = None
     max_batch_size: Any = None
     device: Any = None
@@ -61,29 +58,21 @@ class ServerOptions(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.base_url:
-            raise InputError("name a server: --model_args base_url=http://HOST:PORT (several are joined by +)")
+            raise InputError("name a server: --model_args base_url=http://HOST:PORT")
         dtype = str(self.dtype or "float32").removeprefix("torch.")
         if self.server != "llamacpp" and dtype not in DTYPES:
             raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
-        for name in ("header", "chat_template_args"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise InputError(f"{name}={value!r} is not a dictionary; give model_args as JSON")
         if self.think_end_token and self.think_end_token.isdigit():
             raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
-        check_batch_size(self.batch_size)
-        if not self.tokenized_requests:
-            raise InputError("prompts are always sent as tokens, as in pruned-hf; leave out tokenized_requests")
-        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
-            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
 
     @property
-    def urls(self) -> list[str]:
-        """Return the servers' addresses without duplicates and without a path of the API."""
-        parts = re.split(r"\+(?=https?://)", self.base_url) if isinstance(self.base_url, str) else self.base_url
-        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-            raise InputError(f"base_url={self.base_url!r} is neither an address nor a list of addresses")
-        return list(dict.fromkeys(map(_root_url, parts)))
+    def url(self) -> str:
+        """Return the server's address without a path of the API."""
+        address = urlsplit(str(self.base_url).strip())
+        if address.scheme not in ("http", "https") or not address.netloc:
+            raise InputError(f"base_url={self.base_url} is not an address; write http://HOST:PORT")
+        path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
+        return f"{address.scheme}://{address.netloc}{path}"
 
     @property
     def kind(self) -> ServerKind:
@@ -108,7 +97,7 @@ SERVER_OPTIONS = {field.name for field in fields(ServerOptions)}
 # options that no local model has
 SERVER_ARGUMENTS = {
     *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "lora", "seed"),
-    *("verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"),
+    *("verify_certificate", "ca_cert_path", "auth_token", "header"),
 }
 
 
@@ -116,11 +105,3 @@ def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model_args that describe a model, without those that describe the server of a served model."""
     is_served = "base_url" in arguments
     return {name: value for name, value in arguments.items() if not is_served or name not in SERVER_ARGUMENTS}
-
-
-def _root_url(url: str) -> str:
-    address = urlsplit(url.strip())
-    if address.scheme not in ("http", "https") or not address.netloc:
-        raise InputError(f"base_url={url} is not an address; write http://HOST:PORT")
-    path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
-    return f"{address.scheme}://{address.netloc}{path}"

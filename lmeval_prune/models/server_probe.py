@@ -1,4 +1,4 @@
-"""Check at the start of a run that each server serves the model and its variants.
+"""Check at the start of a run that the server serves the model and its variants.
 
 A misconfigured server answers without an error. For example, an adapter that matches no module leaves the model
 unpruned, or a request without an adapter is computed with the adapter of another request.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.dispatch import Dispatcher, Job, Server, ServersFailedError, list_models
+from lmeval_prune.models.dispatch import Dispatcher, Job
 from lmeval_prune.models.http_client import (
-    Cause,
     Connection,
     RetryableError,
     log_probability,
@@ -24,7 +24,7 @@ from lmeval_prune.models.http_client import (
     send,
     whole_number,
 )
-from lmeval_prune.models.server_kinds import UNPRUNED, ServedVariant, ServerKind
+from lmeval_prune.models.server_kinds import UNPRUNED, Listing, ServedVariant, ServerKind
 from lmeval_prune.models.server_record import ServerRecord, Signature, distance
 
 logger = logging.getLogger(__name__)
@@ -38,58 +38,22 @@ BATCH_ADAPTERS = 32  # adapters in one batch
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
 
 
-def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Return the reachable servers with the models that they list; refuse a server of another kind."""
-    servers: list[Server] = []
-    unreachable: list[InputError] = []
-    for url in urls:
-        try:
-            servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
-        except RetryableError as error:
-            if error.cause is not Cause.SERVER:  # the server is reachable, but of another kind
-                raise InputError(str(error)) from None
-            unreachable.append(InputError(str(error)))
-    if not servers:
-        raise unreachable[0]
-    for failure in unreachable:
-        logger.warning("%s; continuing with the other servers", failure)
-    return servers
-
-
-def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
-    """Return the unpruned model's name on all servers; without `name`, the only model that they list."""
-    is_named = name is not None
-    for server in servers:
-        models = server.listing.models
-        if name is None:
-            if len(models) != 1:
-                raise InputError(f"{server.url} has {len(models)} models ({first_few(models)}); name one with model=")
-            (name,) = models
-        elif name not in models and (is_named or kind.adapter_list is None or len(models) != 1):
-            # a llama.cpp of one model answers to any name
-            raise InputError(
-                f"{server.url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with "
-                f"model=, or start the server with {kind.name_option} {name}"
-            )
-        for adapter, parent in server.listing.parents.items():
-            if parent != name and parent in models:
-                raise InputError(f"{server.url}: adapter {adapter} belongs to {parent}, not to {name}")
-    if kind.adapter_list:  # nothing in its answers says which model gave them
-        assert name is not None
-        _check_same_model(servers, name)
-    assert name is not None
+def model_name(url: str, listing: Listing, kind: ServerKind, name: str | None) -> str:
+    """Return the unpruned model's name on a server; without `name`, the only model that it lists."""
+    models = listing.models
+    if name is None:
+        if len(models) != 1:
+            raise InputError(f"{url} has {len(models)} models ({first_few(models)}); name one with model=")
+        (name,) = models
+    elif name not in models:
+        raise InputError(
+            f"{url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with model=, or "
+            f"start the server with {kind.name_option} {name}"
+        )
+    for adapter, parent in listing.parents.items():
+        if parent != name and parent in models:
+            raise InputError(f"{url}: adapter {adapter} belongs to {parent}, not to {name}")
     return name
-
-
-def _check_same_model(servers: Sequence[Server], name: str) -> None:
-    """Refuse servers whose models have other names of files, or other sizes."""
-    models = [server.listing.model(name).root for server in servers]
-    for server, listed in zip(servers, models, strict=True):
-        if listed != models[0]:
-            raise InputError(
-                f"{servers[0].url} and {server.url} serve different models ({models[0]}; {listed}); start them with "
-                f"the same file and, if its names differ, the same --alias"
-            )
 
 
 def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
@@ -108,56 +72,47 @@ def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str
 
 
 class Probe:
-    """Check each server of a dispatcher with a few requests."""
+    """Check the server of a dispatcher with a few requests."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: Any, record: ServerRecord) -> None:
         self.dispatcher, self.tokenizer, self.record = dispatcher, tokenizer, record
         self.tokens: list[int] = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[ServedVariant]) -> None:
-        """Refuse a server that does not serve these variants; remove servers that fail from the dispatcher."""
-        pruned = [variant for variant in dict.fromkeys(variants) if variant != UNPRUNED]
-        working: list[Server] = []
-        for server in self.dispatcher.servers:
-            try:
-                self._check(server, pruned)
-                working.append(server)
-            except ServersFailedError as error:
-                if not working and server is self.dispatcher.servers[-1]:
-                    raise
-                logger.warning("%s; continuing without this server", error)
-        self.dispatcher.servers = working
+        """Refuse a server that does not serve these variants."""
+        self._check([variant for variant in dict.fromkeys(variants) if variant != UNPRUNED])
         self.record.save()
 
-    def _check(self, server: Server, pruned: Sequence[ServedVariant]) -> None:
-        """Check a server's tokenizer, that all variants give different signatures, and that batches do not mix them."""
-        self._check_tokenizer(server)
-        unpruned = self._signatures(server, [UNPRUNED] * 4, 1)  # repeated to measure the server's noise
-        self.record.check(server.url, unpruned[0])
+    def _check(self, pruned: Sequence[ServedVariant]) -> None:
+        """Check the tokenizer, that all variants give different signatures, and that batches do not mix them."""
+        url = self.dispatcher.url
+        self._check_tokenizer()
+        unpruned = self._signatures([UNPRUNED] * 4, 1)  # repeated to measure the server's noise
+        self.record.check(url, unpruned[0])
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(unpruned, 2)))
-        signatures = {UNPRUNED: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
+        signatures = {UNPRUNED: unpruned[0], **dict(zip(pruned, self._signatures(pruned, 1), strict=True))}
         for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):
             if distance(signature, other_signature, 1) <= noise:
                 raise InputError(
-                    f"{server.url} gives the same answers under {variant} as under {other}: both names mean one "
+                    f"{url} gives the same answers under {variant} as under {other}: both names mean one "
                     f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
                     f"command that `lmeval-prune export adapter` prints"
                 )
-        self._check_batch(server, signatures)
+        self._check_batch(signatures)
 
-    def _check_tokenizer(self, server: Server) -> None:
+    def _check_tokenizer(self) -> None:
         """Refuse a server whose tokenizer splits the probe text differently."""
         dispatcher, count = self.dispatcher, len(self.tokens)
-        tokens = server_tokens(dispatcher.connection, dispatcher.kind, server.url, dispatcher.model, PROBE_TEXT)
+        tokens = server_tokens(dispatcher.connection, dispatcher.kind, dispatcher.url, dispatcher.model, PROBE_TEXT)
         if tokens is None:
-            logger.info("%s cannot tokenize texts; its tokenizer is not compared", server.url)
+            logger.info("%s cannot tokenize texts; its tokenizer is not compared", dispatcher.url)
         elif tokens != self.tokens:
             raise InputError(
-                f"{server.url} splits a text into {len(tokens)} tokens, the tokenizer of this run into {count}"
+                f"{dispatcher.url} splits a text into {len(tokens)} tokens, the tokenizer of this run into {count}"
                 f"{' different ones' if count == len(tokens) else ''}; set tokenizer= to that of the served model"
             )
 
-    def _check_batch(self, server: Server, expected: dict[ServedVariant, Signature]) -> None:
+    def _check_batch(self, expected: dict[ServedVariant, Signature]) -> None:
         """Check that a batch does not mix variants: each answer is nearest to its own variant's `expected` signature.
 
         Batches round differently, so two conditions must hold before an answer is taken for another variant's. Its
@@ -168,7 +123,7 @@ class Probe:
         if not pruned:
             return
         batch = [variant for pruned_variant in pruned for variant in (pruned_variant, UNPRUNED)]
-        answers = list(zip(batch, self._signatures(server, batch, len(batch)), strict=True))
+        answers = list(zip(batch, self._signatures(batch, len(batch)), strict=True))
         unpruned = [signature for variant, signature in answers if variant == UNPRUNED]
         # the smallest difference: some of the unpruned answers may be wrong
         rounding = min((distance(*pair, 1) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
@@ -181,12 +136,12 @@ class Probe:
                 continue
             requests = "the unpruned model's requests" if variant == UNPRUNED else f"requests under {variant}"
             raise InputError(
-                f"{server.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU does this "
-                f"without a spare adapter slot); start it with --max-loras set to the number of adapters plus one, or "
-                f"evaluate the unpruned model in a separate run"
+                f"{self.dispatcher.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU "
+                f"does this without a spare adapter slot); start it with --max-loras set to the number of adapters "
+                f"plus one, or evaluate the unpruned model in a separate run"
             )
 
-    def _signatures(self, server: Server, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:
+    def _signatures(self, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:
         """Request the log-probabilities of the probe text under each variant."""
         kind = self.dispatcher.kind
         scored = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
@@ -200,7 +155,7 @@ class Probe:
             Job("/v1/completions", lambda: payload, variant, self._parse_signature, "a probe", index)
             for index, variant in enumerate(variants)
         ]
-        return self.dispatcher.restricted_to(server, num_concurrent).run(jobs)
+        return replace(self.dispatcher, num_concurrent=num_concurrent).run(jobs)
 
     def _parse_signature(self, body: dict[str, Any]) -> Signature:
         """Read the signature from a server's response."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.options import takes_tasks
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
@@ -53,6 +53,8 @@ def importance(
         device: cpu or cuda; default: a GPU if there is one
     """
     text_options = TextOptions(**calibration_options)  # refuses mistakes before torch is imported
+    if text_options.text:
+        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
@@ -137,6 +139,8 @@ def prune(
     """
     all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
+    if text_options.text:
+        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder

@@ -174,7 +174,6 @@ class Prose:
         yield start, len(self.outline), opener
 
     def _is_remark(self, position: int) -> bool:
-        """Return whether a bracket opens a remark: it is no factor, and has a space before it or words or an equation in it."""
         return bool(_REMARK.match(self.outline, position)) and not _FACTOR.search(
             self.outline[max(0, position - 40) : position]
         )

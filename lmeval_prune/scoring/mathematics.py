@@ -254,7 +254,6 @@ def _once(answer: str) -> str:
 
 
 def _in_radians(answer: str) -> str:
-    """Return an answer with its degrees in radians, and radians without their name."""
     return _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer)))
 
 
@@ -276,7 +275,6 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
 
 
 def _variables(expression: str) -> set[str]:
-    """Return the letters of an expression that are part of no command and no unit; e and i are constants."""
     return set(_VARIABLE.findall(expression)) - {"", "e", "i"}
 
 

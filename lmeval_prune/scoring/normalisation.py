@@ -98,7 +98,6 @@ def spelled(text: str) -> str:
 
 
 def _replaced(text: str, commands: dict[str, str]) -> str:
-    """Return a text with what a table says for commands; others stay."""
     return _COMMAND.sub(lambda match: commands.get(match[1], match[0]), text)
 
 

@@ -195,7 +195,6 @@ def _digits(text: str) -> tuple[Fraction, int]:
 
 
 def _repeated(cycle: str, decimals: int) -> Fraction:
-    """Return what a cycle of digits adds after so many decimals."""
     return Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**decimals)
 
 

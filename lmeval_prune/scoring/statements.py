@@ -341,7 +341,6 @@ def _end(text: str, reader: Reader) -> Extraction:
 
 
 def _after(text: str, sign: re.Match[str]) -> str:
-    """Return what stands after a sign and its colon."""
     return text[sign.end() :].lstrip(" ,:，：—–")
 
 
@@ -356,7 +355,6 @@ def _assumption(text: str, statement: Statement) -> tuple[int, int] | None:
 
 
 def _blanked(text: str, start: int, end: int) -> str:
-    """Return a text with spaces for a part of it."""
     return f"{text[:start]}{' ' * (end - start)}{text[end:]}"
 
 

@@ -104,7 +104,6 @@ def main_clause(sentence: str) -> str:
 
 
 def _concluded(sentence: str) -> str:
-    """Return a sentence without what stands before its conclusion, and conditions."""
     return _CONDITION.sub("", _CONCLUSION.sub("", sentence))
 
 
@@ -138,7 +137,6 @@ def _words_of_clause(sentence: str, length: int) -> str:
 
 
 def _copula(clause: str, sentence: str) -> re.Match[str] | None:
-    """Return subject and predicate of a clause; of its whole sentence, if the clause has none and ranks nothing."""
     return _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
 
 
@@ -209,7 +207,6 @@ class TextReader:
 
     @property
     def _pattern(self) -> re.Pattern[str] | None:
-        """Return what a time, a ratio or a date looks like, if the gold answer is one."""
         return next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(self.gold.strip())), None)
 
     def _part(self, text: str) -> str | None:

@@ -41,9 +41,6 @@ class Verifier:
     Args:
         workers: processes.
         seconds: time limit of one comparison.
-
-    Raises:
-        InputError: math-verify is not installed, or (when comparing) no worker can be started.
     """
 
     def __init__(self, workers: int = 2, seconds: float = 5.0) -> None:

@@ -30,7 +30,6 @@ from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.attempts import attempt_order
-from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 
 logger = logging.getLogger(__name__)
@@ -341,8 +340,7 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
             f"{folder} has outcomes computed by {backends[0]}, these are by {backends[1]}: give a new folder"
         )
     if before.get("versions") != now.get("versions"):
-        reason = describe_version_change(before.get("versions") or {}, now.get("versions") or {})
-        raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
+        raise InputError(f"{folder} has outcomes of other versions ({before.get('versions')}): give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()
     _refuse_difference(folder, "adapter", *({name: adapters[name] for name in shared} for adapters in (old, new)))

@@ -192,12 +192,10 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
 
 
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
-    """Return the heads of random order and oracle."""
     return router.pool if router else test.pool
 
 
 def _model_identity(model: dict[str, Any]) -> Any:
-    """Return the fingerprint of a model's weights; for a served model its server, dtype and checkpoint."""
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
 
 

@@ -43,12 +43,12 @@ class SweepPool(FixedOrderRouter):
     """The unpruned model, and heads that are pruned one at a time."""
 
     def __init__(self, heads: str) -> None:
-        super().__init__([])
+        super().__init__()
         self.heads = heads
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Look the heads up in the model; see the base class."""
-        self._pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
+        self.pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
         super().fit_to(model_map, weights, interventions)
 
 

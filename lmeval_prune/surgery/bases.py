@@ -59,11 +59,7 @@ class Base:
 
 
 def bases(kept: Kept) -> Iterator[Base]:
-    """Yield configurations that may fit, the smallest model first.
-
-    Raises:
-        InputError: the model's class cannot be built from its own configuration.
-    """
+    """Yield configurations that may fit, the smallest model first."""
     model, depth = kept.model_map.model, kept.depth
     stock, config = stock_class(model), uncut_config(model.config)
     built = build(stock, config)

@@ -83,9 +83,6 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
         model: a transformers model of a known family; it may have been cut before.
         plan: a plan, or a head mask, for this model.
         keep_shapes: zero the weights of removed units and keep the shapes, for engines that support no other shapes.
-
-    Raises:
-        InputError: the plan does not fit the model, or the model cannot be cut.
     """
     model_map = map_model(model)
     plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan

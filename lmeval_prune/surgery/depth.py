@@ -52,9 +52,6 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
         model_map: map of a model with weights.
         plan: applied to the model during the pass.
         removed: the blocks that the plan removes, or empties.
-
-    Raises:
-        InputError: a removed block computes something else than a contribution to the residual stream.
     """
     names = {module: name for name, module in model_map.model.named_modules()}
     earlier = {name: _arguments(module) for module, name in names.items() if is_absent(module)}

@@ -47,9 +47,6 @@ def drop_test_questions(
     """Drop the training rows whose question is also in the test; return the other rows and the number of dropped rows.
 
     Questions that differ in spaces or in upper and lower case alone are the same.
-
-    Raises:
-        InputError: the rows have more than half of the test questions, or all ask the same.
     """
     rows, test_questions = list(rows), {normalised_question(str(row["question"])) for row in test}
     questions = [normalised_question(str(row["question"])) for row in rows]

@@ -102,7 +102,6 @@ class Progress(TrainerCallback):
             self._print(f"{self._position(args, state)}; {self._remaining_time(state)}", state)
 
     def _position(self, args: Any, state: Any) -> str:
-        """Return the part of the epochs that is done."""
         return f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
 
     def _remaining_time(self, state: Any) -> str:
@@ -186,9 +185,6 @@ class ResumableTrainer(Trainer):
         """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
 
         Afterwards the model has the weights of the best epoch (of the last, without a metric that chooses).
-
-        Raises:
-            InputError: these weights are NaN or infinite.
         """
         with fast_products():
             self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))

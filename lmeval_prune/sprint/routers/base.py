@@ -135,11 +135,7 @@ class RouterMethod(Settings, ABC):
 
     @abstractmethod
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
-        """Fit a ranker on the training questions for each combination of option values.
-
-        Raises:
-            InputError: the options do not suit the questions.
-        """
+        """Fit a ranker on the training questions for each combination of option values."""
 
     def check_single(self) -> None:
         """Raise `InputError` if a field has several values, for a fit without validation questions."""

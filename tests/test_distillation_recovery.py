@@ -456,8 +456,6 @@ def test_a_question_of_few_words_excludes_no_texts(question: str) -> None:
     texts = ("", "unrelated words", f"He asked: {question} Nobody knew the capital of France.", "???")
     assert not any(search.matches(text) for text in texts if text != question)
     assert search.is_prompt(question) == any(map(str.isalnum, question))
-    assert search.matches("It is Paris.", question) == any(letter.isalnum() for letter in question)
-    assert not search.matches(question, "unrelated words")
 
 
 def test_characters_of_chinese_questions_are_words() -> None:

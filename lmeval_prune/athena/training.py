@@ -181,20 +181,11 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     )
     best_by = (ACCURACY, True) if options.validation else None  # metric of the best epoch, and whether higher is better
     arguments = training_arguments(
-        work,
-        bool(options.validation),
-        best_by,
-        num_train_epochs=options.epochs,
-        per_device_train_batch_size=options.batch,
-        seed=options.seed,
-        per_device_eval_batch_size=32,
-        gradient_accumulation_steps=options.accumulate,
-        learning_rate=options.encoder_rate,
-        weight_decay=options.decay,
-        warmup_steps=options.warmup,
-        max_grad_norm=options.clip,
-        restore_callback_states_from_checkpoint=bool(options.patience),
-    )
+        work, best_by is not None, best_by, num_train_epochs=options.epochs, per_device_train_batch_size=options.batch,
+        seed=options.seed, per_device_eval_batch_size=32, gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.encoder_rate, weight_decay=options.decay, warmup_steps=options.warmup,
+        max_grad_norm=options.clip, restore_callback_states_from_checkpoint=bool(options.patience),
+    )  # fmt: skip
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     write_options(work, settings | contents)
     training = trainer.run()

@@ -241,9 +241,7 @@ def _work_folder(output: str) -> Path:
     return Path(output).with_name(f".{Path(output).name}.scoring")
 
 
-def _calibration(
-    skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str
-) -> Any:
+def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str) -> Any:
     """Return the source of the calibration text."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder

@@ -291,7 +291,7 @@ def embedded(work: Path) -> dict[str, Any]:
     )
     command("grid", "run", grid, "--output", work / "grid")
     command("grid", "compare", work / "grid")
-    result["grid"] = numbers_in(json.loads((work / "grid" / "comparison.json").read_text()))
+    result["grid"] = numbers_in(json.loads((work / "grid" / "compare" / "comparison.json").read_text()))
     return result
 
 

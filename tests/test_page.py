@@ -87,7 +87,7 @@ def test_names_and_texts_of_others_are_only_shown(
     for number, (name, own) in enumerate(rows.items()):
         with folder.new_cell(f"c{number}") as cell:
             write_tables(cell, {task: own}, {})
-            write_text(cell / "results.json", "{}")
+            write_text(cell / "results.json", '{"results": {}}')
         entry = {"key": f"c{number}", "variant": name, "task": task, "metric": None, "selected_on": [HOSTILE]}
         entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "costs": f"m{number}", "command": HOSTILE}
         cells.append(entry)

@@ -277,6 +277,7 @@ def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Pa
             PrunedHFLM(str(tiny_folder), device=device)
     for command in ("importance", "prune"):
         words = ["--pretrained", str(tiny_folder), "--output", str(tmp_path / "x.json"), "--device", "cuda:99"]
+        words += ["--ratio", "0.2"] if command == "prune" else []
         assert main([command, *words]) == 2
         assert re.fullmatch(r"lmeval-prune: error: --device=cuda:99 does not exist .*\n", capsys.readouterr().err)
     if not torch.cuda.is_available():

@@ -486,21 +486,23 @@ def score(doc, results):
 """
 
 
-def test_a_task_counts_by_its_prompts_and_by_all_of_its_code(tiny_folder: Path, tmp_path: Path) -> None:
-    """Also where a function that its functions call is changed, or a file that they import."""
+def test_a_task_counts_by_its_prompts_and_by_all_files_beside_its_code(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also where a function that its functions call is changed, or a file that they import; not by its own place."""
 
     def key(name: str, data: str = "answer", prompts: str = PROMPTS, helper: str = "NUMBER = '4'", **more: str) -> str:
         folder = tmp_path / name  # of its own: modules are not read again
         folder.mkdir()
         question = json.dumps({"question": "2 and 2", "answer": "4", data: "4"})
-        texts = {"data.jsonl": question, "prompts.py": prompts, "helper.py": helper, "other.py": "", **more}
+        source = tmp_path / "data.jsonl"  # not beside the task, whose YAML file would name its own folder
+        source.write_text(question)
+        texts = {"prompts.py": prompts, "helper.py": helper, "notes.txt": "", **more}
         for file, text in texts.items():
             (folder / file).write_text(text)
-        (folder / "mine.yaml").write_text(TASK.replace("DATA", str(folder / "data.jsonl")))
+        (folder / "mine.yaml").write_text(TASK.replace("DATA", str(source)))
         return key_of(tiny_folder, tasks=[str(folder / "mine.yaml")])
 
     first = key("first")
-    assert key("again") == key("beside", **{"other.py": "x = 1"}) == first
+    assert key("again") == key("beside", **{"notes.txt": "x = 1"}) == first
     changed = [
         key("prompts", prompts=PROMPTS.replace('"?"', '" ?"')),
         key("scores", prompts=PROMPTS.replace("answer == NUMBER", "answer in NUMBER")),

@@ -38,7 +38,7 @@ WRITTEN: dict[str, tuple[str, str, str, set[str]]] = {
     ),
     "distilled": (
         "distill --task prune_asdiv_a_equation --test fold0 --limit 8 --validation 0.25 --data_dir data --ratio 0.5 "
-        "--unit balanced --stages 1 --epochs 1 --calibration 4 --trainer report_to=none --output out",
+        "--pruning unit=balanced --stages 1 --epochs 1 --calibration 4 --trainer report_to=none --output out",
         *("out/README.md", "transformers", {"pruned", "norm_entropy", "distilled"}),
     ),
     "adapter": (
@@ -86,6 +86,7 @@ def test_a_card_has_what_the_hub_reads_and_runs(kind: str, parent: Path, monkeyp
     commands = dict(re.findall(r"```bash\n([\w-]+) (.*?)\n```", card.text))
     if kind != "gguf":
         assert main(["run", *shlex.split(commands["lm_eval"]), "--limit", "1", "--device", "cpu"]) == 0
+    Path("out.gguf").unlink(missing_ok=True)
     assert main(shlex.split(commands["lmeval-prune"])) == 0
 
 

@@ -250,23 +250,6 @@ def test_numbers_and_switches_of_hf_have_its_types() -> None:
     assert parse_hf_argument("logits_cache", None) is None and parse_hf_argument("attn_implementation", 3) == 3
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
-def test_more_tokens_than_a_table_of_positions_has_are_refused_before_loading(
-    family: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a name, and by a live model; as many tokens as positions are scored."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    network = tiny(family, vocab_size=len(tokenizer))
-    network.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    long = [request("loglikelihood_rolling", ("x" * 300,), 0)]
-    assert PrunedHFLM(network, tokenizer=tokenizer, max_length=128).loglikelihood_rolling(long)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    for pretrained in (str(tmp_path), network):
-        with pytest.raises(InputError):
-            PrunedHFLM(pretrained, tokenizer=tokenizer, device="cpu", max_length=129)
-
-
 def test_more_tokens_than_rotary_positions_are_computed_as_under_hf(tiny_folder: Path) -> None:
     long = [request("loglikelihood_rolling", ("x" * 900,), 0)]
     scores = model(tiny_folder, max_length="600").loglikelihood_rolling(long)
@@ -408,7 +391,7 @@ def test_a_constructor_that_fails_leaves_nothing_on_a_live_model(tiny_folder: Pa
     network, tokenizer = tiny("llama", vocab_size=259), AutoTokenizer.from_pretrained(tiny_folder)
     (tmp_path / "foreign").touch()
     with pytest.raises(InputError) as error:
-        PrunedHFLM(network, tokenizer=tokenizer, heads=HEADS, responses=str(tmp_path))
+        PrunedHFLM(network, tokenizer=tokenizer, heads=HEADS, responses=str(tmp_path / "foreign"))
     assert error.value.__traceback__ and interventions_on(network) == ()
 
 

@@ -457,7 +457,7 @@ UNUSABLE = [how for how in MISBEHAVIOURS if how not in ("type", "huge", "endless
 
 
 @pytest.mark.parametrize("how", UNUSABLE)
-def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: None, how: str) -> None:
+def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, how: str) -> None:
     path = "/lora-adapters"
     with Stub(tiny_folder, HEADS, "llamacpp") as stub:
         stub.misbehaving = {path: how}
@@ -516,14 +516,6 @@ def test_lists_of_log_probabilities_that_are_too_short_are_no_answers(tiny_folde
         stub.spoil = lambda body: body["choices"][0]["logprobs"][drop].pop()
         with pytest.raises(InputError):
             lm.loglikelihood([request("loglikelihood", ("a b", " yes"), 0)])
-
-
-def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        lm = PrunedServerLM(
-            ["http://127.0.0.1:9/v1/completions", f"{stub.url}/v1"], pretrained=str(tiny_folder), **ROUTED
-        )
-        assert evaluate(lm) == routed
 
 
 def test_lm_evals_cache_which_mixes_variants_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

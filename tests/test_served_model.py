@@ -92,13 +92,6 @@ def test_processes_share_a_record(tmp_path: Path) -> None:
             ServerRecord(path, [key], "float32", False).check("http://b", other)
 
 
-def test_two_servers_have_one_model(tiny_folder: Path, retrained: Path) -> None:
-    with remote(tiny_folder) as stub, remote(tiny_folder) as same, remote(retrained) as other:
-        served(tiny_folder, stub, same)
-        with pytest.raises(InputError):
-            served(tiny_folder, stub, other)
-
-
 def test_a_grid_has_answers_of_one_model(tiny_folder: Path, retrained: Path, tmp_path: Path) -> None:
     def evaluate(folder: Path, *tasks: str) -> list[Any]:
         with remote(folder) as stub:

@@ -114,7 +114,6 @@ ROWS = [
             ({"channels": {"L7": "1"}}, "no dense feed-forward block"),
             ({"channels": {"L0": "0-47"}}, "all 48 channels of layer L0"),
             ({"channels": {"L0": "5-3"}}, "runs backwards"),
-            ({"channels": "L0"}, "cannot be read"),
             ({"blocks": "L7"}, "the layers are 0 to 1"),
             ({"blocks": "L0-1"}, "no attention would be left"),
             ({"blocks": "L0.mlp"}, "cannot be read"),

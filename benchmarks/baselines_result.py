@@ -33,11 +33,11 @@ from statistics import mean
 from typing import Any
 
 import torch
+from _measures import arithmetic, expected
 from _record import RESULTS, environment, write
 from transformers import AutoTokenizer
 
-from lmeval_prune import Plan, load_pretrained, map_model
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune import load_pretrained, map_model
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import interventions_on
@@ -51,7 +51,6 @@ from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.reporting.plot_style import COLOURS, save
-from lmeval_prune.surgery.kept import KeptHeads
 from lmeval_prune.tasks import data
 
 WINDOW = 128
@@ -62,40 +61,6 @@ HEAD_RATIOS = (0.2, 0.1, 0.3)  # of rows on heads alone
 TEXTS = {"GSM8K": ("gsm8k", "answer"), "MATH": ("math500", "solution")}
 CALIBRATED = {"GSM8K": "prune_gsm8k", "MATH": "prune_math500"}
 OUTPUT = RESULTS.parent.parent / "docs/results/baselines"
-
-
-def arithmetic(model_map: Any, context: int) -> dict[str, float]:
-    """Count the multiplications of a token, in a model and in what can be left out, with so many tokens before it."""
-    layer, config = model_map.attention[0], model_map.model.config
-    hidden, width = config.hidden_size, layer.head_dim
-    head = 2 * hidden * width + 2 * width * context  # its query and output projections, scores and sums of values
-    keys_and_values = 2 * hidden * width * layer.kv_heads
-    feed_forward = 3 * hidden * next(iter(model_map.channels().values()))
-    attention = layer.heads * head + keys_and_values
-    layers = len(model_map.attention)
-    return {
-        "model": layers * (attention + feed_forward) + hidden * config.vocab_size,
-        "all_attention": layers * attention,
-        "attention_of_a_skipped_token": layer.heads * head,  # in a layer; its keys and values are computed all the same
-        "keys_and_values": keys_and_values,
-        "head": head,
-    }
-
-
-def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:
-    """Return parameters and arithmetic of what is left, by closed formulas; fillers count as there."""
-    hidden = model_map.model.config.hidden_size
-    pruned = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
-    layers = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
-    heads = sum(remaining.layer.heads - len(remaining.heads) for remaining in layers)
-    kv_heads = sum(remaining.layer.kv_heads - len(remaining.kv_heads) for remaining in layers)
-    channels = sum(len(lost) for _, lost in plan.channels_by_layer(model_map))
-    width = model_map.attention[0].head_dim
-    fewer = hidden * (2 * width * (heads + kv_heads) + 3 * channels)
-    all_, without = parameters(model_map.model)
-    flops = formula_flops(model_map, WINDOW) - 2 * WINDOW * fewer - 4 * WINDOW**2 * heads * width
-    removed = {"heads": heads, "kv_heads": kv_heads, "channels": channels}
-    return {"parameters": all_ - fewer, "without_embeddings": without - fewer, "flops": flops, "removed": removed}
 
 
 @dataclass(frozen=True)
@@ -363,7 +328,7 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
         quality = perplexities(model_map.model, windows)
     rmtree(stem.with_suffix(".layers"), ignore_errors=True)
     added = sum(tensor.numel() for name, tensor in plan.compensation.items() if name.endswith(".bias"))
-    left = expected(model_map, plan)
+    left = expected(model_map, plan, WINDOW)
     left = {**left, "parameters": left["parameters"] + added}
     notes = {"removes": plan.provenance["removes"], "calibration": text.record()}
     removable = round(plan.provenance["parameters"]["removable"] * layers / in_play)  # all layers are alike

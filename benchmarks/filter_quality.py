@@ -20,6 +20,7 @@ from typing import Any
 
 import lm_eval
 import torch
+from _measures import WINDOW, arithmetic, perplexity, texts
 from _record import RESULTS, environment, timed, write
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,31 +32,10 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
-from lmeval_prune.tasks import data
 
-WINDOW = 512
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 SEEDS = 3  # of random heads
 OUTPUT = RESULTS.parent.parent / "docs/results/token_filtering"
-
-
-def texts(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Return windows of token ids, (windows, WINDOW), by data set."""
-
-    def joined(name: str, answer: str) -> str:
-        rows = list(data.load(name, "test"))[: tokens // 40]
-        return "\n\n".join(f"Question: {row['question']}\nAnswer: {row[answer]}" for row in rows)
-
-    corpora = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
-    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in corpora.items()}
-    return {name: sequence[: len(sequence) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, sequence in ids.items()}
-
-
-def perplexity(model: Any, windows: torch.Tensor) -> float:
-    """Return the perplexity by token, each window by itself, its first token not scored."""
-    with torch.no_grad():
-        losses = [model(window[None], labels=window[None], use_cache=False).loss for window in windows]
-    return float(torch.stack(losses).mean().exp())
 
 
 def accuracy(model: Any, tokenizer: Any, manager: TaskManager) -> float:
@@ -64,24 +44,6 @@ def accuracy(model: Any, tokenizer: Any, manager: TaskManager) -> float:
     results = lm_eval.simple_evaluate(lm, tasks=["prune_tiny_choice"], task_manager=manager, bootstrap_iters=0)
     lm.close()
     return float(results["results"]["prune_tiny_choice"]["acc_norm,none"])
-
-
-def arithmetic(model_map: Any, context: int) -> dict[str, float]:
-    """Count the multiplications of a token, in a model and in what can be left out, with so many tokens before it."""
-    layer, config = model_map.attention[0], model_map.model.config
-    hidden, width = config.hidden_size, layer.head_dim
-    head = 2 * hidden * width + 2 * width * context  # its query and output projections, scores and sums of values
-    keys_and_values = 2 * hidden * width * layer.kv_heads
-    feed_forward = 3 * hidden * next(iter(model_map.channels().values()))
-    attention = layer.heads * head + keys_and_values
-    layers = len(model_map.attention)
-    return {
-        "model": layers * (attention + feed_forward) + hidden * config.vocab_size,
-        "all_attention": layers * attention,
-        "attention_of_a_skipped_token": layer.heads * head,  # in a layer; its keys and values are computed all the same
-        "keys_and_values": keys_and_values,
-        "head": head,
-    }
 
 
 def variants(model_map: Any) -> Iterator[tuple[str, dict[str, Any]]]:

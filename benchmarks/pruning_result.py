@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _measures import expected, perplexity, texts
 from _record import RESULTS, environment, write
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
-from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.profiling.costs import counted_flops, formula_flops, parameters
+from lmeval_prune.profiling.costs import counted_flops, parameters
 from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import read_calibration
@@ -39,11 +39,8 @@ from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.plot_style import COLOURS, save
 from lmeval_prune.surgery.cut import cut
-from lmeval_prune.surgery.kept import KeptHeads
-from lmeval_prune.tasks import data
 
 RATIOS = (0.1, 0.2, 0.3)
-WINDOW = 512
 UNITS = ("group", "balanced", "head")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm + entropy": ("norm_entropy", {}),
@@ -57,25 +54,6 @@ SEEDS = {f"random, seed {seed}": ("random", {"seed": seed}) for seed in range(1,
 WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=6, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
 OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
-
-
-def texts(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Return windows of token ids, (windows, WINDOW), by data set."""
-
-    def joined(name: str, answer: str) -> str:
-        rows = list(data.load(name, "test"))[: tokens // 40]
-        return "\n\n".join(f"Question: {row['question']}\nAnswer: {row[answer]}" for row in rows)
-
-    corpora = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
-    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in corpora.items()}
-    return {name: sequence[: len(sequence) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, sequence in ids.items()}
-
-
-def perplexity(model: Any, windows: torch.Tensor) -> float:
-    """Return the perplexity by token, each window by itself, its first token not scored."""
-    with torch.no_grad():
-        losses = [model(window[None], labels=window[None], use_cache=False).loss for window in windows]
-    return float(torch.stack(losses).mean().exp())
 
 
 def rows() -> Iterator[tuple[str, str, float, bool]]:
@@ -138,7 +116,11 @@ def main() -> None:
         (plan,) = stages(pruner, model_map, prune_options, text, scores=scores[method, channels])
         with plan.applied_to(model, model_map):
             quality = perplexity(model, windows)
-        row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
+        row: dict[str, Any] = {
+            "perplexity": quality,
+            "heads_masked": len(plan.heads),
+            **expected(model_map, plan, PROMPT),
+        }
         saved = f"{key.replace(' ', '_').replace('%', '')}.json"
         plan.save(Path(options.work) / saved, model_map)
         stored_rows[key] = {**row, "plan": saved, "environment": machine}
@@ -176,22 +158,6 @@ def _numbered(row: dict[str, Any], environments: list[dict[str, Any]]) -> dict[s
             environments.append(machine)
         numbered[name] = None if machine is None else environments.index(machine)
     return numbered
-
-
-def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:
-    """Return parameters and arithmetic of what is left, by closed formulas; fillers count as there."""
-    hidden = model_map.model.config.hidden_size
-    pruned = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
-    layers = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
-    heads = sum(remaining.layer.heads - len(remaining.heads) for remaining in layers)
-    kv_heads = sum(remaining.layer.kv_heads - len(remaining.kv_heads) for remaining in layers)
-    channels = sum(len(lost) for _, lost in plan.channels_by_layer(model_map))
-    width = model_map.attention[0].head_dim
-    fewer = hidden * (2 * width * (heads + kv_heads) + 3 * channels)
-    all_, without = parameters(model_map.model)
-    flops = formula_flops(model_map, PROMPT) - 2 * PROMPT * fewer - 4 * PROMPT**2 * heads * width
-    removed = {"heads": heads, "kv_heads": kv_heads, "channels": channels}
-    return {"parameters": all_ - fewer, "without_embeddings": without - fewer, "flops": flops, "removed": removed}
 
 
 def report(results: dict[str, Any]) -> None:

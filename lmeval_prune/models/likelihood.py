@@ -64,7 +64,8 @@ def check_own_tokens(pair: tuple[str, str] | None, continuation: Sequence[int]) 
     """Raise `InputError` if a choice has no token of its own, which `hf` would end in a bare assertion."""
     if pair and pair[1] and not continuation:
         raise InputError(
-            f"{pair[1]!r} has no tokens after {pair[0][-20:]!r}: x
+            f"{pair[1]!r} has no tokens after {pair[0][-20:]!r}: a token of the context includes it; "
+            "end the context at a space, or set target_delimiter"
         )
 
 

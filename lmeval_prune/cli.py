@@ -18,8 +18,8 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__
 from lmeval_prune.artefacts import output_lock
+from lmeval_prune.config import INCLUDE_PATH, declared, read_options, summary
 from lmeval_prune.errors import InputError, did_you_mean, disk_error, first_line
-from lmeval_prune.options import INCLUDE_PATH, as_typed, read_options, summary, with_packaged_recipes
 from lmeval_prune.tasks.loading import including
 
 COMMANDS = {
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: Sequence[str]) -> int:
     """Read and check the options of a command, lock its outputs, and call it."""
-    function, command_words = resolve_name(COMMANDS[name]), with_packaged_recipes(words[len(name.split()) :])
+    function, command_words = resolve_name(COMMANDS[name]), words[len(name.split()) :]
     takes_words = bool(inspect.getfullargspec(function).varargs)
     options = {} if takes_words else read_options(name, function, command_words, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
@@ -98,10 +98,8 @@ def _run(name: str, words: Sequence[str]) -> int:
                 stack.enter_context(output_lock(path))
             arguments = {option: value for option, value in options.items() if option != INCLUDE_PATH}
             return int(function(*(command_words if takes_words else ()), **arguments))
-    except InputError as error:
-        raise InputError(as_typed(str(error), options)) from error
     except KeyboardInterrupt:
-        if not getattr(function, "resumes", False):
+        if not declared(function).resumes:
             raise
         print(f"interrupted; run the same command again to resume {options['output']}")
         return 130

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
+from lmeval_prune.config import Count, resolve_device
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.settings import Count, resolve_device
 
 
 def run(*words: str) -> int:

@@ -52,6 +52,7 @@ from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
+from lmeval_prune.config import Parser
 from lmeval_prune.distillation import lessons
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
@@ -68,7 +69,6 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.server_record import RECORD, ServerRecord
-from lmeval_prune.options import Parser
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.sprint.curves import samples_curve

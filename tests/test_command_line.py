@@ -27,9 +27,9 @@ from lm_eval.api import registry
 from lmeval_prune import InputError, __version__
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
+from lmeval_prune.config import resolve_device
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.plugin import registration
-from lmeval_prune.settings import resolve_device
 from tests.conftest import ROOT
 from tests.forks import Fork
 from tests.test_own_answers import task_file
@@ -281,7 +281,7 @@ def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Pa
         assert main([command, *words]) == 2
         assert re.fullmatch(r"lmeval-prune: error: --device=cuda:99 does not exist .*\n", capsys.readouterr().err)
     if not torch.cuda.is_available():
-        assert str(resolve_device("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
+        assert str(resolve_device("cuda:0")) == "cpu"  # lm-eval's own default
         with pytest.raises(InputError, match="device=cuda does not exist"):
             PrunedHFLM(str(tiny_folder), device="cuda")
 

@@ -21,11 +21,11 @@ from transformers import DynamicCache
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import columns_of, is_transposed
+from lmeval_prune.config import annotations_of
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.settings import annotations_of
 from tests import arithmetic
 from tests.conftest import task_manager
 from tests.methods import ROWS, Row

@@ -22,13 +22,12 @@ from lmeval_prune import InputError
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune.config import read_options, with_packaged_recipes
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.options import mutually_exclusive, read_options, with_packaged_recipes
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.settings import resumes
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 from tests.conftest import ROOT
 from tests.test_command_line import call
@@ -51,7 +50,6 @@ class Oven:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@mutually_exclusive("minutes", "until")
 def bake(
     dough: str,
     lambda_: tuple[float, ...] = (0.5, 1.0),

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import weights_fingerprint
+from lmeval_prune.config import Natural
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
@@ -25,7 +26,6 @@ from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.settings import Natural
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
 from tests.tiny_models import family_folder, output, tiny, tokens

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from docstring_parser import DocstringStyle, parse
 
 from lmeval_prune import _LAZY
 from lmeval_prune.cli import COMMANDS
+from lmeval_prune.config import annotations_of, command_parser, declared, is_supported_type, union_members
 from lmeval_prune.grid.configuration import SHARED_TASK_SETTINGS, VARIANT_SETTINGS, Grid, GridTask
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.server_options import ServerOptions
-from lmeval_prune.options import command_parser
 from lmeval_prune.pruners.table import PRUNERS
-from lmeval_prune.settings import annotations_of, describe, is_supported_type
 
 # The pages of the API: a package or module whose public names are shown, in the order of the page.
 API: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -82,8 +82,24 @@ def takes_words(name: str) -> bool:
 
 
 def values(annotation: Any) -> str:
-    """Describe the values of an option."""
-    return describe(annotation) if is_supported_type(annotation) else "text; can be repeated"
+    """Describe the values of an option: their type and bounds."""
+    if not is_supported_type(annotation):
+        return "text; can be repeated"
+    kind = union_members(annotation)[0]
+    of_items = [item for item in get_args(kind) if item is not ...] if get_origin(kind) in (tuple, dict) else []
+    if get_origin(kind) is tuple:
+        return f"A,B,… of {values(of_items[0])}"
+    words = {"Literal": ", ".join(map(str, get_args(kind))), "dict": "NAME=VALUE,…"}
+    name = getattr(get_origin(kind), "__name__", "") or getattr(kind, "__name__", "Literal")
+    name = "Literal" if get_origin(kind) is Literal else name
+    hint = next((part for part in (annotation, *get_args(annotation)) if get_origin(part) is Annotated), None)
+    bounds = [
+        f"{sign} {limit:g}"
+        for bound in getattr(hint, "__metadata__", ())
+        for key, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if (limit := getattr(bound, key, None)) is not None and abs(limit) != math.inf
+    ]
+    return " ".join([words.get(name, name), *bounds])
 
 
 def commands() -> str:
@@ -106,14 +122,12 @@ def commands() -> str:
         if takes_words(name):
             parts.append("All its words are passed on.")
             continue
-        first = getattr(function, "first_argument", None)
+        first = declared(function).first
         rows = []
         for action in options_of(name):
-            cell = f"`--{action.dest}`" + (" or the first words" if action.dest in (first, "names") else "")
+            cell = f"`--{action.dest}`" + (" or the first words" if action.dest == first else "")
             rows.append([cell, escape(values(action.values)), escape(action.help or "")])
         parts.append(table(["option", "values", ""], rows))
-        if exclusive := getattr(function, "mutually_exclusive", ()):
-            parts.append(f"Only one of {', '.join(f'`--{option}`' for option in exclusive)} can be given.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,7 +185,7 @@ def field_rows(declaration: Any, skip: Sequence[str] = ()) -> Iterator[list[str]
         has_default = field.default is not MISSING or field.default_factory is not MISSING
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         shown = "required" if not has_default else "" if default in (None, (), {}, "") else f"`{default}`"
-        text = describe(kind) if is_supported_type(kind) else ""
+        text = values(kind) if is_supported_type(kind) else ""
         yield [f"`{field.name}`", escape(text), shown, escape(meaning.get(field.name, ""))]
 
 

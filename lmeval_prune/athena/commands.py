@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.settings import resumes
+from lmeval_prune.config import command
 
 
-@resumes
+@command(resumes=True)
 def train(**options: Any) -> int:
     """Train ATHENA, a model that answers word problems with expressions."""
     settings = TrainOptions(**options)

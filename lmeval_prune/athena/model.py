@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers.modeling_outputs import ModelOutput
 
 from lmeval_prune.athena.thoughts import LEAVES, MERGES, OPERATORS, TRANSFORMS
-from lmeval_prune.settings import Count, Settings, ShareBelowOne
+from lmeval_prune.config import Count, Settings, ShareBelowOne
 
 Probability = Annotated[float, Interval(gt=0, lt=1)]  # its logit is finite
 

@@ -8,8 +8,8 @@ from typing import Annotated
 from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
+from lmeval_prune.config import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lmeval_prune.options import first_argument
+from lmeval_prune.config import command
 
 
-@first_argument("runs")
+@command("runs")
 def compare(
     runs: tuple[str, ...],
     baseline: str | None = None,

@@ -13,9 +13,9 @@ from annotated_types import Interval
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
+from lmeval_prune.config import Count, Divisor, Natural, Settings, Share, parse_value
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.settings import Count, Divisor, Natural, Settings, Share, parse_value
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from lmeval_prune.architectures.precision import refuse_nan
+from lmeval_prune.config import Natural, Settings
 from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.decoding.token_tree import common_length
-from lmeval_prune.settings import Natural, Settings
 
 FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get

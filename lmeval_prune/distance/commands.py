@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lmeval_prune.config import command
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.options import first_argument, takes_tasks
 
 
-@takes_tasks
-@first_argument("pretrained", "MODEL")
+@command("pretrained", "MODEL", takes_tasks=True)
 def distance(
     pretrained: str,
     output: str = "out/distance.json",

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
+from lmeval_prune.config import Count, Natural, Seed, Settings, Use
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Seed, Settings, Use
 
 OF_TASK = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction", "metadata")
 

@@ -16,11 +16,11 @@ from lmeval_prune.athena.batches import Collator, make_examples
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.config import differs_from_default
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import differs_from_default
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.questions import TrainingQuestions
 from lmeval_prune.training.resuming import PROBLEMS

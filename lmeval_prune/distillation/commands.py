@@ -6,13 +6,11 @@ import logging
 import shlex
 from typing import Any
 
+from lmeval_prune.config import command
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.options import takes_tasks
-from lmeval_prune.settings import resumes
 
 
-@resumes
-@takes_tasks
+@command(resumes=True, takes_tasks=True)
 def distill(**options: Any) -> int:
     """Prune and distil a model stage by stage; the model before each stage is its teacher."""
     settings = DistillOptions(**options)

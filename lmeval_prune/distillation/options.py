@@ -7,19 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
+from lmeval_prune.config import Count, Divisor, LearningRate, Natural, ScaleOrZero, Seed, Settings, ShareBelowOne, Use
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.settings import (
-    Count,
-    Divisor,
-    LearningRate,
-    Natural,
-    ScaleOrZero,
-    Seed,
-    Settings,
-    ShareBelowOne,
-    Use,
-)
 
 PREVIOUS, FIRST = "previous", "first"  # teachers that are no models
 

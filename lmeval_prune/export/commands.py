@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from lmeval_prune.config import command
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import mutually_exclusive
-from lmeval_prune.settings import resumes
 
 
-@resumes
+@command(resumes=True)
 def adapter(
     pretrained: str,
     output: str,
@@ -70,7 +69,6 @@ def adapter(
     return 0
 
 
-@mutually_exclusive("plan", "heads")
 def model(
     pretrained: str,
     output: str,
@@ -105,8 +103,8 @@ def model(
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.writing import write_cut
 
-    if plan and blocks:
-        raise InputError("--plan and --blocks both say what to remove; give one of them")
+    if plan and (blocks or heads):
+        raise InputError("--plan, --blocks and --heads say what to remove; give the plan or the others")
     pruned = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer) if heads or blocks else None
     pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
     config = None

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from lmeval_prune.options import first_argument, takes_tasks
-from lmeval_prune.settings import resumes
+from lmeval_prune.config import command
 
 
-@resumes
-@takes_tasks
-@first_argument("grid")
+@command("grid", resumes=True, takes_tasks=True)
 def run(
     grid: str,
     output: str,
@@ -55,7 +52,7 @@ def run(
     return 0
 
 
-@first_argument("folder")
+@command("folder")
 def compare(
     folder: str,
     baseline: str | None = None,

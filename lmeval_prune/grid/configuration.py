@@ -30,13 +30,13 @@ from typing import Any, Self
 
 import yaml
 
+from lmeval_prune.config import Count, Natural, Positive, Seed, Settings, packaged
 from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
-from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
 
 SEED = 1234
 VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # all other settings of a variant are model_args
@@ -122,9 +122,9 @@ class Grid(Settings):
     @classmethod
     def read(cls, path: str) -> Self:
         """Read a grid's YAML file."""
-        check_exists(path, file=True)
+        check_exists(packaged(path), file=True)
         try:
-            return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
+            return cls.of(yaml.load(packaged(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not valid YAML: {brief(str(error), 300)}") from None
         except InputError as error:

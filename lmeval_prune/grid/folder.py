@@ -27,10 +27,10 @@ from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
+from lmeval_prune.config import Finite
 from lmeval_prune.errors import InputError, did_you_mean, first_few, refuse_file
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.server_record import RECORD
-from lmeval_prune.settings import Finite
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lmeval_prune.config import Settings, to_plain_json
 from lmeval_prune.registry import Registry, class_record
-from lmeval_prune.settings import Settings, to_plain_json
 
 PREPARATIONS = Registry(
     group="lmeval_prune.preparations",

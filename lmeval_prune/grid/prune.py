@@ -9,6 +9,7 @@ from shutil import rmtree
 from typing import Any, ClassVar
 
 from lmeval_prune.artefacts import content_digest, final_path
+from lmeval_prune.config import Count, Seed, Use
 from lmeval_prune.errors import InputError, check_exists
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.grid.task_identity import training_digest
@@ -16,7 +17,6 @@ from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import WINDOW, AnswerOptions, PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import class_record
-from lmeval_prune.settings import Count, Seed, Use
 
 logger = logging.getLogger(__name__)
 READING = ("windows", "tokens", "batch", "seed", "apply_chat_template")  # settings of any text

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from lmeval_prune.config import Seed
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.settings import Seed
 
 
 @dataclass(frozen=True)

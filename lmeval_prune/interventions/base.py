@@ -23,11 +23,11 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
+from lmeval_prune.config import Settings, required_fields, to_plain_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_name
 from lmeval_prune.registry import class_record, import_path, is_own
-from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3
@@ -141,9 +141,9 @@ class Intervention(Settings, ABC):
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod
-    def label(cls, message: str) -> str:
-        """Prefix a message about a field with the method's name: `METHOD.field`."""
-        return f"{method_name(cls)}.{message}"
+    def prefix(cls) -> str:
+        """Return the method's name before a field's in messages: `METHOD.`."""
+        return f"{method_name(cls)}."
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in defaults and ranges for a model, and refuse values that do not fit it.

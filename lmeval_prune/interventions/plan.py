@@ -34,6 +34,7 @@ from lmeval_prune.artefacts import (
     read_tensors,
     write_bytes,
 )
+from lmeval_prune.config import FrozenMapping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import (
     SCHEMA_VERSION,
@@ -52,7 +53,6 @@ from lmeval_prune.interventions.compensation import (
     tensors_digest,
 )
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
-from lmeval_prune.settings import FrozenMapping
 
 
 class PrunerOptions(TypedDict, total=False):

@@ -26,6 +26,7 @@ from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.architectures.precision import FINITE_REMEDY
 from lmeval_prune.attributes import replaced
+from lmeval_prune.config import Natural, ShareBelowOne
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -38,7 +39,6 @@ from lmeval_prune.interventions.attention_call import (
 from lmeval_prune.interventions.base import Intervention, change_input, interventions_on
 from lmeval_prune.interventions.head_mask import dropped_columns
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.settings import Natural, ShareBelowOne
 
 logger = logging.getLogger(__name__)
 SMALL_PROBE = 10  # a probe of at most this many tokens contains the first token

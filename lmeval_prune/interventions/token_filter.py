@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Interval
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.config import Count, Positive, Share
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
 from lmeval_prune.kernels.token_filter.state import COLUMNS, Rule
-from lmeval_prune.settings import Count, Positive, Share
 
 logger = logging.getLogger(__name__)
 

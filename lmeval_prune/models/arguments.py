@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
+from lmeval_prune.config import Count, Seed, Settings, parse_value
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
 from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.registered import load_registered
-from lmeval_prune.settings import Count, Seed, Settings, parse_value
 
 
 @dataclass(frozen=True)

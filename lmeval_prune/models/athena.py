@@ -13,12 +13,12 @@ from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import interventions_report
 from lmeval_prune.models.lm_base import CheckedArgumentsLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
-from lmeval_prune.settings import resolve_device
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class AthenaLM(CheckedArgumentsLM):
         for name in parsed.others:
             raise unknown_argument(name, ("pretrained", "batch_size", "device"))
         self.field, self.batch_size = question_field, 32 if str(batch_size).startswith("auto") else int(batch_size)
-        target = resolve_device(device, strictly=False)
+        target = resolve_device(device)
         self.about = checkpoint.describe(pretrained)
         self.manifest = valid_manifest(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))

@@ -11,12 +11,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lmeval_prune.artefacts import digest
+from lmeval_prune.config import Count, Divisor, NonNegative, parse_value
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.sampling import refused_settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.settings import Count, Divisor, NonNegative, parse_value
 
 Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names

@@ -8,7 +8,7 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any
 
-from lmeval_prune.settings import Count, Natural, parse_value
+from lmeval_prune.config import Count, Natural, parse_value
 
 _TYPES = {"int": int, "bool": bool, "None": None}
 _BOUNDED = {"max_length": Count | None, "prefix_token_id": Natural | None}  # narrower than hf's annotation

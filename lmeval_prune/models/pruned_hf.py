@@ -32,6 +32,7 @@ from lmeval_prune.checkpoints.loading import (
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
+from lmeval_prune.config import resolve_device
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.fallback import Ended
 from lmeval_prune.decoding.request import end_tokens, stop_strings
@@ -53,7 +54,6 @@ from lmeval_prune.models.likelihood import check_own_tokens
 from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.profiling.costs import cost_columns
-from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 METHODS.reserve({"self", "kwargs", *hf_arguments()})
@@ -109,7 +109,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             interventions = (*interventions_on(pretrained), *interventions)
         else:
             if arguments.others.get("device") is not None:
-                resolve_device(arguments.others["device"], strictly=False)
+                resolve_device(arguments.others["device"])
             pretrained = embedded.resolve(str(pretrained))
             embedded.check_name(pretrained, dict(arguments.others))
             self.manifest = valid_manifest(Path(pretrained, arguments.others.get("subfolder") or ""))

@@ -29,6 +29,7 @@ from lm_eval.utils import simple_parse_args_string
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
+from lmeval_prune.config import Count, parse_value
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
@@ -36,7 +37,6 @@ from lmeval_prune.models.answering import AUTO_GROUP_SIZE
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
 from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
 from lmeval_prune.models.logs import use_lm_eval_logging
-from lmeval_prune.settings import Count, parse_value
 
 # Arguments of served and other models that change how fast or by whom an answer is computed, but not the answer.
 _IGNORED = (IGNORED_ARGUMENTS - {"dtype"}) | {

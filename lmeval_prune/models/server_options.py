@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from lmeval_prune.config import Count, Positive, Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.server_kinds import KINDS, ServerKind
-from lmeval_prune.settings import Count, Positive, Settings
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

@@ -14,8 +14,8 @@ from annotated_types import Len, Predicate
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, file_lock, lock_path, read_artefact, write_artefact
+from lmeval_prune.config import Finite
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Finite
 
 RECORD = "answers.servers.json"  # in the folder of an answer store
 SCHEMA, VERSION = "lmeval-prune/servers", 1

@@ -9,11 +9,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from lmeval_prune.config import command, resolve_device
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.options import takes_tasks
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
-from lmeval_prune.settings import resolve_device
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
 
@@ -25,7 +24,7 @@ def with_method_names(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@takes_tasks
+@command(takes_tasks=True)
 @with_method_names
 def importance(
     pretrained: str,
@@ -104,7 +103,7 @@ def importance(
     return 0
 
 
-@takes_tasks
+@command(takes_tasks=True)
 @with_method_names
 def prune(
     pretrained: str,

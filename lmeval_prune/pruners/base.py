@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import check_finite
+from lmeval_prune.config import Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
@@ -23,7 +24,6 @@ from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, DepthPart, 
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import class_record, is_own
-from lmeval_prune.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch import Tensor
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, Rows
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
+from lmeval_prune.config import Share
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import read_inputs
 from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Part, Removed
-from lmeval_prune.settings import Share
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge
 
+from lmeval_prune.config import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 
 T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference"]

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.config import Seed
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
-from lmeval_prune.settings import Seed
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lmeval_prune.config import Count
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.parts import Units
 from lmeval_prune.pruners.sequential import SequentialPruner
-from lmeval_prune.settings import Count
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,13 @@ from typing import Any
 
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
+from lmeval_prune.config import command
 from lmeval_prune.errors import InputError, refuse_file
-from lmeval_prune.options import mutually_exclusive, takes_tasks
-from lmeval_prune.settings import resumes
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE
 
 
-@resumes
-@takes_tasks
-@mutually_exclusive("layers", "heads")
+@command(resumes=True, takes_tasks=True)
 def sweep(**options: Any) -> int:
     """Sweep a task: answer its questions with the unpruned model and with each head of some layers pruned."""
     settings = SweepOptions(**options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lmeval_prune.config import Count, Natural, Seed, Settings, ShareBelowOne
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Count, Natural, Seed, Settings, ShareBelowOne
 from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
 from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
 
@@ -53,6 +53,11 @@ class SweepOptions(Settings):
     system_instruction: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers and self.heads:
+            raise InputError("give layers or heads, not both")
+
 
 @dataclass(frozen=True)
 class FitOptions(ContrastiveOptions):
@@ -81,8 +86,9 @@ class FitOptions(ContrastiveOptions):
         if not issubclass(kind, ContrastiveOptions):
             changed = [option.name for option in fields(ContrastiveOptions) if settings[option.name] != option.default]
             if changed:
-                name = self.label(f"{changed[0]}=").rstrip("=")
-                raise InputError(f"{name} is a setting of router={CONTRASTIVE}; settings of {self.router} are options")
+                raise InputError(
+                    f"{changed[0]} is a setting of router={CONTRASTIVE}; settings of {self.router} are options"
+                )
             settings = {}
         method = kind.from_dict({**settings, **self.options}, f"router {self.router}")
         if self.validation == 0:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self, get_origin
 import torch
 from torch import Tensor
 
+from lmeval_prune.config import Settings, annotations_of, union_members
 from lmeval_prune.errors import InputError
-from lmeval_prune.settings import Settings, annotations_of, union_members
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,6 @@ class RouterMethod(Settings, ABC):
         """Raise `InputError` if a field has several values, for a fit without validation questions."""
         for option in fields(self):
             if isinstance(value := getattr(self, option.name), tuple) and len(value) > 1:
-                name = self.label(f"{option.name}=").rstrip("=")
                 raise InputError(
-                    f"several values of {name} need a validation split: set validation above 0, or give a single value"
+                    f"several values of {option.name} need a validation split: set validation above 0, or give a single value"
                 )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from lmeval_prune.settings import Count, Decay, LearningRate, Scale, ScaleOrZero, Settings
+from lmeval_prune.config import Count, Decay, LearningRate, Scale, ScaleOrZero, Settings
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,3 @@ class ContrastiveOptions(Settings):
     batch: Count = 64
     learning_rate: LearningRate = 3e-3
     decay: Decay = 1e-2
-
-    @classmethod
-    def label(cls, message: str) -> str:
-        """Begin a message with the option's name; those of `sizes` and `weights` are p and lambda."""
-        field_name, _, value_text = message.partition("=")
-        return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), value_text])

@@ -12,7 +12,7 @@ import torch
 from annotated_types import MinLen
 from torch import Tensor
 
-from lmeval_prune.settings import Count, Positive
+from lmeval_prune.config import Count, Positive
 from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
 
 Weighting = Literal["uniform", "distance"]

@@ -1,0 +1,451 @@
+"""Settings that users write: on the command line, in YAML recipes, in model_args and in Python.
+
+Their types and bounds are annotations of dataclass fields (`Settings`) and of the parameters of a command's function. A
+command takes the parameters as options, with their help from `Args:`, and the fields of the dataclass that the
+function creates from `**options`. A tuple is written `5,10,15`, a dictionary `NAME=VALUE,NAME=VALUE`. A `Sequence` can
+be repeated, a `bool` is a flag. `lambda_` is `--lambda`, and `--num-fewshot` is `--num_fewshot`. What the command line
+says counts over a recipe (`--config`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from keyword import iskeyword
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Interval
+from jsonargparse import ArgumentParser
+
+from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
+
+# Bounds of fields, in annotations: `ratio: Share`.
+Share = Annotated[float, Interval(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
+Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
+Seed = Annotated[int, Interval(ge=0, lt=2**31)]
+Divisor = Annotated[float, Interval(ge=1e-6, le=1e6)]  # of logits in float32: far beyond, quotients are infinite or 0
+LearningRate = Annotated[float, Interval(gt=0, le=1e37)]  # AdamW computes ten times of it in float32
+Decay = Annotated[float, Interval(ge=0, le=100)]  # a thousand times what is usual
+Scale = Annotated[float, Interval(gt=0, le=1e6)]  # of lengths and terms of a loss, whose squares float32 squares again
+ScaleOrZero = Annotated[float, Interval(ge=0, le=1e6)]
+
+INCLUDE_PATH, INCLUDE_HELP = "include_path", "folder with YAML files of tasks of your own, as for lm_eval"
+
+
+# ---------------------------------------------------------------------- values
+
+
+def parse_value(name: str, value: Any, annotation: Any) -> Any:
+    """Parse a user's value by the annotation of its field; `InputError` if it has another type or is out of bounds.
+
+    `"3"` is accepted as a whole number, and a number as a string. Annotations are `bool`, `int`, `float`, `str`,
+    `Literal`, `tuple` or `dict` of these, any of them `| None`, with bounds (`Annotated[float, Interval(ge=0, le=1)]`);
+    with any other annotation the value is returned unchanged.
+    """
+    if not is_supported_type(annotation):
+        return value
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    kinds = union_members(annotation)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if type(plain) in (int, float) and str(plain) in choices:
+        return str(plain)
+    try:  # pydantic takes true for 1, and NaN for a number
+        if isinstance(plain, bool) and bool not in kinds:
+            raise ValueError("is true or false, which is no value here")
+        result = _adapter(annotation).validate_python(plain)
+        if any(isinstance(item, float) and math.isnan(item) for item in _leaves(result)):
+            raise ValueError("is not a number")
+        return result
+    except ValueError as error:  # pydantic's ValidationError is one
+        problem = error.errors()[0]["msg"].replace("Input should", "must", 1) if hasattr(error, "errors") else error
+        raise InputError(f"{name}={value!r} {problem}{did_you_mean(str(value), map(str, choices))}") from None
+
+
+@functools.cache
+def annotations_of(declaration: Any) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields or a function's parameters, with their bounds."""
+    return get_type_hints(declaration, include_extras=True)
+
+
+@functools.cache
+def _adapter(annotation: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(coerce_numbers_to_str=True))
+
+
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union, without bounds."""
+    if get_origin(annotation) is Annotated:
+        return union_members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(kind for item in get_args(annotation) for kind in union_members(item))
+    return (annotation,)
+
+
+@functools.cache
+def is_supported_type(annotation: Any) -> bool:
+    """Return whether `parse_value` parses a type; it does not parse `Any` alone or unions of two types."""
+    others = [kind for kind in union_members(annotation) if kind is not types.NoneType]
+    if len(others) != 1 or others == [Any]:
+        return False
+    if get_origin(others[0]) in (tuple, dict):
+        return all(item in (..., Any, types.NoneType) or is_supported_type(item) for item in get_args(others[0]))
+    return get_origin(others[0]) is Literal or others[0] in (bool, int, float, str)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+class FrozenMapping(dict[str, Any]):
+    """An immutable, hashable dictionary."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return FrozenMapping, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("settings are immutable; create new ones")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+
+
+def freeze(name: str, value: Any) -> Any:
+    """Convert a JSON value to tuples and `FrozenMapping`; `InputError` if it is not JSON, and so has no identity."""
+    if isinstance(value, list | tuple):
+        return tuple(freeze(name, item) for item in value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return FrozenMapping({key: freeze(name, item) for key, item in value.items()})
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(
+        f"{name} holds a {type(value).__name__}, which is not JSON; give numbers, texts, lists or mappings"
+    )
+
+
+def to_plain_json(name: str, value: Any) -> Any:
+    """Convert a value to lists and dictionaries; `InputError` if it is not JSON."""
+    return json.loads(json.dumps(freeze(name, value)))
+
+
+# ---------------------------------------------------------------------- dataclasses
+
+
+def required_fields(declaration: Any) -> list[str]:
+    """Return the names of a dataclass's fields that have no default."""
+    return [
+        field.name
+        for field in fields(declaration)
+        if field.init and field.default is MISSING and field.default_factory is MISSING
+    ]
+
+
+class Use(NamedTuple):
+    """Options that are read only under a condition.
+
+    Attributes:
+        when: the condition, as words that say what to give.
+        holds: called with the settings; True under the condition.
+        names: names of the options.
+    """
+
+    when: str
+    holds: Callable[[Any], bool]
+    names: tuple[str, ...]
+
+
+def differs_from_default(settings: Any, name: str) -> bool:
+    """Return whether a setting has another value than its default."""
+    field = next(field for field in fields(settings) if field.name == name)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(settings, name) != default)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of frozen dataclasses whose values users write: each field is parsed by its type and bounds, or refused.
+
+    Keyword-only fields are internal: users cannot set them. A subclass with its own `__post_init__` (for conditions on
+    several fields) calls this one.
+
+    Attributes:
+        hashable: (class variable) fields that are compared are frozen, so that settings can be dictionary keys.
+        uses: (class variable) fields that are read only under conditions; others than their defaults are refused where
+            they are not read. Those of base classes count, too.
+    """
+
+    hashable: ClassVar[bool] = False
+    uses: ClassVar[tuple[Use, ...]] = ()
+
+    @classmethod
+    def prefix(cls) -> str:
+        """Return what messages write before a field's name, e.g. `METHOD.`."""
+        return ""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)  # mypy does not accept a type as hashable
+        annotations = annotations_of(kind)
+        for field in fields(self):
+            name = f"{kind.prefix()}{field.name}"
+            value = parse_value(name, getattr(self, field.name), annotations[field.name])
+            value = freeze(name, value) if self.hashable and field.compare else value
+            object.__setattr__(self, field.name, value)
+        for use in (use for base in kind.__mro__ for use in vars(base).get("uses", ())):
+            changed = [name for name in use.names if differs_from_default(self, name)]
+            if changed and not use.holds(self):
+                raise InputError(f"{changed[0]} is for {use.when}; give that, or leave out {changed[0]}")
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """Return the names of the fields that users can set."""
+        return [field.name for field in fields(cls) if field.init and not field.kw_only]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], subject: str) -> Self:
+        """Create settings from a dictionary; `InputError` if a field is unknown, missing or not of its type.
+
+        The message begins with `subject`, e.g. `method flap`.
+        """
+        names = cls.setting_names()
+        for name in values:
+            if name not in names:
+                hint = did_you_mean(str(name), names) or f"; it has {', '.join(names) or 'none'}"
+                raise InputError(f"{subject} has no setting {name!r}{hint}")
+        if missing := [name for name in required_fields(cls) if name not in values]:
+            raise InputError(f"{subject} needs {', '.join(missing)}")
+        return cls(**values)
+
+
+def resolve_device(name: str | None) -> Any:
+    """Return a torch device: without a name, and for `cuda:0`, lm-eval's default, a CPU if there is no GPU."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if name is None or (name == "cuda:0" and not has_gpu):
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise InputError(f"device={name} cannot be used ({brief(str(error), 80)}); use cpu or cuda") from None
+
+
+# ---------------------------------------------------------------------- commands
+
+
+class Declared(NamedTuple):
+    """What a command declares beside its options.
+
+    Attributes:
+        first: option whose value is the command's first word; of a tuple, all first words.
+        word: name of the first word in the usage; empty: the option's.
+        takes_tasks: it takes lm-eval's tasks, and so `--include_path`, which `cli.main` reads.
+        resumes: the same command resumes an interrupted one in its `output`.
+    """
+
+    first: str = ""
+    word: str = ""
+    takes_tasks: bool = False
+    resumes: bool = False
+
+
+def command(first: str = "", word: str = "", takes_tasks: bool = False, resumes: bool = False) -> Callable[[Any], Any]:
+    """Declare what a command is beside its options; see `Declared`."""
+
+    def declare(function: Any) -> Any:
+        function.declared = Declared(first, word, takes_tasks, resumes)
+        return function
+
+    return declare
+
+
+def declared(function: Any) -> Declared:
+    """Return what a command declares."""
+    first = next((name for name in ("names", "name") if name in inspect.signature(function).parameters), "")
+    return getattr(function, "declared", Declared(first))
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """Return the first line of a command's docstring."""
+    return (function.__doc__ or "").partition("\n")[0]
+
+
+def read_options(
+    name: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Read the options of a command as arguments of its function; `--help` prints them and ends the program.
+
+    A recipe may have sections of all `commands`.
+
+    Raises:
+        InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
+    """
+    parser = command_parser(name, function)
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    first, others = declared(function).first, [_underscored(word) for word in words[count:]]
+    if count and not first:
+        raise InputError(f"{words[0]!r} follows no option; {parser.prog} --help lists them")
+    if count:
+        is_list = first in parser.lists
+        others = [f"--{first}", *([json.dumps(words[:count])] if is_list else words[:count]), *others]
+    try:
+        if not {"-h", "--help"} & set(others):
+            finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+            finder.add_argument("--config")
+            typed, others = finder.parse_known_args(others)
+            sections = list(dict.fromkeys(other.split()[0] for other in (name, *commands)))
+            recipe = _recipe_section(packaged(typed.config), sections) if typed.config else {}
+            names = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
+            for option in (*recipe, *names):
+                if option not in parser.option_names:
+                    hint = did_you_mean(str(option), parser.option_names)
+                    raise InputError(f"{name} has no option {option!r}{hint}")
+            set_here = {option: value for option, value in recipe.items() if option not in names and value is not None}
+            others = [word for item in set_here.items() for word in _as_words(*item, parser.repeatable)] + others
+        options = parser.parse_args(others).as_dict()
+    except argparse.ArgumentError as error:
+        raise InputError(re.sub(r"^argument \S+: (?=--)", "", " ".join(str(error).split()))) from None
+    del options["config"]
+    return {f"{option}_" if iskeyword(option) else option: value for option, value in options.items()}
+
+
+def command_parser(name: str, function: Callable[..., int]) -> Parser:
+    """Return the parser of a command's options; the reference of the documentation reads it, too."""
+    parser = Parser(prog=f"lmeval-prune {name}", description=summary(function))
+    parser.add_function_arguments(function, as_group=False)
+    about = declared(function)
+    if about.takes_tasks:
+        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=INCLUDE_HELP)
+    section = name.split()[0]
+    config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
+    parser.add_argument("--config", metavar="FILE", help=config_help)
+    required = {action.dest: action for action in parser._actions if action.required}
+    first = (about.word or about.first.removesuffix("s")).upper()
+    first = f"{first} {first} …" if about.first in parser.lists else first
+    words = [first if about.first in required else f"[{first}]"] if about.first else []
+    words += [f"--{option} {action.metavar}" for option, action in required.items() if option != about.first]
+    parser.usage = " ".join(["%(prog)s", *words, "[options]"])
+    return parser
+
+
+class Parser(ArgumentParser):
+    """Parses the notation of this module.
+
+    Attributes:
+        option_names: names of its options.
+        types: their annotations.
+        repeatable: those that can be repeated.
+        lists: those that are tuples.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.option_names: set[str] = set()
+        self.types: dict[str, Any] = {}
+        self.repeatable: set[str] = set()
+        self.lists: set[str] = set()
+        super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
+
+    def add_argument(self, *names: str, **settings: Any) -> Any:
+        """Add an option; its value is parsed like every setting."""
+        hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
+        kind = union_members(hint)[0]
+        name = names[-1].strip("-+").rstrip("_")
+        self.option_names.add(name)
+        self.types[name] = hint
+        if get_origin(kind) is Sequence:
+            self.repeatable.add(name)
+            settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
+        elif is_supported_type(hint):
+            settings |= {"action": None, "type": partial(_parse_word, f"--{name}", hint)}
+            if get_origin(kind) is tuple:
+                self.lists.add(name)
+            notation = {tuple: "A,B,…", dict: "NAME=VALUE,…"}.get(get_origin(kind))
+            settings["metavar"] = notation or settings.get("metavar") or name.upper()
+            if kind is bool:
+                settings |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        default, end = settings.get("default"), ""
+        if (default or type(default) in (int, float)) and default != argparse.SUPPRESS:
+            end = f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+        settings["help"] = f"{settings.get('help') or ''}{' (required)' if settings.get('required') else end}"
+        return super().add_argument(*(n for n in names if n[:2] != "--"), f"--{name}", **settings)
+
+
+def packaged(path: str) -> Path:
+    """Return a recipe's path: that of the package for a `configs/…` that is not here."""
+    own = Path(__file__).parent / path
+    return own if path.startswith("configs/") and not Path(path).exists() and own.is_file() else Path(path)
+
+
+def _underscored(word: str) -> str:
+    """Convert `--num-fewshot=2` to `--num_fewshot=2`."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+
+
+def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
+    """Read the first of `sections` from a recipe; the recipe may have the others, too."""
+    import yaml
+
+    check_exists(path, file=True)
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML: {brief(str(error), 300)}") from None
+    recipe = recipe if isinstance(recipe, dict) else {}
+    for name in recipe:
+        if name not in sections:
+            hint = did_you_mean(str(name), sections)
+            raise InputError(f"{path} has a section {name!r}, and there is no such command{hint}")
+    section = recipe.get(sections[0])
+    if not isinstance(section, dict):
+        raise InputError(f"{path} must have sections, one of them `{sections[0]}:` with options")
+    return section
+
+
+def _as_words(name: str, value: Any, repeatable: set[str]) -> list[str]:
+    """Convert an option of a recipe to words of a command line."""
+    if name in repeatable and isinstance(value, dict):
+        value = [f"{key}={item}" for key, item in value.items()]
+    values = value if name in repeatable and isinstance(value, list) else [value]
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}" for value in values]
+
+
+def _parse_word(option: str, annotation: Any, word: Any) -> Any:
+    """Parse a word of the command line by an annotation; lists and dictionaries of a recipe arrive as JSON."""
+    members = union_members(annotation)
+    if word == "null" and types.NoneType in members and str not in members:
+        return None
+    origins, value = {get_origin(kind) for kind in members}, word
+    try:
+        if isinstance(word, str) and dict in origins:
+            from lm_eval._cli.utils import key_val_to_dict
+
+            value = json.loads(word) if word.startswith("{") else key_val_to_dict(word)
+        elif isinstance(word, str) and tuple in origins:
+            items = [item for item in map(str.strip, word.split(",")) if item]
+            value = json.loads(word) if word.startswith("[") else items
+        return parse_value(option, value, annotation)
+    except ValueError as error:
+        text = str(error) if isinstance(error, InputError) else f"{option}={word!r} cannot be read ({error})"
+        raise argparse.ArgumentTypeError(text) from None

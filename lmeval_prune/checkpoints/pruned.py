@@ -99,7 +99,7 @@ def save_checkpoint(
         parent: the model that was cut, whose companions are copied and which must not be overwritten.
         revision: of the parent.
     """
-    with new_folder(folder, lambda path: check_folder(path, [parent])) as unfinished:
+    with new_folder(folder, lambda path: check_folder(path, [parent], keeps_trained=False)) as unfinished:
         _write_model(unfinished, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
@@ -110,26 +110,29 @@ def save_checkpoint(
         write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
 
 
-def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
-    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent."""
+def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), keeps_trained: bool = True) -> None:
+    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent.
+
+    `keeps_trained`: neither one that was trained.
+    """
     folder = Path(folder)
-    if folder.is_file():
-        raise InputError(f"{folder} is a file; name a folder for the checkpoint")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if any(Path(parent).is_dir() and folder.samefile(parent) for parent in parents if parent):
         raise InputError(f"{folder} is the model that is cut, which would be lost; name another folder")
-    digests = (read_manifest(folder) or {}).get("files", {})
-    if foreign := sorted(set(_files(folder)) - set(digests)):
+    manifest = read_manifest(folder) or {"files": {}}
+    if keeps_trained and is_trained(manifest):
+        raise InputError(f"{folder} holds a trained checkpoint, which would be lost; name another folder")
+    known = {
+        name
+        for name, digest in manifest["files"].items()
+        if (folder / name).is_file() and content_digest(folder / name) == digest
+    }
+    if foreign := sorted(set(_files(folder)) - known):
         raise InputError(
-            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({first_few(foreign, most=3)}), "
-            f"which would be lost; name another folder"
+            f"{folder} holds files that are not of a checkpoint of lmeval-prune, or changed since "
+            f"({first_few(foreign, most=3)}), and would be lost; name another folder"
         )
-    for name, digest in digests.items():
-        if (folder / name).is_file() and content_digest(folder / name) != digest:
-            raise InputError(
-                f"{folder}/{name} was changed after lmeval-prune wrote it, and would be lost; name another folder"
-            )
 
 
 def _files(folder: Path) -> list[str]:

@@ -23,18 +23,10 @@ from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lo
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
-from lmeval_prune.errors import InputError, refuse_file
-from lmeval_prune.export.gguf_adapter import check_gguf_base, check_gguf_weights, write_gguf_adapter
+from lmeval_prune.errors import InputError
+from lmeval_prune.export.gguf_adapter import check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
-from lmeval_prune.export.manifest import (
-    MANIFEST,
-    SCHEMA,
-    VERSION,
-    adapter_name,
-    has_adapters,
-    read_adapter,
-    read_adapters,
-)
+from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
 from lmeval_prune.export.projections import Projections
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.compensation import tensors_digest
@@ -67,7 +59,6 @@ class AdapterExport:
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        refuse_file(output, " for the adapters")
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)
@@ -78,13 +69,9 @@ class AdapterExport:
         stored = self.projections.weight(self.model_map.attention[0]).dtype
         self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
-        # files of ollama have other names
-        served_file = Path(self.served) if format == "gguf" and (served or self.served.endswith(".gguf")) else None
-        if served_file:
-            check_gguf_base(served_file, self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)
-        if served_file:
-            check_gguf_weights(served_file, self._pruned_weights())
+        if format == "gguf" and (served or self.served.endswith(".gguf")):  # files of ollama have other names
+            check_gguf_weights(Path(self.served), self._pruned_weights())
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         self.base = {
             "pretrained": self.served,
@@ -117,7 +104,6 @@ class AdapterExport:
     def run(self) -> Iterator[tuple[str, bool]]:
         """Write the adapters; yield the name of each, and whether it is new."""
         with output_lock(self.output):
-            self._check_folder()
             for name, mask in self.masks.items():
                 folder = self.output / name
                 exists = folder.exists()
@@ -128,19 +114,6 @@ class AdapterExport:
                     with new_folder(folder) as temporary:
                         self._write(temporary, name, mask, updates)
                 yield name, not exists
-
-    def _check_folder(self) -> None:
-        """Refuse a folder with adapters of other weights or another type for the same server, which would load them."""
-        for name, adapter in read_adapters(self.output).items() if has_adapters(self.output) else ():
-            if (adapter["format"], adapter["base"]["pretrained"]) != (self.format, self.served):
-                continue
-            differs = None
-            if adapter["dtype"] != self.dtype:
-                differs = f"dtype ({adapter['dtype']}, not {self.dtype})"
-            elif adapter["base"]["checkpoint"] != self.base["checkpoint"]:
-                differs = "base model of the same name"
-            if differs:
-                raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
 
     def updates(self, mask: HeadMask) -> Iterator[Update]:
         """Compute and check the update of each layer of a mask."""
@@ -156,7 +129,7 @@ class AdapterExport:
         if differs:
             raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
         for name, sha256 in manifest["files"].items():
-            if not (folder / name).is_file() or content_digest(folder / name) != sha256:
+            if content_digest(folder / name) != sha256:
                 raise InputError(f"{folder}/{name} has changed since the export; remove {folder} to export it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
@@ -220,14 +193,9 @@ class AdapterExport:
 
 def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
     """Refuse a model whose output projections LoRA cannot update exactly."""
-    if is_quantised(model_map.model):
+    kinds = {type(layer.o_proj).__name__ for layer in model_map.attention}
+    if is_quantised(model_map.model) or not kinds <= {*PLAIN_LINEAR_CLASSES}:
         raise InputError(
-            f"{pretrained} is quantised, and an adapter cannot cancel quantised weights exactly; give its dequantised "
-            f"weights as --pretrained, and {pretrained} as --served"
+            f"an adapter cannot cancel columns of {pretrained} exactly (quantised, or {' and '.join(sorted(kinds))}); "
+            f"give plain weights as --pretrained, and {pretrained} as --served"
         )
-    for layer in model_map.attention:
-        if type(layer.o_proj).__name__ not in PLAIN_LINEAR_CLASSES:
-            raise InputError(
-                f"the output projection {layer.name} of this {model_map.model_type} model is a "
-                f"{type(layer.o_proj).__name__}, not a plain linear layer: LoRA cannot update it"
-            )

@@ -42,7 +42,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
         output: JSON file for the scores: a plan that removes nothing and stores the scores; a picture is written
-            beside it. Scores that were made there with the same settings are replaced
+            beside it
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
         channels: also score feed-forward channels
@@ -56,7 +56,6 @@ def importance(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.planning.replacing import RECORD, check_replaceable, scoring_settings
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.layer_store import Removal
@@ -70,15 +69,13 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
-    record = scoring_settings(text_options, pretrained, revision, pruner, channels)
-    check_replaceable(output, "importance", record)
     text = _calibration(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
     model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
     calibration = text.of(model_map.model) if text else None
     read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
     rows: dict[str, list[float]]
     if pruner.depth_only:
-        identity = [record, model_map.weights, calibration.record()] if calibration else None
+        identity = [pruner.identity, model_map.weights, calibration.record()] if calibration else None
         sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
         depth = depth_parts_of(model_map)
         scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
@@ -94,8 +91,7 @@ def importance(
         columns, scored = None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
-    provenance = {**pruner.identity, **calibrated, RECORD: record}
-    Plan(scores=scores, provenance=provenance).save(output, model_map)
+    Plan(scores=scores, provenance={**pruner.identity, **calibrated}).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
@@ -123,14 +119,14 @@ def prune(
 
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
-        output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
+        output: path of the plan, a JSON file
         method: METHODS; default: flap, which needs --task or --text
         options: options of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
-        cut: folder for the smaller checkpoint; replaced as the plan is
+        cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
@@ -146,7 +142,6 @@ def prune(
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_under
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.pruners.scoring import kinds_read_for
@@ -175,8 +170,6 @@ def prune(
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     check_writable(output)
-    record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
-    check_replaceable(output, "prune", record, cut)
     if cut:
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
@@ -193,10 +186,9 @@ def prune(
     renew, work = text.renewed(model_map.model) if text else None, _work_folder(output)
     progress = partial(print, flush=True)
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
-    provenance = {**plan.provenance, RECORD: record}
     if scored:
-        provenance = _with_texts(provenance, scored, stored, [*reading, str(pruning.compensation)], calibration)
-    plan = replace(plan, provenance=provenance)
+        reads = [*reading, str(pruning.compensation)]
+        plan = replace(plan, provenance=_with_texts(plan.provenance, scored, stored, reads, calibration))
     plan.save(output, model_map)
     _print_plan(output, plan, model_map)
     tokenizer = tokenizer_of(pretrained, revision)
@@ -220,8 +212,7 @@ def cut_model(
     Args:
         pretrained: model of the plan
         plan: file of the plan, or of a head mask
-        output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
-            the new one is complete
+        output: folder for the checkpoint; one that was cut there is replaced when the new one is complete
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lmeval_prune.architectures import map_model, position_limit
+from lmeval_prune.architectures import position_limit
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -209,7 +209,6 @@ class OwnText(TextSource):
     """
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
-        check_generates(skeleton)
         self.options = options
         task, documents = training_documents(str(options.task))
         check_generative(task)
@@ -263,16 +262,10 @@ def calibration_text(
     return CalibrationText.from_answers(name, rows, batch, prompts_count, record)
 
 
-def check_generates(model: Any) -> None:
-    """Raise `InputError` for a model, perhaps without weights, that is no causal language model."""
-    if not map_model(model).predicts_next_token:
-        raise InputError(f"own answers need a causal language model; this {model.config.model_type} model is none")
-
-
-def check_generative(task: Any, reader: str = "own answers are generated", remedy: str = "name another task") -> None:
-    """Raise `InputError` for a task whose questions are not answered by generated texts; `reader` needs such."""
+def check_generative(task: Any) -> None:
+    """Raise `InputError` for a task whose questions are not answered by generated texts."""
     if task.get_config("output_type") != "generate_until":
-        raise InputError(f"task {task.task_name} is not generative, and {reader}; {remedy}")
+        raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
 
 
 # --------------------------------------------------------------------------- what a student learns

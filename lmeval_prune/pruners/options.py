@@ -83,11 +83,12 @@ class PruneOptions(Settings):
         super().__post_init__()
         if self.p_min > max(self.ratio, self.ffn_ratio):
             raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
-        # otherwise ignored: the plan would be another than the one asked for
-        if self.budget == "heads" and (self.parts or self.allocation not in (None, "global", "uniform")):
-            raise InputError("--budget heads takes no --parts, and --allocation global or uniform")
-        if self.budget != "heads" and (self.ffn_ratio or self.ffn_multiple != 1):
-            raise InputError("--ffn_ratio and --ffn_multiple need --budget heads")
+        if self.budget == "heads":
+            is_ignored = self.parts or self.allocation not in (None, "global", "uniform")
+        else:
+            is_ignored = self.ffn_ratio or self.ffn_multiple != 1
+        if is_ignored:  # the plan would be another than the one asked for
+            raise InputError("--budget heads takes --ffn_ratio and --ffn_multiple, no --parts and few --allocation")
 
     def __str__(self) -> str:
         """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""
@@ -186,8 +187,6 @@ class TextOptions(AnswerOptions):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
-        if self.calibrate_on == "own" and not self.task:
-            raise InputError("--calibrate_on own needs the questions of a task; give --task")
 
     @property
     def has_text(self) -> bool:
@@ -209,8 +208,6 @@ class PruneSettings(TextOptions, PruneOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio or 0.0)
         super().__post_init__()
-        if not self.ratio and not self.ffn_ratio:
-            raise InputError("nothing would be removed; give --ratio")
 
 
 def pick(base: type[T], settings: Any) -> T:

@@ -90,9 +90,8 @@ class SequentialPruner(Pruner):
         return select
 
     def check_model(self, model_map: ModelMap) -> None:
-        """Refuse encoder-decoders and quantised models; see `Pruner.check_model`."""
+        """Refuse encoder-decoders; see `Pruner.check_model`."""
         check_layerwise(model_map, pruner_name(self))
-        check_not_quantised(model_map, pruner_name(self))
 
 
 def _unit_columns(part: Part, units: Units) -> Units:
@@ -281,12 +280,4 @@ def replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) 
 def check_layerwise(model_map: ModelMap, name: str) -> None:
     """Raise `InputError` for a model with several stacks; it may have no weights."""
     if model_map.stacks != ("",):
-        raise InputError(
-            f"{name} prunes layer by layer; encoder-decoders such as this {model_map.model_type} model need another one"
-        )
-
-
-def check_not_quantised(model_map: ModelMap, name: str) -> None:
-    """Raise `InputError` for a quantised model."""
-    if getattr(model_map.model, "is_quantized", False):
-        raise InputError(f"{name} reads weights, which a quantised model lacks; load it in float32 or bfloat16")
+        raise InputError(f"{name} prunes layer by layer, which this {model_map.model_type} model of two stacks cannot")

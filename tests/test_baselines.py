@@ -799,11 +799,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(tiny_folder: Path, tmp
     flap = str(tmp_path / "flap.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
     about = provenance_of("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
-    assert (about["calibration"]["text"], about["compensation_calibration"]["text"]) == ("file Ann.txt", "file Bob.txt")
-    assert "ffn_calibration" not in about
-    only = ["--method", "flap", "--parts", "channels", "--ratio", "0.3", "--output", str(tmp_path / "only.json")]
-    assert main(["prune", *model, *first, *only]) == 0
-    assert provenance_of("--scores", str(tmp_path / "only.json"), *second, "--ratio", "0.4")["ffn_calibration"]
+    assert (about["calibration"]["text"], about["beside_scores"]["text"]) == ("file Ann.txt", "file Bob.txt")
     for words in (["--method", "magnitude"], ["--options", "metric=ifv"]):
         more = ["--ratio", "0.4", "--scores", flap, *words, "--output", str(tmp_path / "no.json")]
         assert main(["prune", *model, *more]) == 2

@@ -6,7 +6,6 @@ import copy
 import json
 import multiprocessing
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import gguf
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.cli import main
@@ -141,22 +140,6 @@ def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -
 # --------------------------------------------------------------------------- large pools
 
 
-def test_weights_in_several_files_or_none_that_is_known_are_the_same(tmp_path: Path) -> None:
-    """Files of a sharded checkpoint; where they do not have a projection by name, the model is loaded."""
-    model: Any = tiny("gpt2", dtype=torch.float32)
-    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    hashes = set()
-    for source in ("read", "loaded"):
-        export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H1+L1H2")], str(tmp_path / source))
-        if source == "loaded":
-            export.projections.__dict__["_files"] = {}
-        list(export.run())
-        assert ("model" in export.projections.__dict__) == (source == "loaded")
-        hashes.add(read_adapter(tmp_path / source / "L0H1+L1H2")["hash"])
-    assert len(hashes) == 1
-
-
 def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp_path: Path) -> None:
     HeadMask("L1H0+L0H1").save(tmp_path / "mask.json", map_model(load_pretrained(tiny_folder)))
     Plan("L1H3").save(tmp_path / "plan.json", map_model(load_pretrained(tiny_folder)))
@@ -214,24 +197,6 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
 
 
 # --------------------------------------------------------------------------- refused models and folders
-
-
-def test_weights_are_those_that_transformers_reads(tiny_folder: Path, tmp_path: Path) -> None:
-    """Not of other files in the folder, whatever their names."""
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    for name in ("model_old", "a", "model-00001-of-00002"):
-        save_file({key: value + 1 for key, value in weights.items()}, tmp_path / "model" / f"{name}.safetensors")
-    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
-    layer = export.model_map.attention[0]
-    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"])
-    assert "model" not in export.projections.__dict__
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "a.safetensors")}
-    (tmp_path / "model" / "model.safetensors").unlink()
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "other"))
-    layer = export.model_map.attention[0]
-    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"] + 1)
 
 
 def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

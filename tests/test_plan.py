@@ -112,7 +112,7 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
     assert plan.channels == Plan.load(path).channels
     assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
     assert plan.provenance["method"] == "norm_entropy" and plan.provenance["calibration"]["tokens"] == 32
-    assert "ffn_calibration" not in plan.provenance
+    assert not plan.provenance["beside_scores"]
 
 
 def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
     assert prune(prunable, tmp_path / "a.json", *words) == 2
     assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
     provenance = Plan.load(tmp_path / "a.json").provenance
-    assert (provenance["calibration"]["tokens"], provenance["ffn_calibration"]["tokens"]) == (32, 16)
+    assert (provenance["calibration"]["tokens"], provenance["beside_scores"]["tokens"]) == (32, 16)
 
 
 def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(

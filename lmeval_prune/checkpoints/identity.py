@@ -12,7 +12,6 @@ from transformers.utils.hub import extract_commit_hash
 
 from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
@@ -40,8 +39,6 @@ def checkpoint_identity(
         folder = folder / subfolder
         names = [gguf_file] if gguf_file else [path.name for path in folder.iterdir()] if folder.is_dir() else []
         files = [path for path in weight_files(folder, names) if path.is_file()]
-        if not files:
-            raise InputError(f"pretrained={pretrained}: the folder holds no weights")
         return digest([content_digest(path) for path in files])
     config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
     commit: Any = extract_commit_hash(config, None)
@@ -67,7 +64,4 @@ def configuration_digests(pretrained: str) -> dict[str, str]:
 
 def _config_digest(path: Path) -> str:
     """Return a digest of a configuration but for its path and version, which change when a model is written again."""
-    content = read_json(path)
-    if not isinstance(content, dict):  # which transformers refuses
-        return content_digest(path)
-    return digest({name: value for name, value in content.items() if name not in _IGNORED})
+    return digest({name: value for name, value in read_json(path).items() if name not in _IGNORED})

@@ -28,32 +28,12 @@ _CROSS = "cross."  # begins the names of cross-attention blocks
 PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
 
 
-class Removed(TypedDict):
-    """Numbers of removed units of a stage, and what stays with zero weights by layer."""
-
-    heads: int
-    kv_heads: int
-    channels: int
-    fillers: dict[str, list[int]]
-    zeroed_channels: dict[str, int]  # channels that stay with zero weights, by layer
-    blocks: NotRequired[int]
-    layers: NotRequired[int]
-
-
-class Parent(TypedDict):
-    """The model that a stage cut."""
-
-    name: str
-    revision: str
-    channels: dict[str, int]
-
-
 class Stage(TypedDict):
     """One cut."""
 
-    parent: Parent
+    parent: dict[str, Any]  # the model that was cut
     plan: dict[str, Any]
-    removed: Removed
+    removed: dict[str, Any]  # numbers of removed units, and what stays with zero weights by layer
     removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent

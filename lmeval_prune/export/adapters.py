@@ -18,16 +18,15 @@ from markupsafe import Markup
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import is_transposed, weight_of
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
+from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_adapter import check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
-from lmeval_prune.export.projections import Projections
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -62,11 +61,12 @@ class AdapterExport:
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)
-        self.model_map = map_model(skeleton_of(pretrained, revision))
-        check_adaptable(self.model_map, pretrained)
+        skeleton = skeleton_of(pretrained, revision)
+        check_adaptable(map_model(skeleton), pretrained)
+        self.model_map = map_model(with_weights(skeleton, pretrained, revision))
+        self.names = {module: name for name, module in self.model_map.model.named_modules()}
         self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
-        self.projections = Projections(pretrained, self.model_map, revision)
-        stored = self.projections.weight(self.model_map.attention[0]).dtype
+        stored = weight_of(self.model_map.attention[0].o_proj).dtype
         self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         self.masks = self._by_name(masks)
@@ -83,9 +83,7 @@ class AdapterExport:
 
     def _by_name(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
         """Return the masks by adapter name, ordered by layer, without duplicates."""
-        has_origin = any(mask.origin for mask in masks)  # fitting an artefact compares its weights with the model's
-        model_map = map_model(self.projections.model) if has_origin else self.model_map
-        resolved = [mask.fit_to(model_map) for mask in masks]
+        resolved = [mask.fit_to(self.model_map) for mask in masks]
         resolved.sort(key=lambda mask: [layer.index for layer, _ in self._layers(mask)])
         return {adapter_name(mask.heads): mask for mask in resolved}
 
@@ -96,7 +94,7 @@ class AdapterExport:
         """Yield the number and the output projection, in the server's type, of each layer that a mask prunes."""
         pruned = {layer.index: layer for mask in self.masks.values() for layer, _ in self._layers(mask)}
         for number, layer in sorted(pruned.items()):
-            yield number, self.projections.weight(layer).to(self.torch_dtype)
+            yield number, weight_of(layer.o_proj).to(self.torch_dtype)
 
     def _rank(self, mask: HeadMask) -> int:
         return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))
@@ -118,8 +116,8 @@ class AdapterExport:
     def updates(self, mask: HeadMask) -> Iterator[Update]:
         """Compute and check the update of each layer of a mask."""
         for layer, heads in self._layers(mask):
-            weight = self.projections.weight(layer).to(self.torch_dtype)
-            yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
+            weight = weight_of(layer.o_proj).to(self.torch_dtype)
+            yield Update.of(self.names[layer.o_proj], layer, heads, weight, self.rank)
 
     def _check_existing(self, folder: Path, mask: HeadMask) -> None:
         manifest = read_adapter(folder)

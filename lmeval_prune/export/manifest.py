@@ -18,15 +18,6 @@ MANIFEST = "lmeval_prune.json"
 MAX_NAME_LENGTH = 120  # file systems allow 255
 
 
-class Base(TypedDict):
-    """Base model of an adapter."""
-
-    pretrained: str
-    name: str
-    revision: str
-    checkpoint: str
-
-
 class Adapter(TypedDict):
     """Fields of an adapter's manifest."""
 
@@ -36,7 +27,7 @@ class Adapter(TypedDict):
     dtype: str
     rank: int
     hash: str  # digest of weights, modules and dtype
-    base: Base
+    base: dict[str, Any]  # the model: name, revision, digest of the checkpoint, heads
     modules: dict[str, list[int]]
     files: dict[str, str]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,7 @@ def prune(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_under
@@ -174,7 +174,6 @@ def prune(
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
         check_cuttable(skeleton_map, "heads" in pruning.kinds)
-        check_unquantised(skeleton, pretrained)
 
     reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
     is_read = reading or pruning.compensation != "none"
@@ -186,11 +185,13 @@ def prune(
     renew, work = text.renewed(model_map.model) if text else None, _work_folder(output)
     progress = partial(print, flush=True)
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
-    if scored:
-        reads = [*reading, str(pruning.compensation)]
-        plan = replace(plan, provenance=_with_texts(plan.provenance, scored, stored, reads, calibration))
+    if scored and stored and "calibration" in scored.provenance:  # of the scores; what else was read stands beside it
+        texts = {"calibration": scored.provenance["calibration"], "beside_scores": plan.provenance.get("calibration")}
+        plan = replace(plan, provenance={**plan.provenance, **texts})
     plan.save(output, model_map)
-    _print_plan(output, plan, model_map)
+    counted = plan.provenance.get("parameters")
+    share = f", {counted['removed'] / counted['removable']:.2%} of the removable parameters" if counted else ""
+    print(f"{output}: {plan.summary(model_map)}{share}; requested: {plan.provenance['removes']}")
     tokenizer = tokenizer_of(pretrained, revision)
     print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
     if cut:
@@ -262,41 +263,3 @@ def _stored_method(
             f"or score again"
         )
     return stored_method, stored
-
-
-def _with_texts(
-    provenance: Mapping[str, Any], scored: Any, stored: Mapping[str, Any], reading: Sequence[str], calibration: Any
-) -> dict[str, Any]:
-    """Return the provenance of a plan by stored scores: each calibration text stands under the key of its purpose.
-
-    `reading` are the kinds that are scored now, and the compensation.
-    """
-    from lmeval_prune.pruners.scoring import has_scores_of
-
-    provenance = {name: value for name, value in provenance.items() if name != "calibration"}
-    if stored and "calibration" in scored.provenance:
-        is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
-        provenance["ffn_calibration" if is_of_channels else "calibration"] = scored.provenance["calibration"]
-    compensation = dict.fromkeys(("bias", "least_squares"), "compensation_calibration")
-    names = {"heads": "calibration", "channels": "ffn_calibration", "none": "", **compensation}
-    texts = dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading)
-    return provenance | {name: calibration.record() for name in texts if name}
-
-
-def _print_plan(output: str, plan: Any, model_map: Any) -> None:
-    """Print the removed units."""
-    from lmeval_prune.architectures.sublayer_names import compact_names
-
-    report = plan.report(model_map)["plan"]
-    counts = [f"{report['heads_pruned']} of {report['heads_total']} heads"]
-    if report["kv_heads_pruned"]:
-        counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
-    if report["channels_pruned"]:
-        counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
-    if "blocks_pruned" in report:
-        blocks = f"{report['blocks_pruned']} of {report['blocks_total']} blocks ({compact_names(plan.blocks)})"
-        counts = [*(count for count in counts if not count.startswith("0 ")), blocks]
-    parameters = plan.provenance.get("parameters")
-    share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters" if parameters else ""
-    requested = plan.provenance["removes"]
-    print(f"{output}: removes {', '.join(counts)} of {model_map.name}{share}; requested: {requested}")

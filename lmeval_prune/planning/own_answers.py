@@ -163,11 +163,6 @@ class Answerer:
         encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    def check_scoring(self, document: Mapping[str, Any], metric: str | None = None) -> None:
-        """Score an empty answer to a document: `InputError` if the metric is none of the task, or not 0 or 1."""
-        name, _ = tries.choose_metric(self.task, metric)
-        tries.outcomes(self.task, name, [document], [""])
-
     def outcomes(
         self, questions: Sequence[Question], answers: Sequence[Sequence[OwnAnswer]], metric: str | None = None
     ) -> list[list[bool]]:

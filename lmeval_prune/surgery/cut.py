@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import (
     FAMILIES,
     ModelMap,
-    adapters_of,
     loadable_fingerprints,
     map_model,
     recognise,
@@ -91,16 +90,8 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
 
 
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
-    """Load a model and cut it; check that this is possible before weights are loaded. Arguments as in `cut`."""
-    skeleton = skeleton_of(pretrained, revision)
-    check_unquantised(skeleton, pretrained)
-    skeleton_map = map_model(skeleton)
-    check_cuttable(skeleton_map, bool(plan.heads) and not keep_shapes)
-    plan = plan.fit_to(skeleton_map)
-    model_map = map_model(with_weights(skeleton, pretrained, revision))
-    if plan.origin:
-        plan.origin.check(model_map)
-    return _cut_fitted(model_map, plan, keep_shapes)
+    """Load a model and cut it; arguments as in `cut`."""
+    return cut(with_weights(skeleton_of(pretrained, revision), pretrained, revision), plan, keep_shapes)
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
@@ -111,10 +102,7 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
             f"heads cannot be cut out of this {model_map.model_type} model: {reason}; evaluate the plan by plan=FILE, "
             f"or remove channels only"
         )
-    if getattr(model_map.model, "is_quantized", False):
-        raise InputError("a quantised model cannot be cut; load it in float32 or bfloat16")
-    if adapters_of(model_map.model) or hasattr(model_map.model, "peft_config"):
-        raise InputError("a model with adapters cannot be cut; merge them first (merge_and_unload)")
+    check_unquantised(model_map.model, model_map.name)
     if reason := _why_cut_fails(model_map, heads):
         raise InputError(
             f"this {model_map.model_type} model cannot be cut: a tiny random model of its class {reason} when cut; "
@@ -254,8 +242,6 @@ class _Tensors:
     def __init__(self, model_map: ModelMap, plan: Plan) -> None:
         self.names = {module: name for name, module in model_map.model.named_modules()}
         self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
-        if any(tensor.is_meta for tensor in self.tensors.values()):
-            raise InputError("a model with offloaded weights cannot be cut; load it on one device, e.g. device=cpu")
         for name in sorted(plan.compensation):
             module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"

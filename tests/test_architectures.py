@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import map_model
 from lmeval_prune.architectures import FAMILIES, FeedForward, Rows
 from lmeval_prune.architectures.blocks import is_transposed
-from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, VOCABULARY, distinct, output, tiny, tokens, weight_view
+from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, distinct, output, tiny, tokens, weight_view
 
 
 def test_every_family_of_the_table_is_tested() -> None:
@@ -241,15 +241,6 @@ def test_layers_of_another_tower_are_no_layers_of_the_model() -> None:
         del layer.self_attn
     model.vision = nn.ModuleDict({"layers": encoder.layers})
     assert map_model(model).feed_forward == alone
-
-
-def test_peft_wrapping_is_seen_through() -> None:
-    peft = pytest.importorskip("peft")
-    model = tiny("llama")
-    before = map_model(model).signature()
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
-    assert map_model(wrapped).signature() == before
-    assert wrapped.config.vocab_size == VOCABULARY
 
 
 @pytest.mark.parametrize(

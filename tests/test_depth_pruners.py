@@ -233,7 +233,7 @@ def test_layers_are_removed_one_after_the_other(name: str, steps: int) -> None:
         assert plan.fit_to(model_map) == plan_of(removed).fit_to(model_map)
     assert plans[-1].provenance["parameters"]["removed"] * 2 == plans[-1].provenance["parameters"]["removable"]
     assert plans[-1].provenance["stages"][-1]["layers"] == 3
-    assert plans[-1].provenance["removes"] == "50% of the parameters of whole layers"
+    assert plans[-1].provenance["removes"] == "50% of the parameters of layers"
 
 
 def plan_of(removed: Removed) -> Plan:

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from lmeval_prune import HeadMask, InputError, cut, load_pretrained, map_model
+from lmeval_prune import InputError, cut, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.export.gguf_model import write_gguf_model
@@ -79,15 +79,6 @@ def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str,
         assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
 
 
-def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_path: Path) -> None:
-    model = stored("llama", tmp_path / "model", num_key_value_heads=4)
-    assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H1+L1H3") == 0
-    loaded = by_transformers("llama", tmp_path / "out")
-    assert type(loaded).__name__ == "MistralForCausalLM" and loaded.config.sliding_window is None
-    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan("L0H1+L1H3")), rtol=0, atol=1e-9)
-    assert (read_manifest(tmp_path / "out") or {})["notes"]
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])
 def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, tmp_path: Path) -> None:
     """Also of families that cannot be cut."""
@@ -128,20 +119,6 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
         plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
         assert lines == (plain if options is None else [plain[0] + options])
-
-
-def test_a_layer_may_lose_all_its_heads_where_that_is_said(tmp_path: Path) -> None:
-    """Of a plan, too."""
-    model = stored("llama", tmp_path / "model", dtype=torch.float32)
-    empty = HeadMask("L0H*", allow_empty_layer=True)
-    empty.save(tmp_path / "mask.json", map_model(model))
-    for to, words in (("out", []), ("out.gguf", ["--format", "gguf"])):
-        arguments = ["--plan", str(tmp_path / "mask.json"), *words]
-        assert export(tmp_path / "model", tmp_path / to, *arguments) == 2
-        assert export(tmp_path / "model", tmp_path / to, *arguments, "--allow_empty_layer") == 0
-    loaded = load_pretrained(tmp_path / "out")
-    with empty.applied_to(model):
-        torch.testing.assert_close(output(loaded, tokens()), output(model, tokens()), rtol=0, atol=1e-5)
 
 
 # --------------------------------------------------------------------------- vLLM
@@ -360,10 +337,6 @@ def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
             by_llama_cpp(tmp_path / "model.gguf", tokens()[0]), expected[0], rtol=1e-5, atol=1e-5
         )
         assert read(tmp_path / "model.gguf")[0]["general.architecture"] == "llama"
-    model = stored("qwen3", tmp_path / "qwen3", dtype=torch.float32)
-    with pytest.raises(InputError):
-        write_gguf_model(tmp_path / "no.gguf", cut(model, plan).model, {})
-    assert not (tmp_path / "no.gguf").exists()
 
 
 # --------------------------------------------------------------------------- tokenizers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttabl
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.profiling.costs import counted_flops, formula_flops
 from lmeval_prune.surgery import cut as surgery
 from lmeval_prune.surgery.bases import copy_implementations
 from lmeval_prune.surgery.cut import Cut
-from tests import test_baselines
 from tests.test_decoding import alone, answers, some_requests
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests
@@ -286,23 +283,6 @@ def test_the_shapes_of_the_live_modules_count() -> None:
 @pytest.mark.parametrize("name", present(["ministral3", "ernie4_5", "glm4_moe", "exaone"]))
 def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
     check_engine(name, runs=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", present(["ministral3", "qwen3_5_text", "gemma4_text", "lfm2", "youtu"]))
-@pytest.mark.parametrize("method", [*test_baselines.BASELINES, "norm_entropy"])
-def test_pruners_plan_and_cut(method: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels and heads, also heads whose query rows hold a gate: the parameters are those that surgery removes."""
-    model = small(family)
-    monkeypatch.setattr(test_baselines, "tiny", lambda _: copy.deepcopy(model))
-    parts = "both" if map_model(model).feed_forward and method != "norm_entropy" else "heads"
-    test_baselines.test_every_plan_is_its_surgery((method, parts), family)
-
-
-def test_flops_are_counted_where_every_layer_is_attention() -> None:
-    model = small("ministral3")
-    assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
-    assert formula_flops(map_model(small("qwen3_next")), 24) is None
 
 
 @pytest.mark.parametrize("name", present(["ministral3", "seed_oss", "exaone4"]))

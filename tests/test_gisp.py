@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import InputError, map_model
+from lmeval_prune import map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -160,16 +160,6 @@ def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:
     for part in parts_of(model_map):
         members = 2 if part.kind == "heads" else 1
         assert float(sizes[part.key][:members].sum()) == part.cost("group")
-
-
-def test_joint_is_for_any_method_and_one_budget_of_parameters() -> None:
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    (plan,) = stages(make_pruner("random", {}), model_map, PruneOptions(0.3, allocation="joint"))
-    drawn = make_pruner("random", {}).scores(model_map, None, parts_of(model_map), {}).values
-    heads, _ = ranked(model_map, drawn, 0.3)
-    assert {*plan.heads} == heads
-    with pytest.raises(InputError, match="--budget heads"):
-        PruneOptions(0.3, budget="heads", allocation="joint")
 
 
 @pytest.mark.parametrize("name", ["flap", "norm_entropy", "confidence", "slimgpt", "wanda_sp"])

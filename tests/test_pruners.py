@@ -446,12 +446,6 @@ def test_made_says_how_channels_were_scored() -> None:
     assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).provenance
 
 
-def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
-    model_map, options = map_model(tiny("llama")), by_heads(0.25, ffn_ratio=0.25)
-    (plan,) = stages(RandomScores(3), model_map, options, None, RandomScores(3))
-    assert plan == next(stages(RandomScores(3), model_map, options)) and plan.heads and plan.channels
-
-
 def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     model_map = map_model(tiny("llama"))
     heads = {f"heads.{label}": torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
@@ -503,12 +497,6 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
     assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
     assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
-
-
-def test_seeds_are_different_draws() -> None:
-    model_map = map_model(tiny("llama"))
-    draws = [list(stages(make_pruner("random", {"seed": n}), model_map, by_heads(0.5)))[-1].heads for n in range(4)]
-    assert len(set(draws)) > 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "roberta"])

@@ -97,7 +97,6 @@ def _normalised(name: str) -> str:
 
 
 def _expand(name: str, model_map: ModelMap) -> list[Head]:
-    """Return the heads of a model that a name with `*` or a range stands for."""
     match = _NAME.fullmatch(name)
     assert match
     stack = match["stack"] or ""

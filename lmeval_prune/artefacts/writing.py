@@ -140,7 +140,6 @@ def _report_full_disk(path: PathLike) -> Iterator[None]:
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:
-    """Move a temporary folder to its final path, replacing an existing folder."""
     if not path.exists() or not any(path.iterdir()):
         temporary.replace(path)
     elif not _exchange(temporary, path):  # rename twice; in between, the path does not exist
@@ -169,7 +168,6 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

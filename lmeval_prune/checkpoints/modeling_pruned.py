@@ -118,7 +118,6 @@ def without_warnings_of_layers() -> Iterator[None]:
 
 
 def _set_count(module: Any, name: str, value: Any) -> None:
-    """Set a count of a module, or counts of its configuration."""
     setattr(module, name, LayerConfig(module.config, value) if name == "config" else value)
 
 

@@ -123,7 +123,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _write_model(folder: Path, model: Any) -> None:
-    """Write weights, configuration and generation settings, and for a `Pruned` model its code."""
     config = model.config
     if not has_pruned_layers(config):
         _save(model, folder)

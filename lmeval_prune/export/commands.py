@@ -103,7 +103,7 @@ def model(
     """
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan, load_plan
-    from lmeval_prune.surgery.writing import write_cut
+    from lmeval_prune.surgery.cut import write_cut
 
     if plan and blocks:
         raise InputError("--plan and --blocks both say what to remove; give one of them")

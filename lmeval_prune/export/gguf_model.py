@@ -148,7 +148,6 @@ def _number_or_list(numbers: Sequence[int]) -> Any:
 
 
 def _renumbered(name: str, layers: Sequence[GGUFLayer]) -> str:
-    """Return the name of a tensor under the number that its layer has in the file."""
     for layer in layers:
         if name.startswith(f"{layer.name}."):
             return f"{layer.name.rpartition('.')[0]}.{layer.number}{name.removeprefix(layer.name)}"

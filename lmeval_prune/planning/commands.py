@@ -145,8 +145,7 @@ def prune(
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.pruners.scoring import kinds_read_for
-    from lmeval_prune.surgery.cut import check_cuttable, cut_to
-    from lmeval_prune.surgery.writing import print_cut
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to, print_cut
 
     torch_device, scored = resolve_device(device), None
     if scores:
@@ -222,7 +221,7 @@ def cut_model(
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
-    from lmeval_prune.surgery.writing import write_cut
+    from lmeval_prune.surgery.cut import write_cut
 
     smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
@@ -234,7 +233,6 @@ def _work_folder(output: str) -> Path:
 
 
 def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str) -> Any:
-    """Return the source of the calibration text."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder
 

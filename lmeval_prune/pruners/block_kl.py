@@ -101,7 +101,6 @@ def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Module, Any]:
-    """Return the outputs of a model's layers, in order."""
     outputs: dict[nn.Module, Any] = {}
     with ExitStack() as stack:
         for layer in model_map.layers.values():

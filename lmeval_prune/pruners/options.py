@@ -16,13 +16,6 @@ Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "f
 Unit = Literal["head", "group", "balanced"]
 Compensation = Literal["none", "bias", "least_squares"]
 WINDOW = 128  # tokens per calibration window
-_PARTS = {
-    "both": "heads and channels",
-    "layers": "whole layers",
-    "blocks": "attention and feed-forward blocks",
-    "attention": "attention blocks",
-    "feed_forward": "feed-forward blocks",
-}
 
 
 @dataclass(frozen=True)
@@ -95,11 +88,7 @@ class PruneOptions(Settings):
         if self.budget == "heads":
             shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
             return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
-        kinds = _PARTS.get(self.parts or "", self.parts or "what the method removes")
-        ends = ((self.skip_first, "first"), (self.skip_last, "last"))
-        skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
-        layers = f" in all layers but {skipped}" if skipped else ""
-        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
+        return f"{100 * self.ratio:.4g}% of the parameters of {' and '.join(self.kinds)}"
 
     @property
     def kinds(self) -> tuple[str, ...]:

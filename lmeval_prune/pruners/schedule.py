@@ -158,7 +158,6 @@ def _identity(record: Mapping[str, Any], model_map: ModelMap) -> list[Any]:
 
 
 def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
-    """Return the budgets of a step: one of all parameters, or one of heads and one of channels."""
     shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
     if options.budget != "heads":
         return [Budget(options.kinds, shares[HEADS], options.allocation or pruners[HEADS].allocation, options)]
@@ -208,7 +207,6 @@ def _layerwise_plan(
     progress: Progress,
     work: Path | None,
 ) -> Plan:
-    """Make the plan of a method that prunes layer by layer."""
     (budget,) = _budgets(options, {HEADS: pruner, CHANNELS: pruner}, options.steps)
     pools = unit_pools(model_map, budget)
     counts = allocate(pools, budget)

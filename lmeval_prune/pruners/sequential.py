@@ -158,7 +158,6 @@ class LayerwisePruning:
         return removal
 
     def _measure(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
-        """Return the moments of projection inputs in a partly pruned layer, by part key."""
         has_second = self.needs_second or self.solves
         moments = {part.key: Moments(in_features(part.projection), has_second) for part in parts}
         self._run_layer(number, removal, {part.projection: moments[part.key] for part in parts})
@@ -180,7 +179,6 @@ class LayerwisePruning:
         return second
 
     def _remove(self, part: Part, members: set[int], moments: Moments, second: Tensor | None, removal: Removal) -> None:
-        """Add removed heads or channels, and the compensation for them, to `removal`."""
         removal.removed[part.key] = members
         columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
         name = part.projection_name
@@ -191,7 +189,6 @@ class LayerwisePruning:
             removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
 
     def _report(self, label: str, removal: Removal, minutes: float | None) -> None:
-        """Send a progress message about a finished layer, with the minutes that are left."""
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
         counts = count_removed(removal.removed)
         layers = len(self.model_map.layers)

@@ -28,8 +28,10 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
-from lmeval_prune.checkpoints.pruned import PLAN, manifest_of, save_checkpoint
+from lmeval_prune.artefacts import check_writable
+from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
+from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -94,6 +96,27 @@ def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, kee
     return cut(with_weights(skeleton_of(pretrained, revision), pretrained, revision), plan, keep_shapes)
 
 
+def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = None, keep_shapes: bool = False) -> Cut:
+    """Cut a model by a plan, write its checkpoint, print a summary, and return the `Cut`; `keep_shapes` as in `cut`."""
+    check_folder(output, [pretrained])
+    check_writable(output, folder=True)
+    smaller = cut_checkpoint(pretrained, plan, revision, keep_shapes)
+    smaller.save(output, tokenizer_of(pretrained, revision))
+    print_cut(output, smaller)
+    return smaller
+
+
+def print_cut(folder: str, cut: Cut) -> None:
+    """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
+    after, after_without_embeddings = parameters(cut.model)
+    before, before_without_embeddings = parameters(cut.parent.model)
+    print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
+    without = 1 - after_without_embeddings / before_without_embeddings
+    print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
+    for note in cut.manifest["notes"]:
+        print(f"  {note}")
+
+
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
     """Raise `InputError` if a model, with or without weights, cannot be cut; `heads`: whether heads are removed."""
     reason = uncuttable(model_map)
@@ -151,7 +174,6 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
-    """Cut a model by a plan that fits, and build the manifest."""
     kept = Kept.of(model_map, plan, keep_shapes)
     tensors = _Tensors(model_map, plan).of(kept)
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
@@ -204,7 +226,6 @@ def _first_right(models: Iterator[tuple[Any, str]], kept: Kept) -> tuple[Any, st
 
 
 def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
-    """Return the manifest's entry about one cut."""
     model_map = kept.model_map
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))

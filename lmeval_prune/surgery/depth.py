@@ -148,7 +148,6 @@ class _Call:
 
 
 def _source(arguments: _Arguments, value: Any, is_same: bool = False) -> list[Any] | None:
-    """Return the argument that a value equals, or (with `is_same`) is."""
     for name, position, argument in arguments:
         if not isinstance(argument, Tensor) or not isinstance(value, Tensor):
             continue

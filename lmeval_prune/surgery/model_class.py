@@ -127,14 +127,12 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
 
 
 def _mistral_config(config: Any) -> Any:
-    """Convert the configuration of a Llama to that of a Mistral."""
     names = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
     values = {name: value for name, value in config.to_dict().items() if name in names}
     return transformers.MistralConfig(**{**values, "sliding_window": None})
 
 
 def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
-    """Return the settings that set the number of heads of each layer."""
     names = [name for name in ("num_key_value_heads", "num_kv_heads") if has_setting(config, name)]
     return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
 
@@ -148,7 +146,6 @@ def _head_dim(layer: AttentionLayer) -> dict[str, int]:
 
 
 def _is_parameter(name: str, model: Any) -> bool:
-    """Return whether a tensor is a parameter, not a buffer."""
     path, _, parameter = name.rpartition(".")
     return parameter in model.get_submodule(path)._parameters
 
@@ -194,7 +191,6 @@ def _changed_attributes(kept: Kept, base: Base) -> dict[str, dict[str, Any]]:
 
 
 def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, Any]:
-    """Return the count attributes of a module in a cut layer, by attribute name."""
     heads, kv_heads, layer = len(kept.heads), len(kept.kv_heads), kept.layer
     counts = {
         "heads": heads,

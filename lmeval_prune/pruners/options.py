@@ -77,9 +77,9 @@ class PruneOptions(Settings):
         if self.p_min > max(self.ratio, self.ffn_ratio):
             raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
         if self.budget == "heads":
-            is_ignored = self.parts or self.allocation not in (None, "global", "uniform")
+            is_ignored = self.parts is not None or self.allocation not in (None, "global", "uniform")
         else:
-            is_ignored = self.ffn_ratio or self.ffn_multiple != 1
+            is_ignored = self.ffn_ratio > 0 or self.ffn_multiple != 1
         if is_ignored:  # the plan would be another than the one asked for
             raise InputError("--budget heads takes --ffn_ratio and --ffn_multiple, no --parts and few --allocation")
 
@@ -138,13 +138,8 @@ class AnswerOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_samples(self.samples, self.sample_temperature)
-
-
-def check_samples(samples: int, temperature: float) -> None:
-    """Raise `InputError` if several greedy answers to a question are asked for: they would be the same."""
-    if samples > 1 and not temperature:
-        raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
+        if self.samples > 1 and not self.sample_temperature:
+            raise InputError(f"samples={self.samples} greedy answers are one and the same; give a sample_temperature")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,6 +73,7 @@ def head_names(heads: Any) -> tuple[str, ...]:
                 return head_names(parsed)
         items = re.split(r"\s*[+,;]\s*|\s+", text)
     else:
+        heads = heads if isinstance(heads, list | tuple) else [heads]
         items = [heads] if len(heads) == 2 and all(isinstance(item, int) for item in heads) else heads
     names = tuple(dict.fromkeys(name for item in items for name in _item_names(item)))
     if not names:
@@ -91,7 +93,8 @@ def _item_names(item: Any) -> list[str]:
 def _normalised(name: str) -> str:
     """Check the syntax of one head name and write its letters in their usual case."""
     match = _NAME.fullmatch(name)
-    if not match:
+    ranges = [numbers for numbers in match.group("layer", "head") if numbers != "*"] if match else []
+    if not match or any(operator.gt(*range_bounds(numbers)) for numbers in ranges):
         raise InputError(f"head {name[:60]!r} cannot be read; {_HELP}")
     return f"{label_of((match['stack'] or '').lower(), match['layer'])}H{match['head']}"
 
@@ -110,7 +113,7 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
     heads: list[Head] = []
     for layer in (layers[number] for number in numbers):
         begin, end = (0, layer.heads - 1) if match["head"] == "*" else range_bounds(match["head"])
-        if not begin <= end < layer.heads:
+        if end >= layer.heads:
             raise InputError(f"head {name}: layer {layer.index} has the heads 0 to {layer.heads - 1}")
         heads += [Head(stack, layer.index, head) for head in range(begin, end + 1)]
     return heads

@@ -12,6 +12,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.errors import InputError
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
@@ -39,6 +40,8 @@ def checkpoint_identity(
         folder = folder / subfolder
         names = [gguf_file] if gguf_file else [path.name for path in folder.iterdir()] if folder.is_dir() else []
         files = [path for path in weight_files(folder, names) if path.is_file()]
+        if not files:  # all such folders would have one identity
+            raise InputError(f"pretrained={pretrained}: the folder holds no weights")
         return digest([content_digest(path) for path in files])
     config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
     commit: Any = extract_commit_hash(config, None)

@@ -110,8 +110,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), 
     }
     if foreign := sorted(set(_files(folder)) - known):
         raise InputError(
-            f"{folder} holds files that are not of a checkpoint of lmeval-prune, or changed since "
-            f"({first_few(foreign, most=3)}), and would be lost; name another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune, or have changed "
+            f"({first_few(foreign, most=3)}), which would be lost; name another folder"
         )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lmeval_prune.architectures import position_limit
+from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -204,6 +204,8 @@ class OwnText(TextSource):
     """
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
+        if not (model_map := map_model(skeleton)).predicts_next_token:
+            raise InputError(f"own answers need a causal language model; this {model_map.model_type} model is none")
         self.options = options
         task, documents = training_documents(str(options.task))
         check_generative(task)

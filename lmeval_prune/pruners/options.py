@@ -171,6 +171,8 @@ class TextOptions(AnswerOptions):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
+        if self.calibrate_on == "own" and not self.task:
+            raise InputError("--calibrate_on own needs the questions of a task; give --task")
 
     @property
     def has_text(self) -> bool:

@@ -114,7 +114,7 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
     for layer in (layers[number] for number in numbers):
         begin, end = (0, layer.heads - 1) if match["head"] == "*" else range_bounds(match["head"])
         if end >= layer.heads:
-            raise InputError(f"head {name}: layer {layer.index} has the heads 0 to {layer.heads - 1}")
+            raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
         heads += [Head(stack, layer.index, head) for head in range(begin, end + 1)]
     return heads
 

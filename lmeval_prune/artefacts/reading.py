@@ -44,7 +44,8 @@ def read_artefact(
     schemas = (schema,) if isinstance(schema, str) else schema
     found = (content.get("schema"), content.get("schema_version")) if isinstance(content, dict) else ("none", None)
     if found[0] not in schemas or found[1] != version:
-        raise InputError(f"{path} is a {str(found[0])[:80]} artefact of version {found[1]}, no {' or '.join(schemas)}")
+        kind = f"{str(found[0])[:80]!r} of version {str(found[1])[:40]}"
+        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact of version {version} (it is {kind})")
     return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
 
 

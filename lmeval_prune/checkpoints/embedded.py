@@ -93,7 +93,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         return
     hint, is_path = did_you_mean(name, MODELS), name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
     if hint or is_path or not _is_on_hub(name, options):
-        raise InputError(f"pretrained={name} is no folder, no embedded model and none that the hub has{hint}")
+        raise InputError(f"cannot read the model {name} here: no folder, no embedded model and none of the hub{hint}")
 
 
 def _is_on_hub(name: str, options: Mapping[str, Any]) -> bool:
